@@ -77,7 +77,6 @@ class Expiry:
         self.username = ""
 
     def obtained(self, credentials: Credentials, now: float) -> None:
-        """Set the present credentials."""
         self.username = credentials.username
         self._backoff.begin(now)
         life = math.inf if credentials.expires_in is None else credentials.expires_in

@@ -144,7 +144,6 @@ class Database:
         raise self._error(f"{self.path}: {failure}") from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        """Execute a statement for each row of values."""
         self._check_process()
         try:
             self._file.executemany(statement, rows)
@@ -152,7 +151,6 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
-        """Return all rows of a result."""
         try:
             return self.execute(statement, *values).fetchall()
         except _FAILURES as failure:
@@ -240,7 +238,6 @@ class LockFile:
             raise
 
     def release(self) -> None:
-        """Release the lock."""
         if not self.released and self._pid != os.getpid():
             # This is a forked child whose fork handlers have not run yet.
             self.forget()

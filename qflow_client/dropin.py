@@ -95,7 +95,7 @@ class DropIn:
     """The settings that a library's connections accept.
 
     Attributes:
-        library: name of the library for people.
+        library: name of the library, for errors.
         theirs: settings whose names the library uses for its own parameters. These settings have the prefix ``qflow_``.
         not_taken: settings that are not accepted, each with its replacement.
     """
@@ -206,11 +206,7 @@ class RepeatableMessage(EncodedMessage):
         return frames[7 : header - 1], frames[header + 7 : stop], stop + 1
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """Return the frames for a channel.
-
-        Args:
-            channel: number of the channel.
-            max_body: maximum bytes of the payload of a frame.
+        """Return the frames for a channel. `max_body` is the maximum payload of a frame in bytes.
 
         Raises:
             ValueError: the properties need a larger frame.
@@ -271,8 +267,6 @@ class EncodedProtocol(ProducerProtocol):
 
         Args:
             receipts: receipts of the messages, in the order of admission.
-            reason: text for people.
-            now: seconds.
         """
         self.consequences.abandon(receipts, reason, now)
 
@@ -352,7 +346,6 @@ class DropInFlow:
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift the hold."""
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:

@@ -178,8 +178,6 @@ class BaseEngine(ABC):
 
         Args:
             payload: the message that is not sent; ``None`` for none.
-            exchange: its exchange.
-            routing_key: its routing key.
 
         Raises:
             ProducerClosed: the producer's loop is closed.
@@ -335,11 +333,10 @@ class BaseEngine(ABC):
 
     @property
     def _reason(self) -> str:
-        """Why nothing is admitted after the close has begun."""
         return DROPPED if self.is_dropped else CLOSED
 
     def _log_undelivered(self, undelivered: UndeliveredMessages | None) -> None:
-        """Log the messages that were not delivered, because there is no caller to raise the error for."""
+        """Called when there is no caller to raise the error for."""
         if undelivered is not None:
             level, why = (logging.ERROR, DROPPED) if self.is_dropped else (logging.WARNING, "shut down")
             log(level, "%s: %s: %s", self.settings.name, why, undelivered)
@@ -378,7 +375,6 @@ class BaseEngine(ABC):
         self.protocol, self.storage = own, None
 
     def _log_forgotten(self, why: str = "the process ends, and the producer was not closed") -> None:
-        """Log the messages that were not delivered because the producer was not closed."""
         failures, dropped = self.take_failures()
         if self.storage is None:
             failures += self.protocol.unsettled_receipts
@@ -396,7 +392,6 @@ def watch_process(engine: BaseEngine) -> None:
 
 
 def _call_each(action: Callable[[BaseEngine], None], words: str) -> None:
-    """Call an action with every engine, even if it fails for some of them."""
     for engine in tuple(_engines):
         try:
             action(engine)

@@ -75,7 +75,6 @@ class ProducerLines:
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
-        """Handle a flow event."""
         at = microseconds(event.at)
         hold = event.hold
         if event.kind is FlowEventKind.WAITING:
@@ -384,7 +383,6 @@ class FlowLog:
                 yield item
 
     def _tell(self, at: int) -> None:
-        """Write lines for present holds, and forget closed producers."""
         with self._lock:
             watches = tuple(self._watches)
         for watch in watches:
@@ -397,7 +395,7 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish the files that ended processes have left. These files are not locked."""
+        """The files of ended processes are not locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:

@@ -50,7 +50,6 @@ def not_shared(what: str, pid: int) -> str:
     """Return why a forked child cannot use an object of its parent.
 
     Args:
-        what: the object.
         pid: the process that made it.
     """
     return (

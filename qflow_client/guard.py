@@ -38,7 +38,7 @@ _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """Returned instead of an exception if a step was not executed. A signal handler could raise the same exception."""
+    """Returned if a step was not executed. An exception could be mistaken for the exception of a signal handler."""
 
     NOT_TAKEN = "not taken"
 
@@ -61,7 +61,7 @@ def check_can_wait(
     """Raise an error if a wait on this thread might never end.
 
     Args:
-        what: name of the call, for people.
+        what: name of the call, for errors.
 
     Raises:
         NestedCall: this thread is inside a step, or a connection needs this thread.
@@ -98,12 +98,7 @@ def serve(run: Callable[[], None]) -> None:
 
 
 def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
-    """Wait for a lock.
-
-    Args:
-        held: True is appended when this thread has the lock.
-        deadline: as for `Guard.try_take`.
-    """
+    """Append True to `held` when this thread has the lock. `deadline` is as for `Guard.try_take`."""
     begun = time.monotonic()
     until = max(begun + PATIENCE, min(deadline, begun + _MAX_WAIT))
     while not held[-1] and (len(held) <= _WAIT_PIECES or time.monotonic() < until):

@@ -42,7 +42,7 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records. It is created on first use, so that gevent can patch queues before."""
+        """The queue of records. It is created on first use and not at import, so that gevent can patch it first."""
         made = self.__dict__.get("made")
         # Use one call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
@@ -136,9 +136,7 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
     """Log a message. The function returns immediately and raises no exception.
 
     Args:
-        level: level of `logging`.
-        text: a format string.
-        arguments: arguments of the format string, which must not change later.
+        arguments: values for the format string `text`, which must not change later.
         error: exception whose traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)
@@ -160,11 +158,7 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
 
 
 def flush_logs(timeout: float) -> bool:
-    """Wait until all earlier records are handled. Return False after the timeout.
-
-    Args:
-        timeout: maximum seconds.
-    """
+    """Wait until all earlier records are handled. Return False after `timeout` seconds."""
     return _writer.flush(timeout)
 
 

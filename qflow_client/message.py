@@ -46,8 +46,6 @@ def _refuse_change(*_: object, **__: object) -> NoReturn:
 
 
 class _Table(dict[str, Any]):
-    """A field table that cannot be changed."""
-
     __slots__ = ()
 
     __setitem__ = __delitem__ = __ior__ = _refuse_change
@@ -59,8 +57,6 @@ class _Table(dict[str, Any]):
 
 
 class _Array(list[Any]):
-    """A field array that cannot be changed."""
-
     __slots__ = ()
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change
@@ -110,10 +106,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(value: Any, depth: int) -> Any:
-    """Return an immutable copy of a header's value.
-
-    Args:
-        depth: depth of the table or array that contains the value.
+    """Return an immutable copy of a value. `depth` is the depth of the table or array that contains the value.
 
     Raises:
         ValueError: the value is nested too deeply to be encoded.

@@ -55,7 +55,6 @@ def resolve(
     """Return the payload, the exchange and the routing key of a message.
 
     Args:
-        message: the message that the application has passed.
         exchange: exchange of the call. ``None`` for the exchange of a `RoutedMessage`.
         routing_key: routing key of the call. ``None`` for the routing key of a `RoutedMessage`.
 
@@ -111,7 +110,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """Use an engine. The engine must not refer to the producer."""
+        """The engine must not refer to the producer."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -221,16 +220,12 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """Admit a message that could not be admitted without a step.
 
         Args:
-            call: the call, for people.
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-            deadline: as for `BaseEngine.admit`.
-            cannot_wait: the error if it cannot be admitted now; ``None`` if it may wait in line.
-            spills: as for `BaseEngine.admit`.
+            call: name of the call, for errors.
+            deadline, spills: as for `BaseEngine.admit`.
+            cannot_wait: the error if the message cannot be admitted now; ``None`` if it may wait in line.
 
         Returns:
-            Its receipt; ``None`` if it has to wait in line.
+            The receipt; ``None`` if the message has to wait in line.
         """
         check_can_wait(call, payload, exchange, routing_key)
         engine, line = self._engine, self._protocol.line
@@ -280,12 +275,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     # Positions.
 
     def _check_position(self, position: Position) -> None:
-        """Reject a position that cannot be stored.
-
-        Raises:
-            SettingsError: there is no outbox.
-            TypeError: the position has another type.
-        """
+        """Raise `SettingsError` if there is no outbox, and `TypeError` if the position has another type."""
         if not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
         if self.settings.outbox is None:
@@ -293,11 +283,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """Run a block that sends a message with a position.
-
-        Yields:
-            The message with the position. Errors that leave the block contain the message without the position.
-        """
+        """Yield the message with the position. Errors that leave the block contain the message without the position."""
         self._check_position(position)
         try:
             yield with_position(payload, position)
@@ -425,7 +411,6 @@ class BaseProducer(ABC, Generic[_Receipt]):
         return unsubscribe
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:
-        """Execute a step that adds a flow callback."""
         self._engine.ask(add)
 
     def _add_events(self, events: Any, kinds: Iterable[str] | None) -> None:

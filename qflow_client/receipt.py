@@ -181,7 +181,6 @@ class Receipt:
         return RoutedMessage.copy_of(self._as_published(), self.exchange, self.routing_key)
 
     def _as_published(self) -> Message:
-        """Return the message with its message id on the wire."""
         payload = self._payload
         if not isinstance(payload, Message):
             return Message(payload, message_id=self.message_id)
@@ -238,7 +237,6 @@ class Receipt:
         return f"; {missing}, or set mandatory=False to have the broker drop such messages"
 
     def _verdict(self) -> Outcome:
-        """Return the outcome of a settled receipt, or raise its error."""
         if self._outcome is not Outcome.CONFIRMED:
             error = self.error()
             if error is not None:
@@ -247,7 +245,6 @@ class Receipt:
         return self._outcome
 
     def _unanswered(self, timeout: float) -> ConfirmTimeout:
-        """Return the error for a message that was not settled in time."""
         return ConfirmTimeout(f"no answer from the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:

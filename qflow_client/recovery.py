@@ -3,7 +3,7 @@
 The caller reports failures with their times, and gets the time to wait. `Reconnection` decides after the loss of a
 connection. `Watch` decides whether to end an open connection. `Return` decides whether to return to the first host.
 
-This module does no I/O and reads no clock.
+This module does no I/O and reads no clock. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Backoff:
         """Start the time limit.
 
         Args:
-            now: seconds.
             anew: whether to begin with the first pause again.
         """
         self._began = now
@@ -182,10 +181,6 @@ class Reconnection:
     def lost(self, why: str, now: float) -> float | None:
         """Handle the loss of the connection.
 
-        Args:
-            why: reason for people.
-            now: seconds.
-
         Returns:
             Seconds until the first try; ``None`` if there will be no try.
         """
@@ -199,7 +194,6 @@ class Reconnection:
 
         Args:
             settled: number of messages that were settled so far.
-            now: seconds.
 
         Returns:
             Seconds until the next channel is opened; 0 if messages were settled since the last call.
@@ -216,9 +210,7 @@ class Reconnection:
         """Handle a failed try.
 
         Args:
-            why: reason for people.
             final: whether each further try with this host would fail.
-            now: seconds.
 
         Returns:
             Seconds until the next try; ``None`` if there will be no try.
@@ -268,7 +260,6 @@ class Watch:
         self.opened(0.0)
 
     def opened(self, now: float) -> None:
-        """Record a new connection."""
         # Since when the broker has sent nothing although confirms are missing.
         self._silent_since = now
         # When the unanswered probe was sent; ``None`` if there is none.
@@ -284,7 +275,6 @@ class Watch:
         """Decide whether to keep the connection.
 
         Args:
-            now: seconds.
             heard_at: when the broker last sent data.
             is_due: whether confirms are missing.
             is_blocked: whether the broker blocks the connection.

@@ -99,8 +99,6 @@ class _Censored:
     """A text with a URL, divided into harmless and secret parts.
 
     Attributes:
-        text: the part that may be shown.
-        secrets: the removed parts.
         is_clear: whether the begin and end of the secrets are certain.
     """
 
@@ -150,7 +148,6 @@ def _censor(text: str) -> _Censored:
 
 
 def _hide_credentials(text: str) -> str:
-    """Return a text in which all characters from the first colon to the last @ are hidden."""
     begin, end = text.find(":"), text.rfind("@")
     return f"{text[: begin + 1]}{_HIDDEN}{text[end:]}" if 0 <= begin < end else text
 
@@ -241,7 +238,6 @@ def censored(error: Exception, url: object) -> Exception:
     Raise the result outside the exception handler. Otherwise the original error would be its context.
 
     Args:
-        error: error of the library.
         url: URL that the library got.
     """
     if not isinstance(url, str) or not _repeats_secret(error, url):

@@ -57,7 +57,6 @@ class Returner:
     All its methods run on the thread or loop of the connection.
 
     Args:
-        reconnection: chooses the host to connect to.
         call_later: calls a function on this thread or loop after a number of seconds.
         post: calls a function on this thread or loop. Any thread may use this.
         leave: ends the connection, with a reason as its argument. The producer connects again.

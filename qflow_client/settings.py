@@ -694,7 +694,7 @@ def _is_url(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a URL into two parts: the URL without the settings in its query, and these settings."""
+    """Return the URL without the settings in its query, and these settings."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
     ours: list[tuple[str, str]] = []

@@ -201,7 +201,6 @@ class Losses:
     reader stays too slow, the next warning follows after `limit` more dropped events.
 
     Args:
-        name: the producer's name.
         limit: maximum number of events that wait for the reader.
         why: the reason in the warning, a format string.
         arguments: the values for `why`; they are formatted when the log is written.
@@ -221,7 +220,6 @@ class Losses:
         self._next = 1
 
     def add(self, count: int = 1) -> None:
-        """Count dropped events."""
         self._count += count
 
     def entry(self) -> LogEntry | None:
@@ -253,9 +251,7 @@ class Subscription:
     The callback has to be called once for each event. Only one thread at a time may call `put` or `take`.
 
     Args:
-        callback: the application's callback.
         kinds: the hold kinds of its events; ``None`` for all.
-        name: the producer's name.
         limit: maximum number of waiting events.
     """
 
@@ -299,9 +295,7 @@ class BaseFlowEvents:
     accepts that the other thread has just emptied the queue.
 
     Args:
-        name: the producer's name.
         limit: maximum number of events that wait for the reader.
-        events: the queue.
     """
 
     def __init__(self, name: str, limit: int, events: Any) -> None:
@@ -327,7 +321,6 @@ class Listeners(Generic[_Events]):
     """The callbacks and iterators for a producer's flow events. The caller prevents concurrent calls.
 
     Args:
-        name: the producer's name.
         limit: maximum number of events that wait for one callback.
     """
 
@@ -350,7 +343,6 @@ class Listeners(Generic[_Events]):
 
         Args:
             key: identifies the callback for `remove`.
-            callback: the application's callback.
             kinds: the hold kinds of its events; ``None`` for all.
         """
         self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
@@ -373,7 +365,6 @@ class Listeners(Generic[_Events]):
         """Pass the recorded events to the callbacks and iterators.
 
         Args:
-            protocol: the producer's protocol, which has recorded events.
             call: schedules one call of a subscription's callback, with the oldest waiting event.
         """
         reports = protocol.reports
@@ -547,12 +538,7 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
 
 
 def keep_admitted(error: Exception, receipts: list[Any]) -> None:
-    """Append the receipt of a message that was admitted although its `send` failed (`NotDurable`).
-
-    Args:
-        error: the error of `send`.
-        receipts: the receipts of the earlier messages.
-    """
+    """Append the receipt of a message that was admitted although its `send` failed (`NotDurable`)."""
     receipt = getattr(error, "receipt", None)
     if receipt is not None:
         receipts.append(receipt)
@@ -562,7 +548,6 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
     """Log undelivered messages, and add them to an exception.
 
     Args:
-        name: the producer's name.
         error: the exception that is being raised.
         undelivered: the undelivered messages that no call has reported; ``None`` if there are none.
     """

@@ -35,7 +35,6 @@ def store_many(
     """Send messages.
 
     Args:
-        producer: sends them.
         messages: as for `send_many`.
         receipts: the receipts are appended to this list.
         timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.

@@ -141,8 +141,6 @@ class _Span:
 
 
 class _Traced(Message):
-    """A message with a span."""
-
     __slots__ = ("trace",)
 
     trace: _Span
@@ -194,7 +192,6 @@ class Observer:
 
         Args:
             receipts: receipts in the order of admission.
-            now: seconds.
         """
         forget = self.began.pop
         first = receipts[0]
@@ -513,16 +510,15 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Return True if an SDK is configured. Without an SDK, the API collects nothing."""
+        """Without an SDK, the API collects nothing."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:
-        """Add an observer to the collections."""
         with self._lock:
             self._observers.add(observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer, and keep its counts. A second call changes nothing."""
+        """Keep the counts of the observer. A second call changes nothing."""
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
@@ -608,16 +604,13 @@ class RelayMetrics:
         _backlogs.relays[self] = self._attributes
 
     def end(self) -> None:
-        """Stop reading the backlog."""
         if _backlogs is not None:
             _backlogs.relays.pop(self, None)
 
     def read(self) -> tuple[float, float] | None:
-        """Return the backlog."""
         return self._backlog()
 
     def count(self, *, confirmed: int = 0, marked: int = 0, set_aside: int = 0, tenures: int = 0) -> None:
-        """Count rows and tenures."""
         for counter, number in (
             (self._confirmed, confirmed),
             (self._marked, marked),

@@ -78,7 +78,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class _Declared:
-    """The base class of declared objects. It defines how to pickle them, because pickle refuses a `mappingproxy`."""
+    """Defines how to pickle declared objects, because pickle refuses a `mappingproxy`."""
 
     __slots__ = ()
 

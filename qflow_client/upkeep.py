@@ -26,7 +26,6 @@ class Upkeep:
     """Supervises a connection of a producer, on the thread or loop of the connection.
 
     Args:
-        reconnection: chooses the host to connect to.
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on this thread or loop. Any thread may use this.
         leave: ends the connection, with a reason as its argument. The producer connects again.

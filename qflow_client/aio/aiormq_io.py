@@ -72,14 +72,13 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport. The library will use the transport that `tap` makes."""
+        """The library uses another transport, which `tap` makes."""
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
         """Make the transport that the library writes to.
 
         Args:
-            raw: asyncio's transport for the socket.
             transport: asyncio's TLS transport; `raw` without TLS.
         """
         self._transport = transport
@@ -127,7 +126,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection. The library notices the end when it reads."""
+        """The library notices the end when it reads."""
         if self._tapped is not None:
             self._tapped.lost()
         super().connection_lost(exc or self._error)
@@ -142,7 +141,6 @@ class TapTransport(asyncio.Transport):
 
     Args:
         protocol: the protocol, which pauses the library and handles failures.
-        raw: asyncio's transport for the socket.
         transport: asyncio's TLS transport; `raw` without TLS.
     """
 
@@ -245,7 +243,6 @@ class TapTransport(asyncio.Transport):
                 self._watch_reads()
 
     def _read_on(self) -> None:
-        """Read again after the wait."""
         self._gathers = None
         self._watch_reads()
 
@@ -314,7 +311,7 @@ class TapTransport(asyncio.Transport):
         return self.tap.data_to_write(self._write_chunk)
 
     def _pump_library(self) -> bool:
-        """Write bytes of the library's chunk. Return True if the socket is full."""
+        """Return True if the socket is full."""
         chunk = self._library[0]
         data = chunk[self._begun : self._begun + self._write_chunk]
         sent = self._send(data)
@@ -327,7 +324,7 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """Send data. Return the number of bytes that are sent or can no longer be withdrawn."""
+        """Return the number of bytes that are sent or can no longer be withdrawn."""
         if self._is_tls:
             # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():
@@ -404,30 +401,24 @@ class TapTransport(asyncio.Transport):
                 self._loop.call_later(GOOD_BYE, self.abort)
 
     def abort(self) -> None:
-        """Abort the connection."""
         self._broken = True
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Return True if the transport is closed or closing."""
         return self._closing or self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Same as asyncio's method."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Same as asyncio's method."""
         self._library_reads = False
         self._watch_reads()
 
     def resume_reading(self) -> None:
-        """Same as asyncio's method."""
         self._library_reads = True
         self._watch_reads()
 
     def is_reading(self) -> bool:
-        """Same as asyncio's method."""
         return self._library_reads and not self.is_closing()
 
 
@@ -486,7 +477,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """Try the addresses of a host one by one, and return a connected socket. Record it for forked children."""
+    """Try the addresses of a host one by one. Record the socket for forked children."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:

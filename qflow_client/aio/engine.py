@@ -323,7 +323,6 @@ class Engine(BaseEngine):
         """Wait until a message is on disk. Without an outbox, return immediately.
 
         Args:
-            receipt: the message's receipt.
             deadline: the end of the wait, in seconds.
 
         Raises:
@@ -465,11 +464,7 @@ class Engine(BaseEngine):
                 await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox, if there is one. Wait for its end, so that the next producer can use it.
-
-        Args:
-            patience: seconds to wait.
-        """
+        """Close the outbox within `patience` seconds. Wait for its end, so that the next producer can use it."""
         try:
             if self.storage is not None:
                 # A separate executor, because all threads of the loop's executor may be in use.

@@ -62,7 +62,6 @@ class Link:
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 
     Args:
-        reconnection: chooses the host to connect to.
         connection: a shared connection on which to open the channel; ``None`` to make a connection.
         after: called after any possible change of the protocol.
         topology: the objects to declare on each connection that this makes; ``None`` for nothing.
@@ -226,7 +225,7 @@ class Link:
             log_connected(self._settings.name, hide_password(self.url), self._reconnection.verdict)
 
     async def _open_channel_again(self, pause: float) -> None:
-        """Open a new channel, because the broker has closed the last channel, but not the connection."""
+        """Called when the broker has closed the channel but not the connection."""
         why = ""
         while not why:
             await asyncio.sleep(pause)
@@ -495,7 +494,7 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Report changes. Return True if the output has to be written before the woken tasks run."""
+        """Return True if the output has to be written before the woken tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()

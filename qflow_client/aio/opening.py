@@ -25,11 +25,7 @@ async def open_channel(
     """Make the declarations, announce a new channel to the tap, and open the channel for publishing.
 
     Args:
-        amqp: the open connection.
-        tap: the tap at its socket.
-        settings: the producer's settings.
         topology: the objects to declare first; ``None`` for nothing.
-        url: the connection's URL, for error messages.
 
     Returns:
         aiormq's channel, and its number.
@@ -72,7 +68,7 @@ async def _declare(amqp: Any, topology: Topology, url: str) -> None:
 
 
 def _free_number(amqp: Any, url: str) -> int:
-    """Return a free channel number. aiormq could choose one, but the tap needs it before the channel opens."""
+    """Choose the channel number here and not in aiormq, because the tap needs it before the channel opens."""
     taken = amqp.channels
     highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
     number = max(taken, default=0) + 1

@@ -113,7 +113,6 @@ class Commits:
             self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._on_timer)
 
     def _on_timer(self) -> None:
-        """Wake the tasks whose deadlines have passed."""
         now = time.monotonic()
         path = self._storage.outbox.path
         for wait in self._waits:

@@ -136,7 +136,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         return self
 
     def _connected(self) -> None:
-        """Register the connected producer. The engine calls this. If this raises an error, the engine ends."""
+        """The engine calls this. If this raises an error, the engine ends."""
         engine = self._engine
         assert engine.observer is not None
         self._tracer = engine.observer.tracer

@@ -37,11 +37,7 @@ class Restoration:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, why: str) -> None:
-        """Start waiting.
-
-        Args:
-            why: why the connection was lost.
-        """
+        """Start waiting."""
         self._connection.reconnect_callbacks.add(self._on_restored)
         self._closed = asyncio.ensure_future(self._connection.closed())
         self._closed.add_done_callback(partial(self._on_closed, why))

@@ -82,7 +82,6 @@ class Deadlines:
             self._arm(at)
 
     def remove(self, waiter: asyncio.Future[None]) -> None:
-        """Forget a future."""
         self._times.pop(waiter, None)
 
     def end(self) -> None:
@@ -139,7 +138,6 @@ class _Turn(asyncio.Future[None]):
         self.ticket: SendTicket | None = None
 
     async def wait_until(self, deadline: float) -> None:
-        """Wait until the future is set, or until a deadline in seconds of `time.monotonic`."""
         if self.done():
             return
         timer = None if deadline == math.inf else wake_at(self.get_loop(), deadline, self)
@@ -160,7 +158,6 @@ class Turns:
     """Drives the waiting calls of a producer or of a drop-in's channel, and logs notices while calls of `send` wait.
 
     Args:
-        protocol: returns the protocol.
         kick: writes the present output, and passes on the protocol's reports.
         arm_timer: starts the timer for the protocol's next `on_timer`.
     """
@@ -209,7 +206,6 @@ class Turns:
         """Run a call that waits.
 
         Args:
-            waiter: the call's waiter.
             undo: undoes the call after an error; by default, the protocol forgets `waiter`.
         """
         try:

@@ -1,7 +1,8 @@
 """The state of a producer and the rules for its messages, without I/O (sans-I/O).
 
 The entry point is `protocol`: engines and drop-ins report events to it, and get the bytes to write. No module here uses
-threads, event loops, sockets, files or clocks.
+threads, event loops, sockets, files or clocks. Times such as `now` are monotonic seconds, unless a docstring says
+otherwise.
 
 Terms: a message is *on the wire* while `Unconfirmed.flight` contains it, which means that its frames are made for the
 open channel. A message is *begun* when at least one of its bytes is written, and *in flight* while it is begun and

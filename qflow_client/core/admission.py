@@ -44,12 +44,7 @@ class Admission:
     """Moves messages from the application to `unsent`, where they wait for the socket.
 
     Args:
-        settings: the producer's settings.
-        limits: the limits of admission.
-        returns: finds the message for a ``Basic.Return``.
-        steps: records whether the last step was completed.
         id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
-        receipt_type: the class of the receipts.
     """
 
     # CPython 3.11 is slower if an object has more than 30 attributes without slots.
@@ -121,13 +116,7 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Encode messages for another channel from now on.
-
-        Args:
-            encoder: the encoder of the channel.
-            exchange: the default exchange of messages.
-            routing_key: the default routing key.
-        """
+        """Encode messages for another channel from now on."""
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain
@@ -230,10 +219,8 @@ class Admission:
         """Admit a message. The caller has checked the limits.
 
         Args:
-            receipt: the receipt of the message.
             cost: the size of its frames in bytes.
             since: when the message began to wait, in seconds.
-            now: seconds.
         """
         if self.store is not None:
             self.store.admitting(receipt, self.next_number)
@@ -304,7 +291,6 @@ class Admission:
         Args:
             others: returns the messages to be sent again.
             written_to: returns how many bytes of frames are made and not written.
-            now: seconds.
         """
         while True:
             before = self.unwritten

@@ -48,7 +48,6 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
     """Run a call until it has to wait or ends.
 
     Args:
-        call: the call.
         now: the present time in seconds; ``None`` to begin.
 
     Returns:
@@ -66,9 +65,7 @@ def send(
     """Wait in line until a message is admitted.
 
     Args:
-        line: the line of the producer.
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
-        now: seconds.
         cannot_wait: the error if the message would have to wait; ``None`` if it is allowed to wait. Callbacks use this
             argument. Their tickets have a timeout of 0, and go to the front of the line.
         notices: whether this call logs notices about the wait. If not, the skin calls `SendLine.notice`.
@@ -94,16 +91,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait until all messages that are admitted now are settled.
-
-    Args:
-        protocol: the producer's protocol.
-        waiter: the waiter to set when the messages are settled.
-        deadline: when the wait ends at the latest, in seconds.
-
-    Returns:
-        Whether all of them are settled.
-    """
+    """Wait until all messages that are admitted now are settled. Return False at the deadline, in seconds."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)
@@ -115,10 +103,7 @@ def wait_unflowed(
     """Wait until the producer is unflowed (not blocked).
 
     Args:
-        protocol: the producer's protocol.
-        waiter: the waiter to set when the producer is unflowed.
         deadline: when the wait ends at the latest, in seconds.
-        now: seconds.
         in_callback: see `Waiters.when_unflowed`.
 
     Returns:
@@ -142,11 +127,7 @@ def close(
     """Admit no message from now on, and wait until all messages are settled.
 
     Args:
-        protocol: the producer's protocol.
-        waiter: the waiter to set when the messages are settled.
         deadline: when the wait ends at the latest, in seconds.
-        now: seconds.
-        reason: why nothing is admitted.
         waits_for_holds: whether to wait although holds delay the messages. If not, the wait may end early, see `drain`.
     """
     protocol.close(reason, now)
@@ -160,10 +141,7 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
     """Wait until all messages are settled. Stop earlier if a hold delays them, or if the broker stops answering.
 
     Args:
-        protocol: the producer's protocol.
-        waiter: the waiter to set when the messages are settled.
         deadline: when the wait ends at the latest, in seconds.
-        now: seconds.
     """
     before = -1
     while now < deadline and not _has_stalled(protocol, before, now):
@@ -183,9 +161,7 @@ def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     ``refused`` delay all messages, so they end the wait. ``paused`` and ``rate`` do not delay admitted messages.
 
     Args:
-        protocol: the producer's protocol.
         before: how many messages were unsettled at the last check; -1 at the first check.
-        now: seconds.
     """
     protocol.controller.look(now)
     late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))

@@ -37,18 +37,7 @@ _SENT_BY_NEXT_PRODUCER = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Channel:
-    """The current channel of a producer, which has at most one channel at a time.
-
-    Args:
-        settings: the producer's settings.
-        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
-        encoder: the class of the encoders; each channel has its own encoder.
-        admission: the admission, which has the messages that were never written.
-        reports: collects the producer's news.
-        unconfirmed: the messages on the wire.
-        resending: the messages to be sent again.
-        settling: settles messages.
-    """
+    """The current channel of a producer, which has at most one channel at a time."""
 
     __slots__ = (
         "_admission",
@@ -98,7 +87,7 @@ class Channel:
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Forget the messages on the wire, and make an encoder for a channel. Number 0 stands for no channel."""
+        """Forget the messages on the wire. Number 0 stands for no channel."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)
@@ -111,9 +100,7 @@ class Channel:
         """Continue with a new channel on which no message was published yet.
 
         Args:
-            number: the number of the channel.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
-            now: seconds.
         """
         self._opening = number, frame_max
         self._open(now)
@@ -129,7 +116,7 @@ class Channel:
         self._opening = None
 
     def _encode_all(self, now: float) -> None:
-        """Encode the admitted messages for the channel, and settle the messages that do not fit into its frames."""
+        """Encode the admitted messages. Settle those that do not fit into the frames of the channel."""
         # An interrupted call may have settled some messages.
         self._discard_settled()
         unfit: list[tuple[Receipt, str]] = []
@@ -144,7 +131,6 @@ class Channel:
         self._discard_settled()
 
     def _encode(self, receipt: Receipt) -> None:
-        """Encode the properties of a message. If the message was written before, encode a second copy."""
         receipt._route = self._unconfirmed.encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.written_before:
             self._admission.prepare_again(receipt)
@@ -164,8 +150,6 @@ class Channel:
         """Continue without a channel, and lift the holds that the broker or the socket has caused.
 
         Args:
-            reason: the cause, as a text for people.
-            now: seconds.
             held: whether to hold calls of `send`. `Consequences.review_holds` lifts the hold on the next channel.
         """
         self.number = None
@@ -180,10 +164,7 @@ class Channel:
         """Handle a channel that the broker has closed because of a message. The broker does not report which message.
 
         Args:
-            code: the broker's reply code.
-            text: the broker's reply text.
             method: class and method id in the broker's ``Channel.Close``.
-            now: seconds.
 
         Returns:
             If the broker has no room, the reason to hold calls of `send`; otherwise ``None``.
@@ -231,8 +212,6 @@ class Channel:
         """Handle the loss of the connection. Another connection will be made.
 
         Args:
-            reason: the cause, as a text for people.
-            now: seconds.
             shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
         """
         suspects: Sequence[Receipt] = ()
@@ -259,11 +238,8 @@ class Channel:
         """Keep the unsettled messages for the next channel, in the order of admission (E1).
 
         Args:
-            now: seconds.
             suspects: messages that are sent one at a time.
             culprits: messages that are settled instead.
-            reply: the reply for the culprits.
-            outcome: the outcome of the culprits.
         """
         unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
@@ -291,10 +267,7 @@ class Channel:
         """Settle every message with the outcome that is known now.
 
         Args:
-            reason: the cause, as a text for people.
-            now: seconds.
             culprits: the messages that made the broker close the channel.
-            reply: the broker's reply.
         """
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
         begun = {receipt._number for receipt in self._unconfirmed.begun()}
@@ -313,8 +286,6 @@ class Channel:
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
-            reason: the cause, as a text for people.
-            now: seconds.
         """
         admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
         begun = {receipt._number for receipt in unconfirmed.begun()}

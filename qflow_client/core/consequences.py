@@ -25,11 +25,7 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 
 class Consequences:
-    """The actions that follow the steps of one producer.
-
-    Args:
-        parts: the parts of its protocol.
-    """
+    """The actions that follow the steps of one producer."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -122,7 +118,7 @@ class Consequences:
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
-        """Called by the gate for each hold that is raised or lifted."""
+        """Called by the gate."""
         if hold.kind in _STOPS_WRITING:
             self.apply_stops(now)
         if self._waiters.unflowed and not raised:
@@ -168,8 +164,6 @@ class Consequences:
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
-            reason: the cause, as a text for people.
-            now: seconds.
         """
         self._parts.writing.take_back()
         self._parts.channel.abandon(receipts, reason, now)
@@ -199,7 +193,7 @@ class Consequences:
     # An unfinished step.
 
     def _heal(self) -> None:
-        """Repair the state after an unfinished step, see `step`."""
+        """See `step`."""
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)

@@ -22,7 +22,6 @@ class Expiry:
 
     Args:
         timeout: seconds from the admission of a message until it expires.
-        now: seconds.
     """
 
     __slots__ = ("_marks", "_next_mark_at", "_period", "timeout")
@@ -46,7 +45,6 @@ class Expiry:
 
         Args:
             next_number: the number of the next message.
-            now: seconds.
 
         Returns:
             The number below which all messages have expired; 0 if no mark is old enough. The same number is returned

@@ -41,7 +41,6 @@ class Limits:
     """The limits of one producer.
 
     Args:
-        settings: the producer's settings.
         line: the order in which waiting messages are admitted; by default the order of their arrival.
 
     Raises:

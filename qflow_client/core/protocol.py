@@ -70,10 +70,7 @@ class ProducerProtocol:
     """The state of one producer.
 
     Args:
-        settings: the producer's settings.
         id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
-        receipt_type: the class of the receipts.
-        now: seconds.
         wall_offset: the number to add to `now` to get seconds since 1970.
         line: the order in which waiting messages are admitted; by default the order of their arrival.
         retries: the pauses before refused messages are sent again; ``None`` to settle refused messages. A message is
@@ -180,7 +177,6 @@ class ProducerProtocol:
 
     @step
     def flow_state(self, now: float) -> FlowState:
-        """Compute and return the present flow state."""
         self.controller.look(now)
         return self.flow_seen(now)
 
@@ -192,7 +188,6 @@ class ProducerProtocol:
 
     @step
     def hold(self, kind: str, now: float, *, source: str = "", detail: str = "") -> None:
-        """Raise a hold."""
         self.gate.hold(kind, now=now, source=source, detail=detail)
 
     @step
@@ -239,7 +234,6 @@ class ProducerProtocol:
 
         Args:
             store: an outbox.
-            now: seconds.
         """
         self.admission.use_store(store)
         self.line.check_room(store)
@@ -264,9 +258,7 @@ class ProducerProtocol:
         The channel is in confirm mode if the setting `confirms` is on.
 
         Args:
-            channel: the number of the channel.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
-            now: seconds.
             restores: whether declarations are being repeated. If so, calls of `send` are held and no message is written
                 until `restored` is called.
         """
@@ -295,10 +287,7 @@ class ProducerProtocol:
         """Handle a channel that the broker has closed because of a message, see `Channel.closed_by_broker`.
 
         Args:
-            code: the broker's reply code.
-            text: the broker's reply text.
             method: class and method id in the broker's ``Channel.Close``.
-            now: seconds.
         """
         reason = f"the broker closed the channel: {code} {text}"
         self.channel.disconnect(reason, now)
@@ -318,8 +307,6 @@ class ProducerProtocol:
         arrived are sent with the header `REPUBLISHED`.
 
         Args:
-            reason: the cause, as a text for people.
-            now: seconds.
             reconnects: whether another connection will be made if one is wanted.
             shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
 
@@ -387,10 +374,6 @@ class ProducerProtocol:
         """Handle ``Basic.Return``: a mandatory message was routed to no queue. The ack of the message follows.
 
         Args:
-            code: the reply code.
-            text: the reply text.
-            exchange: the exchange of the message.
-            routing_key: the routing key.
             header: the payload of the content header frame.
             body: the content.
         """
@@ -404,7 +387,7 @@ class ProducerProtocol:
     # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now.
+        """Return the next bytes to write, perhaps slightly more than `limit`; empty if nothing may be written now.
 
         "Now" is the time of the last step. So the owner may have to call `on_timer` before a probe can be written.
         """

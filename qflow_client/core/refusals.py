@@ -29,12 +29,7 @@ _NO_ROOM = re.compile(r"\b(disk|memory|space|full|resources?)\b", re.IGNORECASE)
 
 
 def means_no_room(code: int, text: str) -> bool:
-    """Return whether a channel was closed because the broker has no room, and not because of a message.
-
-    Args:
-        code: the reply code.
-        text: the reply text.
-    """
+    """Return whether a channel was closed because the broker has no room, and not because of a message."""
     return code in (311, 506) or (code == 406 and _NO_ROOM.search(text) is not None)
 
 
@@ -173,7 +168,6 @@ class Refusals:
 
         Args:
             again: the messages to be sent again.
-            now: seconds.
             new_pause: True after the refusal of a probe or the end of a channel. If False, a running pause continues.
 
         Returns:

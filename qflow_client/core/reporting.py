@@ -52,7 +52,6 @@ class MessageObserver(Protocol):
 
         Args:
             receipts: the receipts. The receipt of a second copy may come before the receipt of an older message.
-            now: seconds.
         """
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
@@ -64,19 +63,13 @@ class MessageObserver(Protocol):
         """
 
     def record(self, *, now: float) -> None:
-        """Called by the skin without a lock, after each action that may have settled receipts.
-
-        Args:
-            now: seconds.
-        """
+        """Called by the skin without a lock, after each action that may have settled receipts."""
 
 
 class Reports:
     """The news of one producer.
 
     Args:
-        name: the name of the producer, for events and logs.
-        gate: the gate with the producer's holds.
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
@@ -196,7 +189,6 @@ class Reports:
         self.failures, self._failed_bytes, self._sweep_in = kept, size, sweep_in
 
     def _make_room(self, size: int) -> None:
-        """Drop the oldest failures until there is room for `size` bytes."""
         while self.failures and self._failed_bytes + size > self._max_failed_bytes:
             oldest = self.failures[0]
             freed = oldest.held_bytes
@@ -252,9 +244,7 @@ class Reports:
         """Log a hold that was raised or lifted, and add its flow event.
 
         Args:
-            hold: the hold.
             raised: True if the hold was raised, False if it was lifted.
-            now: seconds.
             connecting: whether the producer has never had a channel. If so, ``disconnected`` is logged at the level
                 DEBUG.
             ending: whether the hold is lifted because the producer was closed.
@@ -286,11 +276,7 @@ class Reports:
         self._is_starting = self._is_starting and (raised or not is_start)
 
     def start_in_background(self, now: float) -> None:
-        """Add an event for the hold ``disconnected``, because the application does not wait for the first connection.
-
-        Args:
-            now: seconds.
-        """
+        """Add an event for ``disconnected``, because the application does not wait for the first connection."""
         self._is_starting = False
         if self.events is not None:
             hold = self._gate.holds[0]
@@ -310,7 +296,6 @@ class Reports:
 
         Args:
             other: the reports of that producer, which stay unchanged.
-            now: seconds.
         """
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
@@ -322,7 +307,6 @@ class Reports:
         Args:
             count: how many calls of `send` wait.
             since: when the longest wait began, in seconds.
-            now: seconds.
         """
         holds = self._gate.holds
         who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
@@ -370,9 +354,7 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
     """Return an entry for the log.
 
     Args:
-        level: a level of `logging`.
-        text: a format string.
-        arguments: its arguments, which must not change later.
+        arguments: values for the format string `text`, which must not change later.
         depth: which line is recorded: 1 for the caller of this function, 2 for the caller of that function, and so on.
     """
     frame = sys._getframe(depth)

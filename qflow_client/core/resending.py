@@ -108,7 +108,6 @@ class Resending:
             self.again = deque(each for each in self.again if each._outcome is None)
 
     def clear(self) -> None:
-        """Forget all messages and the refusals."""
         self.refusals.probe_at = None
         self.again.clear()
         self.end_channel((), ())
@@ -135,7 +134,6 @@ class Resending:
 
         Args:
             is_flight_empty: whether `Unconfirmed.flight` is empty.
-            now: seconds.
         """
         if self.refusals.probe is not None:
             return self.refusals.next_over(now)
@@ -159,7 +157,6 @@ class Resending:
         Args:
             source: the next messages: `again`, or the unsent messages if `again` is empty.
             is_flight_empty: whether `Unconfirmed.flight` is empty.
-            now: seconds.
         """
         candidate_at = self.candidate_at()
         if (

@@ -21,9 +21,6 @@ class Returns:
 
     Args:
         is_mandatory: whether messages can be returned at all.
-        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
-        unconfirmed: the messages on the wire.
-        resending: the messages to be sent again.
     """
 
     __slots__ = ("_id_prefix", "_is_mandatory", "_resending", "_unconfirmed", "by_id")

@@ -34,11 +34,8 @@ class SendLine:
     """The waiting messages of one producer.
 
     Args:
-        admission: admits the messages.
         controller: the flow controller, which keeps the order of the line.
         reports: collects the waiters to wake.
-        waiters: the waiters for an open gate.
-        steps: records whether the last step was completed.
         notice_period: seconds between two notices about waiting calls of `send`.
     """
 
@@ -94,10 +91,6 @@ class SendLine:
         """Make the ticket of a message that `send` did not admit. The ticket is not in line yet.
 
         Args:
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-            now: seconds.
             timeout: the longest wait in seconds; ``None`` for no limit.
             waiter: the waiter to put into `Reports.wake` when the ticket is decided.
             source: the source of the message, for a `WeightedLine`.
@@ -227,7 +220,6 @@ class SendLine:
 
         Args:
             reason: the text of the `ProducerClosed` error that the senders get.
-            now: seconds.
         """
         self.close(reason)
         # Lift the hold of the limiter, because no message waits any more.
@@ -249,7 +241,6 @@ class SendLine:
         self._leave()
 
     def heal(self) -> None:
-        """Repair the state after an unfinished step."""
         self._leave()
         self._admission.is_granting = False
 

@@ -31,11 +31,6 @@ class Settling:
 
     Args:
         admission: the admission, which has the unwritten bytes, the store and the observer.
-        limits: the limits, in which settled messages free their room.
-        reports: collects the producer's news.
-        returns: finds the message for a ``Basic.Return``.
-        unconfirmed: the messages on the wire.
-        resending: the messages to be sent again.
         confirms: whether the broker confirms messages.
         keeps_undelivered: whether messages that are not delivered stay in the outbox (E13).
     """
@@ -93,7 +88,6 @@ class Settling:
             receipts: the receipts of the messages, in the order of admission.
             outcome: one for all messages, or one for each message. For a returned message, ``CONFIRMED`` becomes
                 ``RETURNED``.
-            now: seconds.
             reply: the reply for receipts without a reply.
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
@@ -123,7 +117,7 @@ class Settling:
             self._finish()
 
     def _finish(self) -> None:
-        """Settle and report the batch. After an interrupt, another call continues at the stored stage."""
+        """Settle the batch. After an interrupt, another call continues at the stored stage."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
         reports = self._reports
@@ -150,7 +144,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Settle messages that the broker has confirmed. Return True if none of them was returned."""
+        """Return True if no message was returned."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
@@ -187,10 +181,8 @@ class Settling:
         """Handle an answer of the broker.
 
         Args:
-            tag: the delivery tag.
             multiple: whether the answer is for all tags up to `tag`.
             outcome: ``CONFIRMED`` or ``NACKED``.
-            now: seconds.
         """
         # The broker cannot answer a message that is only partly written.
         written = self._unconfirmed.outbound.finished
@@ -213,7 +205,6 @@ class Settling:
 
         Args:
             acks: see `TapChannel.on_acks`.
-            now: seconds.
         """
         written = self._unconfirmed.outbound.finished
         # All tags up to this tag are confirmed, and their messages are not settled yet. 0 if there is no such tag.
@@ -242,10 +233,7 @@ class Settling:
         """Record in the receipt of a message that it was returned. The ack of the message follows.
 
         Args:
-            reply: the broker's reply.
             message: the returned message, as the broker sent it.
-            exchange: the exchange of the message.
-            routing_key: the routing key.
         """
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)

@@ -31,9 +31,6 @@ class Steps:
     """Records whether the last step of a producer was completed, and the time of that step.
 
     All objects that take steps of the same producer share one instance.
-
-    Args:
-        now: seconds.
     """
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")

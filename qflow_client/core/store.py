@@ -30,11 +30,6 @@ class Store(Protocol):
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         """Reject a message that has no room and cannot wait for room.
 
-        Args:
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-
         Raises:
             OutboxFull: there is no room, and the message cannot wait for room.
         """

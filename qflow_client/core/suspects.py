@@ -126,8 +126,6 @@ class PoisonDetector:
         Args:
             in_flight: the messages that may have arrived and have no answer.
             settled: the number of messages that were settled so far.
-            text: why the connection was lost.
-            now: seconds.
 
         Returns:
             The suspects. If `is_proven`, the only suspect is the poisonous message.

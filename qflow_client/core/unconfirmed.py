@@ -237,7 +237,7 @@ class Unconfirmed:
         return frames[0]
 
     def _note_order(self, batch: Sequence[Receipt]) -> None:
-        """Record the order of messages that have new tags, before they are added to `flight`."""
+        """Call this before the messages are added to `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()

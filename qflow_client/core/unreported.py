@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
 If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held. So
-the number of these receipts is at most about twice the capacity. `Consequences` uses this module.
+the number of these receipts never exceeds twice the capacity by much. `Consequences` uses this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Unreported:
 
     Args:
         reports: the reports, which have the settled receipts.
-        limits: the limits of admission, with the gate.
     """
 
     __slots__ = ("_limits", "_reports", "count")

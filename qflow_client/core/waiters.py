@@ -14,14 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of `flush` and `wait_unflowed`. Woken waiters are added to `Reports.wake`.
-
-    Args:
-        reports: collects the woken waiters.
-        limits: the limits of admission, with the gate.
-        admission: the admission, which has the number of the next message.
-        steps: records whether the last step was completed.
-    """
+    """The waiters of `flush` and `wait_unflowed`. Woken waiters are added to `Reports.wake`."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 
@@ -73,7 +66,6 @@ class Waiters:
 
         Args:
             waiter: the waiter to put into `Reports.wake`.
-            now: seconds.
             in_callback: whether a callback waits. Senders may be held until the callback returns, so the callback
                 ignores this hold.
 
@@ -99,7 +91,6 @@ class Waiters:
     # Waking.
 
     def _is_unflowed(self, ignored: str) -> bool:
-        """Whether all holds have the source `ignored`."""
         gate = self._gate
         return gate.is_open or (ignored != "" and all(hold.source == ignored for hold in gate.holds))
 

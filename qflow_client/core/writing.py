@@ -19,14 +19,7 @@ _UNLIMITED = 1 << 62
 
 
 class Writing:
-    """Makes the bytes that one producer writes.
-
-    Args:
-        admission: the admission, which has the messages that were never written.
-        unconfirmed: the messages on the wire.
-        resending: the messages to be sent again.
-        channel: the producer's channel.
-    """
+    """Makes the bytes that one producer writes."""
 
     __slots__ = ("_admission", "_channel", "_resending", "_unconfirmed", "has_ended")
 
@@ -39,7 +32,7 @@ class Writing:
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
-        """Return the next bytes to write, about `limit` or fewer; empty if nothing may be written now."""
+        """Return the bytes for `ProducerProtocol.data_to_write`."""
         outbound = self._unconfirmed.outbound
         data = outbound.data(limit)
         if data or outbound.stopped or self._channel.number is None:

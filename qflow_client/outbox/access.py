@@ -46,7 +46,6 @@ class FileAccess:
     """Gives threads exclusive access to a file.
 
     Args:
-        file: the file.
         durable: the last sequence that is on disk.
     """
 
@@ -66,7 +65,6 @@ class FileAccess:
         """Call an action with exclusive access to the file.
 
         Args:
-            action: uses the file.
             deadline: the time of `time.monotonic`, in seconds, at which waits for threads and for other processes end.
             sequence: the action is not needed if this sequence is on disk.
 

@@ -41,15 +41,7 @@ _FEW = 250
 
 
 class Backlog:
-    """The messages of one producer that wait on disk.
-
-    Args:
-        protocol: the producer's protocol.
-        outbox: keeps the messages.
-        requests: the next tasks of the writer.
-        limits: the window and the rate.
-        spilled_type: the class of receipts for messages that wait on disk.
-    """
+    """The messages of one producer that wait on disk."""
 
     def __init__(
         self,
@@ -102,7 +94,6 @@ class Backlog:
             self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
 
     def _is_held(self) -> bool:
-        """Whether a hold stops the backlog."""
         return any(map(self._is_obstacle, self._gate.holds))
 
     @staticmethod
@@ -118,7 +109,6 @@ class Backlog:
         """Return the receipt of a message that is about to be spilled, and its message id.
 
         Args:
-            payload: the message.
             route: its exchange and routing key.
             sequence: the sequence that it will have.
         """
@@ -129,12 +119,7 @@ class Backlog:
         return receipt, f"{self._spill_prefix}{sequence:012x}"
 
     def append(self, receipt: Spilled, now: float) -> None:
-        """Add a message that was put on disk.
-
-        Args:
-            receipt: its receipt.
-            now: seconds.
-        """
+        """Add a message that was put on disk."""
         sequence = receipt._sequence
         self.spilled[sequence] = receipt
         self.hold(f"messages wait in {self._outbox.path}", now)
@@ -171,10 +156,7 @@ class Backlog:
         """Handle the messages that the writer has read. If they will be sent, their permission is already on disk.
 
         Args:
-            request: the request.
-            batch: the messages.
             damaged: the errors of damaged messages, which were set aside, by sequence.
-            now: seconds.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -334,7 +316,6 @@ class Backlog:
         return stored
 
     def heal(self) -> None:
-        """Repair the state after an unfinished step."""
         self.admitting = 0
         self._finish_failing()
 

@@ -14,8 +14,6 @@ __all__ = ["CommitWaits"]
 
 
 class _Wait:
-    """The wait of one thread."""
-
     __slots__ = ("sequence", "wake", "why")
 
     def __init__(self, sequence: int) -> None:
@@ -45,7 +43,6 @@ class CommitWaits:
         """Wait for the result.
 
         Args:
-            wait: the result of `begin`.
             timeout: seconds.
 
         Returns:

@@ -66,7 +66,7 @@ class StoredMessage:
     """A message in an outbox.
 
     Attributes:
-        sequence: its position; sequences increase in the order of admission, even across processes.
+        sequence: its number in the outbox. Sequences increase in the order of admission, even across processes.
         at: when it was put, in seconds since 1970.
         exchange: its exchange.
         routing_key: its routing key.
@@ -103,7 +103,6 @@ def open_file(path: Path, **options: Any) -> Database:
     """Open the file of an outbox, and create it if it does not exist.
 
     Args:
-        path: the path of the file.
         options: as for `Database`.
     """
     return Database(
@@ -227,11 +226,7 @@ def not_there(file: Database, sequence: int) -> OutboxError:
 
 
 def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
-    """Return exchange, routing key and message of a row.
-
-    Raises:
-        FrameError: the row is damaged.
-    """
+    """Return exchange, routing key and message. Raise `FrameError` if the row is damaged."""
     if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
         raise FrameError("a column contains a value of another type")
     at, exchange, routing_key, header, body = row[3:]
@@ -253,7 +248,6 @@ def read(
     """Read messages. Return the messages, and the errors of the damaged messages in the same range, by sequence.
 
     Args:
-        file: the file.
         after: a sequence; only later messages are read.
         limit: the most messages to return.
         written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker;

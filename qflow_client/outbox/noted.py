@@ -45,11 +45,7 @@ def _is_in(runs: Iterable[tuple[int, int]], sequence: int) -> bool:
 
 
 class Noted:
-    """The noted changes of one outbox.
-
-    Args:
-        file: the open file.
-    """
+    """The noted changes of one outbox."""
 
     def __init__(self, file: Database) -> None:
         # Guards the attributes that several threads use. The others belong to the thread that writes.
@@ -245,7 +241,6 @@ class Noted:
         """Return the positions that a write has to store, by source.
 
         Args:
-            rows: the messages that it inserts.
             withdrawn: messages whose positions are not valid, as pairs of first and last sequence.
         """
         reached: dict[str, _Reached] = {}
@@ -267,12 +262,7 @@ class Noted:
         return reached
 
     def _keep(self, reached: dict[str, _Reached], last: int) -> None:
-        """Record the positions that are on disk now.
-
-        Args:
-            reached: the positions.
-            last: all messages up to this sequence are on disk.
-        """
+        """Record the positions that are on disk now. All messages up to the sequence `last` are on disk."""
         # Noted positions are removed last, because an interrupted call is repeated.
         for source, at in reached.items():
             self._set_reached(source, at)

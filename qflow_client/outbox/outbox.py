@@ -294,11 +294,7 @@ class Outbox:
         return self._noted.is_dirty
 
     def _use_file(self, action: Callable[[], _T], deadline: float = math.inf, sequence: float = math.inf) -> _T | None:
-        """Call an action with exclusive access to the file. If a sequence is on disk already, do nothing.
-
-        Raises:
-            OutboxError: the deadline has passed.
-        """
+        """Same as `FileAccess.run`, but raise an `OutboxError` at the deadline."""
         try:
             return self._access.run(action, deadline, sequence)
         except TimeoutError:
@@ -308,7 +304,7 @@ class Outbox:
         """Return when a message is on disk. If it is not on disk yet, commit it with all other noted messages.
 
         Args:
-            sequence: of the message.
+            sequence: sequence of the message.
             timeout: seconds to wait for other threads, and for a file that another process has locked. With ``None``,
                 the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
@@ -342,7 +338,6 @@ class Outbox:
             self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
-        """Write all noted changes, or only new messages and their positions."""
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
     # Reading.
@@ -378,7 +373,7 @@ class Outbox:
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Return the message. If a message of an earlier process has a time after the opening, correct this time."""
+        """If a message of an earlier process has a time after the opening, correct this time."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -406,7 +401,7 @@ class Outbox:
         """Remove a message in any state. The next commit deletes it.
 
         Args:
-            sequence: of the message.
+            sequence: sequence of the message.
 
         Raises:
             OutboxError: the message is not in the outbox, or the file cannot be read.
@@ -479,7 +474,7 @@ class Outbox:
         Damaged messages are left out, see `look_damaged`.
 
         Args:
-            path: of the file.
+            path: path of the file.
             after: a sequence; only later messages are returned.
             limit: the most messages to return.
 
@@ -494,7 +489,7 @@ class Outbox:
         """Return the errors of the damaged messages of an outbox, by sequence. A producer may be using the outbox.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             OutboxError: there is no outbox, or it cannot be read.
@@ -507,8 +502,8 @@ class Outbox:
         """Return one message of an outbox. A producer may be using the outbox.
 
         Args:
-            path: of the file.
-            sequence: of the message.
+            path: path of the file.
+            sequence: sequence of the message.
 
         Raises:
             OutboxError: the message is not in the outbox, or cannot be read.

@@ -40,13 +40,11 @@ class Requests:
         self.read: ReadRequest | None = None
 
     def request_commit(self) -> None:
-        """Request a commit."""
         if not self.commit:
             # In this order, Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)
             self.commit = True
 
     def request_read(self, request: ReadRequest) -> None:
-        """Request a part of the backlog."""
         self.read = request
         self._reports.wake.append(self.writer)

@@ -36,9 +36,6 @@ class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
     The producer creates this object before it opens the outbox. So it can call `close` even if `open` is interrupted.
-
-    Args:
-        settings: the producer's settings.
     """
 
     #: Set by `open`.

@@ -73,10 +73,8 @@ class OutboxStore:
 
     Args:
         protocol: the producer's protocol, to which the store attaches itself. No message may have been admitted yet.
-        outbox: keeps the messages.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
-        now: seconds.
     """
 
     def __init__(
@@ -127,10 +125,6 @@ class OutboxStore:
         """Admit a message and note it in the outbox. If it cannot be admitted now, only note it, to be sent later.
 
         Args:
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-            now: seconds.
             spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
 
         Returns:

@@ -52,7 +52,6 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
 
     Args:
         outbox: the outbox. Closing it again does nothing.
-        name: the producer's name.
         timeout: seconds; ``None`` for no limit.
     """
     try:
@@ -74,8 +73,6 @@ class Writer:
     """Commits the noted changes of an outbox, and reads its backlog on request.
 
     Args:
-        outbox: the outbox.
-        settings: the producer's settings.
         deliver: runs a step of the store in the same context as the producer's steps.
         committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
     """
@@ -112,7 +109,6 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=f"qflow-outbox {settings.name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def set(self) -> None:
@@ -130,7 +126,6 @@ class Writer:
         return False
 
     def set_result(self, _result: None) -> None:
-        """Do the same as `set`."""
         self.set()
 
     def commit_now(self) -> None:
@@ -218,7 +213,7 @@ class Writer:
         return True
 
     def _read(self, request: ReadRequest) -> None:
-        """Read a part of the backlog and feed it to the protocol. If that fails, set the time of the next try."""
+        """If the read fails, set the time of the next try."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
 

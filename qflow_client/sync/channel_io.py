@@ -24,7 +24,6 @@ class ChannelIO(ABC):
     """Attaches the channel to the tap, runs the protocol's timer, and lets other threads call the I/O thread.
 
     Args:
-        lock: the protocol's lock.
         after: called on the I/O thread, without the lock, after any possible change of the protocol.
     """
 
@@ -73,7 +72,6 @@ class ChannelIO(ABC):
     # On the I/O thread.
 
     def _attach(self, number: int, frame_max: int) -> None:
-        """Use an open channel for publishing."""
         now = time.monotonic()
         try:
             with self._lock:

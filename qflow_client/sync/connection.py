@@ -69,7 +69,7 @@ _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 
 
 class _SocketServices(TapIOServices):
-    """The I/O services of the I/O thread. `drained` is called when pika's transport has written all its data."""
+    """The I/O services of the I/O thread."""
 
     def __init__(self, tap: Tap, lock: Guard, after: Callable[[], None], drained: Callable[[], None]) -> None:
         super().__init__(tap, lock, after)
@@ -82,7 +82,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Same as pika's method. pika's transport calls it when it has written all its data."""
+        """Called by pika's transport when it has written all its data."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -170,7 +170,6 @@ class Carrier:
     # On the I/O thread.
 
     def remove(self, link: SharedLink) -> None:
-        """Remove a link."""
         with self.lock:
             self._links = tuple(each for each in self._links if each is not link)
 
@@ -242,7 +241,6 @@ class Carrier:
         self.services.call_later(self._heartbeat / 2, self._beat)
 
     def _end(self, why: str) -> None:
-        """End the transfer in both directions."""
         with self.lock:
             if self.ended is not None:
                 return
@@ -350,7 +348,6 @@ class _PikaServices(SelectorIOServicesAdapter):
     """The I/O services of the application's thread. A carrier transfers the data of each socket.
 
     Args:
-        loop: pika's I/O loop.
         url: the broker's URL without secrets, for logs and errors.
     """
 
@@ -369,7 +366,6 @@ class _PikaServices(SelectorIOServicesAdapter):
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
     ) -> Any:
-        """Same as pika's method, with a carrier between pika and the socket."""
         link_up = super().create_streaming_connection
         carrier = self.carrier = Carrier(self._url)
         establishing = _Establishing()
@@ -396,7 +392,6 @@ class _Establishing:
     step: Any = None
 
     def cancel(self) -> bool:
-        """Same as pika's method."""
         if self.step is not None:
             return bool(self.step and self.step.cancel())
         self.step = False
@@ -413,7 +408,6 @@ class _Maker:
         self._url = url
 
     def create_connection(self, connection_configs: Any, on_done: Any, custom_ioloop: Any = None) -> Any:
-        """Same as pika's `SelectConnection.create_connection`."""
         services = self.services = _PikaServices(custom_ioloop or IOLoop(), self._url)
         start: Any = pika.SelectConnection._start_connection_workflow  # type: ignore[attr-defined]  # made for this
         return start(

@@ -34,9 +34,6 @@ class Dispatcher:
     """Calls callbacks in order on one thread, until it is deleted or stopped.
 
     An exception of a callback is logged and has no other effect.
-
-    Args:
-        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:

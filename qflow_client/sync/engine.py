@@ -254,7 +254,6 @@ class Engine(BaseEngine):
         """Run a call that waits, see `core.calls`.
 
         Args:
-            waiter: the call's waiter.
             deadline: as for `Guard.try_take`. ``None`` for no deadline. Only threads of this package use that, because
                 they hold no lock for which a step waits.
             ticket: the ticket of a `send`, to withdraw after an error. Without a ticket, the protocol forgets `waiter`.
@@ -394,7 +393,7 @@ class Engine(BaseEngine):
         return None
 
     def _begin_to_close(self) -> bool:
-        """Begin to close, inside a step. Return True for the first call."""
+        """Call this inside a step. Return True for the first call."""
         was_ended, self.ended = self.ended, True
         return not was_ended
 
@@ -424,7 +423,7 @@ class Engine(BaseEngine):
         self._log_undelivered(undelivered)
 
     def _on_own_thread(self, close: Callable[[], None]) -> None:
-        """Call `close` on a new thread. Signal handlers and finalizers may call this."""
+        """Signal handlers and finalizers may call this."""
 
         def begin(start_thread: Callable[[], object]) -> None:
             try:

@@ -73,7 +73,6 @@ def _cause(error: object) -> object:
 
 
 def _words(error: object) -> str:
-    """Return an error as one line."""
     cause = _cause(error)
     if isinstance(cause, PikaConnectionClosed):
         return f"{cause.reply_code} {cause.reply_text}"
@@ -81,7 +80,6 @@ def _words(error: object) -> str:
 
 
 def _is_final(error: object) -> bool:
-    """Return True if no further try to connect can succeed."""
     cause = _cause(error)
     if isinstance(cause, PikaConnectionClosed):
         return is_final(cause.reply_code, cause.reply_text)
@@ -113,7 +111,6 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
 
     Args:
         url: the host's URL, with pika's query parameters.
-        settings: the producer's settings.
 
     Raises:
         SettingsError: pika rejects the URL, or cannot use a file of its ``ssl_options``.
@@ -138,8 +135,6 @@ class Link(ChannelIO):
 
     Args:
         hosts: pika's parameters of each host, from `parameters`.
-        reconnection: chooses the host to connect to.
-        lock: the protocol's lock.
         after: called on the I/O thread, without the lock, after any possible change of the protocol.
         topology: the objects to declare on each connection; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain them.
@@ -317,7 +312,7 @@ class Link(ChannelIO):
         self._cut()
 
     def _open_channel(self) -> None:
-        """Open a new channel, because the broker has closed the last channel, but not the connection."""
+        """Called when the broker has closed the channel but not the connection."""
         self._next = None
         connection = self._connection
         if connection is not None and connection.is_open:
@@ -333,7 +328,7 @@ class Link(ChannelIO):
             connection.channel(on_open_callback=lambda channel: self._declare(channel, declarations))
 
     def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
-        """Make the declarations one after the other, and then open the channel for publishing."""
+        """Make the declarations, and then open the channel."""
         channel.add_on_close_callback(lambda _channel, reason: ended(reason))
         declaration: Declaration | None = None
 
@@ -484,7 +479,6 @@ class Link(ChannelIO):
             connection.close()
 
     def _cut(self) -> None:
-        """Abort the connection, if it has not ended."""
         if self._is_open:
             # pika logs an error if an open connection ends without a close.
             self._close()

@@ -60,7 +60,6 @@ class _TapSocket:
         return getattr(self._sock, name)
 
     def recv(self, _size: int) -> bytes:
-        """Return the received data for pika."""
         services = self._services
         reads = 0
         while True:
@@ -104,11 +103,7 @@ class _TapSocket:
         return sent
 
     def send_ours(self, data: bytes) -> int:
-        """Send data of a producer.
-
-        Returns:
-            The number of bytes that are sent, or cannot be withdrawn. `full` is False if the socket accepts more.
-        """
+        """Return how many bytes are sent or cannot be withdrawn. `full` is False if the socket accepts more."""
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
@@ -143,7 +138,6 @@ class _TapSocket:
         _close_copy(self._sock)
 
     def close(self) -> None:
-        """Close the socket, and stop watching it."""
         if self._services.tapped is self:
             self._services.untap()
         self._sock.close()
@@ -167,7 +161,6 @@ class _TapContext(ssl.SSLContext):
         return self
 
     def wrap_socket(self, sock: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a tapped TLS socket."""
         return _TapSocket(self._context.wrap_socket(sock, *args, **kwargs), self._services)
 
 
@@ -236,7 +229,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self.awake = True
 
     def _rest(self) -> None:
-        """Clear `awake`. Then the next thread that adds output wakes the I/O thread."""
+        """From now on, a thread that adds output wakes the I/O thread."""
         self._rests += 1
         self.awake = False
 
@@ -258,7 +251,6 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.popleft()()
 
     def close(self) -> None:
-        """Same as pika's method."""
         super().close()
         self._waker.close()
         self._woken.close()
@@ -386,7 +378,6 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._watch(fd)
 
     def remove_writer(self, fd: int) -> bool:
-        """Same as pika's method."""
         if self.tapped is None or fd != self.tapped.fileno():
             return bool(super().remove_writer(fd))
         had = self._library_writer is not None
