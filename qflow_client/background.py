@@ -53,7 +53,7 @@ class BackgroundCall(Generic[_Answer]):
         self._take(self._function())
 
     def _take(self, result: Any) -> None:
-        """Create an answer from the function's result, or from the error if no thread could be started."""
+        """If no thread could be started, `result` is the error."""
         self._answer(result)
 
     def _answer(self, answer: _Answer) -> None:

@@ -131,7 +131,6 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:
-        """Execute a statement again until another process has released its lock."""
         give_up_at = time.monotonic() + BUSY
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)

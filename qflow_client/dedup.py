@@ -45,8 +45,6 @@ def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = Fa
 
 
 class _Memory(Protocol):
-    """Stores the ids of handled messages."""
-
     def __contains__(self, message_id: str) -> bool: ...
 
     def __len__(self) -> int: ...

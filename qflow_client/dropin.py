@@ -133,7 +133,6 @@ class DropIn:
         return ours, theirs
 
     def _environ(self) -> dict[str, str]:
-        """Return the environment without settings that a connection does not accept."""
         ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
         on_disconnect = variable("on_disconnect")

@@ -184,7 +184,7 @@ def is_url(path: object) -> bool:
 
 
 def _ssl_options(text: str) -> dict[Any, Any]:
-    """Parse pika's ``ssl_options`` of a query. Return an empty dict if they are invalid."""
+    """Return an empty dict if the options are invalid."""
     try:
         options = ast.literal_eval(unquote_plus(text))
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):

@@ -116,7 +116,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self.fail(f"the data from the broker cannot be read: {error}")
 
     def fail(self, why: str) -> None:
-        """Abort the connection. The library and the producers get the reason."""
+        """The library and the producers get the reason."""
         self._error = ConnectionAbortedError(why)
         self._transport.abort()
 

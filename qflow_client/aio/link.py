@@ -172,7 +172,6 @@ class Link:
             raise
 
     async def _address(self) -> URL:
-        """Return the URL to connect to, with credentials."""
         address = address_of(self.url, {})
         if self._upkeep.renewer is None:
             return address
@@ -212,7 +211,7 @@ class Link:
             raise
 
     async def _reopen(self) -> None:
-        """Open the channel on the shared connection, which aio-pika has restored."""
+        """Called when aio-pika has restored the shared connection."""
         try:
             await self._open()
         except ConnectionFailed as error:

@@ -86,7 +86,6 @@ class AsyncReceipt(Receipt):
 
     @coroutine
     def _settled(self) -> Generator[Any, None, None]:
-        """Return when the message is settled."""
         future = _Settled(loop=asyncio.get_running_loop())
         self._register(future)
         if self._outcome is not None:

@@ -169,7 +169,6 @@ class Settling:
                 wake.append(receipt._waiter)
 
     def _kept(self, receipt: Receipt, outcome: Outcome) -> Outcome:
-        """Return the outcome of a message. It differs from `outcome` if the message stays in the outbox."""
         if not self._keeps_undelivered or outcome not in UNDELIVERED:
             return outcome
         receipt._kept_as = outcome

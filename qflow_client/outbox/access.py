@@ -30,8 +30,6 @@ _LOST = 1.0
 
 
 class _Turn:
-    """A thread's turn to use the file."""
-
     __slots__ = ("sequence", "wake")
 
     def __init__(self, sequence: float) -> None:

@@ -240,7 +240,6 @@ class Backlog:
         self._fail(stored, f"it was in the outbox for more than outbox_max_age={self._max_age:g} s")
 
     def _fail(self, stored: StoredMessage, why: str) -> None:
-        """Settle a message without sending it."""
         receipt: Receipt | None = self.spilled.get(stored.sequence)
         if receipt is None:
             route = self._admission.encoder.route(stored.exchange, stored.routing_key)

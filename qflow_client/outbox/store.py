@@ -154,7 +154,7 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """Put a message into the outbox without admitting it. If it waited in line, its ticket gets the receipt."""
+        """If the message waited in line, its ticket gets the receipt."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
         # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)

@@ -177,7 +177,7 @@ class Writer:
                 self.set()
 
     def _pause(self) -> None:
-        """After an error of the disk, wait before the next try. Return early if a sender waits for a commit."""
+        """Return early if a sender waits for a commit."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)

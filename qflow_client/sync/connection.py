@@ -275,7 +275,6 @@ class Carrier:
     # The socket pair to pika.
 
     def _feed(self) -> None:
-        """Write received data to pika's socket, as much as it accepts."""
         waiting = self._to_pika
         while waiting:
             try:

@@ -411,7 +411,7 @@ class Engine(BaseEngine):
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
-        """Close on a thread of this package, after the close has begun. Log messages that are not delivered."""
+        """Called on a thread of this package, after the close has begun."""
         try:
             self.unregister()
             waiter = Waiter()

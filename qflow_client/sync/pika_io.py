@@ -134,7 +134,7 @@ class _TapSocket:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close this process's descriptor. The parent's connection stays open."""
+        """The parent's connection stays open."""
         _close_copy(self._sock)
 
     def close(self) -> None:
