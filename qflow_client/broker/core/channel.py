@@ -73,12 +73,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
 
 class Channel:
-    """One channel of a session. Queues that are ON block it (J3 J4).
-
-    Args:
-        session: the connection of the channel.
-        number: number of the channel.
-    """
+    """One channel of a session. Queues that are ON block it (J3 J4)."""
 
     #: Maximum number of remembered pairs of exchange and routing key.
     MAX_TARGETS = 8
@@ -152,7 +147,6 @@ class Channel:
     # Frames.
 
     def on_method(self, payload: bytes) -> None:
-        """Handle the payload of a method frame."""
         if self._target is not None:
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
@@ -182,7 +176,6 @@ class Channel:
         handler(self, method)
 
     def on_header(self, payload: bytes) -> None:
-        """Handle the payload of a content header frame."""
         if self._target is None or self._header is not None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content header came without a Basic.Publish")
         if not self.flow.published and self.host.takes_no_publisher:
@@ -217,7 +210,6 @@ class Channel:
             self._finish(self._target, payload, b"")
 
     def on_body(self, payload: bytes) -> None:
-        """Handle the payload of a content body frame."""
         target, header = self._target, self._header
         if target is None or header is None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content body came without a content header")
@@ -241,7 +233,6 @@ class Channel:
         self._finish(target, header, payload)
 
     def reply(self, method: pamqp.base.Frame) -> None:
-        """Answer a method."""
         self.output.write(wire.method(self.number, method))
 
     def _count_incoming(self, change: int) -> None:
@@ -345,11 +336,7 @@ class Channel:
             flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
-        """Put a message into its queues.
-
-        Returns:
-            Whether the confirm of the message is held. It is then sent when all queues and the disk have released it.
-        """
+        """Return whether the confirm is held. It is then sent when all queues and the disk have released it."""
         is_open = not self.is_closing
         # A message that waited for room may be older than confirm mode. Its tag is then 0.
         confirms = self.confirms if is_open and tag else None
@@ -367,7 +354,6 @@ class Channel:
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:
-        """Enqueue a message that waited for room."""
         self.waiting.pop(waiting, None)
         # In confirm mode the message is owed until its confirm is sent (D7).
         if not waiting.tag:
@@ -375,7 +361,6 @@ class Channel:
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a message that waited for room. Return whether the client is informed."""
         self.waiting.pop(waiting, None)
         if self.is_closing:
             return False
@@ -407,7 +392,6 @@ class Channel:
         self.output.write(wire.nack(self.number, tag))
 
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
-        """Count a message against the rate limits."""
         meter = self.host.meter
         if meter:
             names = (queue.name for queue in queues)
@@ -415,7 +399,6 @@ class Channel:
             meter.take(self.flow, message.size, message.target.exchange, names, user, self.host.clock())
 
     def return_message(self, message: StoredMessage) -> None:
-        """Return a mandatory message that no queue gets."""
         assert message.body is not None
         self.returned += 1
         names = message.target.names
@@ -432,7 +415,7 @@ class Channel:
         self.become_producer()
 
     def become_producer(self) -> None:
-        """Note that the channel publishes, or has announced that it will."""
+        """Record that the channel publishes, or has announced that it will."""
         if self.flow.is_producer:
             return
         self.flow.is_producer = True
@@ -523,7 +506,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """Handle Channel.FlowOk: the client has read a Channel.Flow. The broker does not wait for it; tests do."""
+    """The broker does not wait for this answer to a ``Channel.Flow``; tests do."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

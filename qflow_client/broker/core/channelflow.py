@@ -65,12 +65,7 @@ class FlowingSession(Protocol):
 
 
 class ChannelFlow(CountedSource):
-    """One channel as a source of messages.
-
-    Args:
-        session: the connection of the channel.
-        number: number of the channel.
-    """
+    """One channel as a source of messages."""
 
     __slots__ = (
         "_discipline",
@@ -150,7 +145,7 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the channel has been flowed so far, including the current flowed period."""
+        """Seconds for which the channel was blocked (flowed) so far. If it is blocked now, this time is included."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property
@@ -226,5 +221,4 @@ class ChannelFlow(CountedSource):
 
 
 def _queue_and_reason(controller: FlowController) -> tuple[str, str]:
-    """Return the queue name and the reason for the flow log."""
     return (controller.name, "channel_flow") if isinstance(controller, QueueFlow) else ("", controller.name)

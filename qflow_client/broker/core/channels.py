@@ -59,8 +59,6 @@ class Blocks(dict[str, str]):
     The client gets a notice when the first reason is added, and when the last reason is removed.
 
     Args:
-        channels: channels of the connection.
-        output: output of the connection.
         handshake: returns whether the client understands ``Connection.Blocked``.
         dialect: defines how clients are informed.
         alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
@@ -79,12 +77,7 @@ class Blocks(dict[str, str]):
         self._alarm = alarm
 
     def change(self, source: str, reason: str | None) -> None:
-        """Add a reason, if the client can be informed of it. ``None`` removes the reason of this source.
-
-        Args:
-            source: name of the source that blocks the client.
-            reason: the text for the client; ``None`` to remove it.
-        """
+        """Add a source's reason, if the client can be informed of it. ``None`` removes the reason."""
         way = self._dialect.on_alarm
         was_blocked = bool(self)
         if reason is None:

@@ -22,7 +22,6 @@ class Confirms:
     """The published messages of one channel that are neither acked nor nacked.
 
     Args:
-        number: number of the channel.
         on_due: called when the first tag becomes due after a `flush`.
         on_released: called when a message in `owed` is no longer held, with its body bytes.
     """
@@ -70,11 +69,11 @@ class Confirms:
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return the object that counts the holds of a message while it enters its queues. Pass it to `arm` then."""
+        """Return the object that counts the holds of a message while it enters its queues. Then pass it to `arm`."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """Note that all queues have the message. It is confirmed now, or when the last hold is released.
+        """Record that all queues have the message. It is confirmed now, or when the last hold is released.
 
         Returns:
             Whether the confirm is held.

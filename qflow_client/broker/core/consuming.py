@@ -56,8 +56,6 @@ class ChannelConsumer:
 
     Args:
         consuming: the deliveries of its channel.
-        tag: its consumer tag.
-        queue: the queue that it consumes.
         no_ack: whether a delivery settles the message.
         prefetch: the maximum of its unsettled messages; 0 for no limit.
     """
@@ -120,7 +118,6 @@ class Returning:
     deliver nothing until all deliveries have returned.
 
     Args:
-        host: the virtual host.
         deliveries: the unsettled deliveries, the oldest first.
         queues: the queues of the channel's consumers.
     """
@@ -141,7 +138,6 @@ class Returning:
             queue.dispatcher.pause(1)
 
     def tick(self, now: float) -> None:
-        """Return a slice."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in self._deliveries[-self.AT_ONCE :]:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
@@ -160,12 +156,7 @@ class Returning:
 
 
 class Consuming:
-    """The consumers of a channel, and its unsettled deliveries.
-
-    Args:
-        session: the connection of the channel.
-        number: number of the channel.
-    """
+    """The consumers of a channel, and its unsettled deliveries."""
 
     #: Maximum number of deliveries that one call settles for an ack with `multiple`. A delivery whose queue
     #: dead-letters counts as LETTER deliveries, because it takes longer to settle.
@@ -223,7 +214,6 @@ class Consuming:
     # Delivering.
 
     def next_delivery_tag(self) -> int:
-        """Return the next delivery tag."""
         self._delivery_tag += 1
         return self._delivery_tag
 
@@ -231,9 +221,7 @@ class Consuming:
         """Add a consumer to a queue.
 
         Args:
-            queue: the queue to consume.
             tag: consumer tag; empty to let the broker choose one.
-            no_ack: whether a delivery settles the message.
             exclusive: whether it has to be the only consumer of the queue.
             nowait: whether to send no answer.
 
@@ -260,12 +248,7 @@ class Consuming:
         queue.dispatcher.dispatch()
 
     def cancel(self, tag: str, *, nowait: bool) -> None:
-        """Cancel a consumer. If the consumer does not exist, nothing changes.
-
-        Args:
-            tag: tag of the consumer.
-            nowait: whether to send no answer.
-        """
+        """Cancel a consumer. If the consumer does not exist, nothing changes. With `nowait` no answer is sent."""
         consumer = self.consumers.pop(tag, None)
         if consumer is not None:
             consumer.queue.remove_consumer(consumer)
@@ -357,7 +340,6 @@ class Consuming:
         before any other frame of the channel.
 
         Args:
-            tag: the delivery tag.
             multiple: whether the ack includes all deliveries up to this tag. With tag 0 it then includes all current
                 deliveries.
 
@@ -410,13 +392,7 @@ class Consuming:
         self.unacked = dict(sorted(self.unacked.items()))
 
     def settle(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries that `take` returned.
-
-        Args:
-            deliveries: the deliveries.
-            acked: whether they are acked.
-            requeue: whether the messages go back to their queues.
-        """
+        """Settle deliveries that `take` returned. With `requeue` their messages go back to their queues."""
         if requeue:
             self._requeue(deliveries)
             return
@@ -428,7 +404,7 @@ class Consuming:
         self.wake()
 
     def _requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Put deliveries back at their places in their queues. No queue delivers before all deliveries are back."""
+        """No queue delivers before all deliveries are back at their places in their queues."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
@@ -488,13 +464,13 @@ class Consuming:
 
 
 def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
-    """Return a ``Basic.Get-Ok`` frame; `names` are the exchange and the routing key as short strings."""
+    """`names` are the exchange and the routing key as short strings."""
     payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
     return frame(METHOD_FRAME, channel, payload)
 
 
 def _cancel(channel: int, consumer_tag: str) -> bytes:
-    """Return a ``Basic.Cancel`` frame, which informs a client that its consumer was removed."""
+    """Return a ``Basic.Cancel`` frame."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + wire.short(consumer_tag) + b"\1")
 
 

@@ -190,7 +190,6 @@ class Contents:
     # Leaving.
 
     def count_drop(self, reason: DropReason) -> None:
-        """Count a dropped message."""
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
@@ -262,12 +261,10 @@ class Contents:
 
     @property
     def ready_count(self) -> int:
-        """The number of messages to deliver."""
         return self.depth - len(self.unacked) - len(self.leaving)
 
     @property
     def ready_size(self) -> int:
-        """Body bytes of the messages to deliver."""
         return self.size - self.unacked_size - self.leaving_size
 
     @property

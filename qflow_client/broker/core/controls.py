@@ -58,7 +58,7 @@ class Controls:
         self._watch()
 
     def limit_rates(self, on: bool) -> None:
-        """Note that there are rate limits, or that there are none any more."""
+        """Record whether there are rate limits."""
         self._has_rates = on
         self._watch()
 

@@ -58,7 +58,6 @@ class DeadLetter(StoredMessage):
     Args:
         target: the dead-letter exchange and the routing key.
         header: the payload of its content header frame, which records its deaths.
-        body: body of the message.
         deaths: the deaths in the header, the latest first. They are cached within one step, because decoding a long
             list takes long.
     """
@@ -118,11 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send the dead letters of all messages.
-
-        Messages that die in the meantime are appended to the list. So a chain of queues does not become a chain of
-        calls.
-        """
+        """Messages that die in the meantime are appended, so a chain of queues does not become a chain of calls."""
         self._pauses += 1
         try:
             while self._dead:
@@ -149,7 +144,6 @@ class DeadLetters:
                 queue.storage.letter_done(message)
 
     def _send(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """Send the dead letter of a message to its destinations."""
         options = queue.options
         key = options.dead_letter_routing_key
         target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
@@ -239,9 +233,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
     """Return the queues that must not get a dead letter, because it died there and was not rejected since.
 
-    Args:
-        reason: reason of its last death.
-        deaths: all deaths, the latest first.
+    `reason` is the reason of its last death. `deaths` begins with the latest death.
     """
     found: set[str] = set()
     if reason is not DropReason.REJECTED:
@@ -256,16 +248,9 @@ def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
 def _deaths_and_headers(
     message: StoredMessage, queue: str, reason: DropReason, time: float
 ) -> tuple[list[Death], dict[bytes, bytes]]:
-    """Return the deaths of a message that has just died, and the headers that record them.
+    """Return the deaths of a message that has just died, the latest first, and the headers that record them.
 
-    Args:
-        message: the dead message.
-        queue: name of the queue in which it died.
-        reason: reason of the death.
-        time: seconds since 1970.
-
-    Returns:
-        The deaths, the latest first; and the headers, encoded with their types, by name.
+    The headers are encoded with their types, by name. `time` is in seconds since 1970.
     """
     try:
         before = _deaths_of(message)

@@ -16,9 +16,7 @@ class Deadlines:
     """The deadlines of one connection.
 
     Args:
-        settings: settings of the broker.
         handshake: has the negotiated heartbeat and the end of the login's validity.
-        output: output of the connection.
         now: monotonic seconds.
     """
 

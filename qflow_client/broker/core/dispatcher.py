@@ -21,7 +21,6 @@ class Dispatcher:
     """Gives the ready messages of one queue to its consumers, in turn.
 
     Args:
-        contents: contents of the queue.
         dropping: drops rejected entries, and drops expired entries before deliveries.
         storage: reads bodies that are only on disk; ``None`` if all bodies stay in memory.
         single_active: whether only the oldest consumer gets messages.
@@ -161,7 +160,6 @@ class Dispatcher:
         return entry
 
     def settle(self, entry: QueueEntry, *, acked: bool) -> None:
-        """Settle a delivered entry that was acked, or rejected without requeue."""
         if entry.is_gone:
             return
         if acked:

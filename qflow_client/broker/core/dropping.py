@@ -19,7 +19,6 @@ class Dropping:
     """Drops entries of one queue.
 
     Args:
-        contents: contents of the queue.
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
         wake: called if `Contents.leaving` is not empty after a step. Then `let_leave` must be called again soon.
     """
@@ -63,7 +62,6 @@ class Dropping:
         self.dead_letter(entry.message, reason)
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even if it is unacked. The queue must not be empty."""
         if self._contents.leaving:
             self.let_leave()
             return
@@ -72,7 +70,6 @@ class Dropping:
         self.drop(entry, DropReason.MAXLEN)
 
     def drop_head(self) -> None:
-        """Drop the oldest ready entry. There must be a ready entry."""
         entry = self._contents.first()
         assert entry is not None
         self.drop(entry, DropReason.MAXLEN)

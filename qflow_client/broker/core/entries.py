@@ -114,7 +114,6 @@ class StoredMessage:
     Args:
         target: the exchange and routing key with which it was published.
         header: the payload of its content header frame, as received.
-        body: body of the message.
     """
 
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
@@ -184,11 +183,7 @@ class Completion:
             self._complete(self.tag)
 
     def arm(self) -> bool:
-        """Note that all destinations have the message.
-
-        Returns:
-            True if there are no holds.
-        """
+        """Record that all destinations have the message. Return True if there are no holds."""
         self._armed = True
         return not self.holds
 

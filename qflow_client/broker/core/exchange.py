@@ -53,13 +53,7 @@ class ExchangeType(StrEnum):
 
 
 class Binding:
-    """A binding of a queue or an exchange to an exchange.
-
-    Args:
-        destination: the queue or exchange that receives the messages.
-        routing_key: the binding key.
-        arguments: arguments of the binding, for headers exchanges.
-    """
+    """A binding of a queue or an exchange to an exchange. Only headers exchanges use the arguments."""
 
     __slots__ = ("arguments", "destination", "key", "routing_key")
 
@@ -75,11 +69,8 @@ class Exchange(ABC):
     """An exchange.
 
     Args:
-        name: name of the exchange.
-        durable: as in ``Exchange.Declare``.
         auto_delete: whether it is deleted with its last binding.
         internal: whether clients are not allowed to publish to it.
-        arguments: as in ``Exchange.Declare``.
     """
 
     type: ExchangeType
@@ -121,11 +112,7 @@ class Exchange(ABC):
             self._added(binding)
 
     def unbind(self, binding: Binding) -> bool:
-        """Remove the binding that is equal to this one.
-
-        Returns:
-            True if the binding existed.
-        """
+        """Remove the binding that is equal to this one. Return True if it existed."""
         removed = self.bindings.pop(binding.key, None)
         if removed is None:
             return False
@@ -134,11 +121,7 @@ class Exchange(ABC):
         return True
 
     def unbind_all(self, destination: Queue | Exchange) -> bool:
-        """Remove all bindings to a destination.
-
-        Returns:
-            True if there was a binding to it.
-        """
+        """Remove all bindings to a destination. Return True if there was one."""
         gone = [binding for binding in self.bindings.values() if binding.destination is destination]
         for binding in gone:
             self.unbind(binding)

@@ -30,12 +30,7 @@ _LONGEST_NAME = 200
 
 
 class Handshake:
-    """Opens one connection, and has the negotiated values.
-
-    Args:
-        host: the virtual host.
-        output: output of the connection.
-    """
+    """Opens one connection, and has the negotiated values."""
 
     __slots__ = (
         "_capabilities",
@@ -92,7 +87,6 @@ class Handshake:
         """Handle the client's properties and login.
 
         Args:
-            method: the Connection.Start-Ok.
             address: address of the client; empty if it has none.
             now: seconds of the clock.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. It is not called
@@ -161,7 +155,6 @@ class Handshake:
         """Check that the client may open the virtual host.
 
         Args:
-            method: the Connection.Open.
             name: name of the connection, for the log.
 
         Raises:

@@ -69,7 +69,7 @@ class InspectableBroker(EmbeddedBroker):
         return self._copies(self._host.queue(queue).contents.oldest_first())
 
     def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
-        """Copy messages. Bodies that are not in memory are read from the disk on this thread."""
+        """Bodies that are not in memory are read from the disk on this thread."""
         found = tuple(entries)
         records = [entry.message.record for entry in found if entry.message.body is None]
         numbers = [record.number for record in records if record is not None]
@@ -208,5 +208,4 @@ class InspectableBroker(EmbeddedBroker):
             await asyncio.wrap_future(self._call(when_durable, changes=True))
 
     def _describe(self) -> str:
-        """Describe the queues and channels, one on each line."""
         return "".join(f"\n  {each}" for each in (*self.queues(), *self.channels()))

@@ -133,21 +133,13 @@ class Rules(Protocol):
     def rule_for(self, queue: str, arguments: Mapping[str, object]) -> QueueRule:
         """Return the rule of a new queue.
 
-        Args:
-            queue: name of the queue.
-            arguments: as in ``Queue.Declare``.
-
         Raises:
             ChannelException: 406 if the arguments are refused.
         """
 
 
 class PlainRules:
-    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect.
-
-    Args:
-        settings: settings of the broker.
-    """
+    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect."""
 
     are_inherited = False
     options = QueueOptions()
@@ -157,9 +149,7 @@ class PlainRules:
         self._limits = QueueLimits(StopResume(), capacity, None, settings.enforcement)
 
     def rule_for(self, queue: str, arguments: Mapping[str, object]) -> PlainRules:
-        """Return the one rule, which is the same for all queues."""
         return self
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
-        """Return the limits, which are the same for all queues."""
         return self._limits

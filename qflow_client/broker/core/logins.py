@@ -33,13 +33,7 @@ MECHANISMS = "PLAIN AMQPLAIN"
 
 
 class Login(NamedTuple):
-    """The data of a login.
-
-    Attributes:
-        mechanism: name of the mechanism.
-        user: name of the user.
-        password: the password as bytes.
-    """
+    """The data of a login."""
 
     mechanism: str
     user: str
@@ -92,7 +86,6 @@ class Logins:
 
     Args:
         users: passwords or their hashes, by user name.
-        failed: counts failed logins.
         authenticate: called instead of using `users`; ``None`` to use `users`.
     """
 
@@ -115,8 +108,6 @@ class Logins:
         """Check the user and password of a login. A failed login is counted.
 
         Args:
-            login: the data of the login.
-            address: address of the client.
             now: monotonic seconds.
             done: called now or later, with the number of seconds for which the login is valid; 0 if it is wrong.
         """
@@ -172,7 +163,6 @@ def login_refusal(login: Login, loopback_users: Collection[str], address: str, *
     """Return the reason why a login is refused; ``None`` if it is accepted.
 
     Args:
-        login: the data of the login.
         loopback_users: users that may log in only from this machine.
         address: address of the client; empty if it has none, for example on a Unix socket.
         is_right: whether user and password are right.
@@ -215,12 +205,7 @@ class FailedLogins:
         self._clear_at: dict[str, float] = {}
 
     def delay(self, address: str, now: float) -> float:
-        """Return the seconds that a login from an address has to wait before it is checked; 0 for no delay.
-
-        Args:
-            address: address of the client.
-            now: monotonic seconds.
-        """
+        """Return the seconds that a login waits before it is checked; 0 for no delay. `now` is in monotonic seconds."""
         clear_at = self._clear_at.get(_network(address)) if self._clear_at else None
         return 0.0 if clear_at is None else max(0.0, clear_at - now - self._burst * self.INTERVAL)
 

@@ -140,7 +140,7 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
 
 
 def _queue_name(channel: MethodChannel, name: str) -> str:
-    """Return the queue name of a method. An empty name means the queue that the channel declared last.
+    """An empty name means the queue that the channel declared last.
 
     Raises:
         ChannelException: 404 if the name is empty and the channel has not declared a queue.

@@ -49,8 +49,6 @@ class Promise:
     """Frames of a channel that wait for the disk. Later frames of this channel are sent after them.
 
     Args:
-        output: output of the connection.
-        number: number of the channel.
         size: approximate size of the frames in bytes.
     """
 
@@ -74,8 +72,6 @@ class Output:
     """The outgoing frames of one connection.
 
     Args:
-        channels: channels of the connection, by number.
-        controls: the operator's controllers and switches.
         journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
         on_output: called when there is something to send: once before each `take`, and also for each call of
@@ -144,7 +140,7 @@ class Output:
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """Note that a channel has queued confirms. They are sent together with the other frames."""
+        """Record that a channel has queued confirms. They are sent together with the other frames."""
         self._confirming[channel] = None
         self.announce()
 
@@ -171,9 +167,7 @@ class Output:
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
         """Append whole frames. They are sent when the changes that they report are on disk.
 
-        Args:
-            data: the frames.
-            topology_only: whether they report only changes of queues, exchanges and bindings.
+        With `topology_only` these are only changes of queues, exchanges and bindings.
         """
         journal = self._journal
         if journal is not None:
@@ -201,7 +195,6 @@ class Output:
         """Move the kept promises of a channel, and the frames after them, to the unsent frames.
 
         Args:
-            number: number of the channel.
             more: the bytes of the new frames minus the promised size.
         """
         self.unsent += more
@@ -244,7 +237,7 @@ class Output:
         return data
 
     def taken(self) -> None:
-        """Note that the transport has the bytes of `take`. Deliver more messages if the socket accepts them."""
+        """Record that the transport has the bytes of `take`. Deliver more messages if the socket accepts them."""
         if not self.takes_deliveries and self._is_writable:
             self._take_deliveries_again()
 

@@ -85,11 +85,7 @@ class Overflow:
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
         """Return the reason why messages do not fit; ``None`` if they fit.
 
-        Args:
-            queue: queue whose name is in the text.
-            depth: number of messages that count.
-            size: body bytes of these messages.
-            coming: messages and body bytes to add.
+        `depth` and `size` are the messages that count and their body bytes. `coming` has the messages and bytes to add.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

@@ -28,7 +28,7 @@ class Timed(Protocol):
     """An object that has to be called at a certain time."""
 
     def tick(self, now: float) -> None:
-        """Do all work whose time has come."""
+        """Do all work that is due."""
 
 
 class TopologyJournal(Protocol):
@@ -42,17 +42,17 @@ class TopologyJournal(Protocol):
         """
 
     def queue_gone(self, name: str) -> None:
-        """Note that a durable queue was deleted, with its bindings."""
+        """Record that a durable queue was deleted, with its bindings."""
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """Note a new durable exchange.
+        """Record a new durable exchange.
 
         Raises:
             ChannelException: 406 if its arguments cannot be stored.
         """
 
     def exchange_gone(self, name: str) -> None:
-        """Note that a durable exchange was deleted, with its bindings."""
+        """Record that a durable exchange was deleted, with its bindings."""
 
     def binding(
         self,
@@ -64,7 +64,7 @@ class TopologyJournal(Protocol):
         *,
         gone: bool = False,
     ) -> None:
-        """Note that a binding between two durable objects was added or removed.
+        """Record that a binding between two durable objects was added or removed.
 
         Raises:
             ChannelException: 406 if its arguments cannot be stored.
@@ -94,7 +94,7 @@ class Journal(Protocol):
     # Messages.
 
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
-        """Note that a message has entered a queue.
+        """Record that a message has entered a queue.
 
         Args:
             number: number of the queue in the store; 0 if the queue does not survive a restart.
@@ -103,11 +103,10 @@ class Journal(Protocol):
         """
 
     def leave(self, number: int, message: StoredMessage) -> None:
-        """Note that a message has left a queue, or undo `hold`.
+        """Record that a message has left a queue, or undo `hold`.
 
         Args:
             number: number of the queue in the store; 0 if the queue does not survive a restart, and 0 to undo `hold`.
-            message: the message.
         """
 
     def hold(self, message: StoredMessage) -> None:
@@ -133,10 +132,10 @@ class Journal(Protocol):
     # Time and memory.
 
     def divide(self) -> None:
-        """Note the end of an operation. Its records may be on disk before the records of the next operation."""
+        """Record the end of an operation. Its records may be on disk before the records of the next operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all records noted so far are on disk.
+        """Call a function when all records so far are on disk.
 
         Returns:
             Whether the function will be called. If not, there is nothing to wait for.
@@ -144,7 +143,7 @@ class Journal(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes in memory with `unfinished`, `waiting` and `buffered`, without bodies that are about to be freed."""
+        """Bytes in memory with `unfinished`, `waiting` and `buffered`, but without bodies that will soon be freed."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
         """Return the bytes of bodies that each queue may read ahead (A3)."""
@@ -163,34 +162,34 @@ class FlowObserver(Protocol):
         """Called at the end of each period."""
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """Note that a message has entered a queue."""
+        """Record that a message has entered a queue."""
 
     def left(self, queue: QueueView, size: int) -> None:
-        """Note that a message has left a queue."""
+        """Record that a message has left a queue."""
 
     def turned_on(self, queue: QueueView) -> None:
-        """Note that the queue's flow state has turned ON."""
+        """Record that the queue's flow state has turned ON."""
 
     def turned_off(self, queue: QueueView) -> None:
-        """Note that the queue's flow state has turned OFF."""
+        """Record that the queue's flow state has turned OFF."""
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """Note that the queue holds the confirm of a message (C5)."""
+        """Record that the queue holds the confirm of a message (C5)."""
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Note that the queue holds no confirms any more."""
+        """Record that the queue holds no confirms any more."""
 
     def deleted(self, queue: QueueView) -> None:
-        """Note that the queue was deleted."""
+        """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a mark of a queue, or another controller, now blocks a channel."""
+        """Record that a mark of a queue, or another controller, now blocks a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a mark of a queue, or another controller, no longer blocks a channel."""
+        """Record that a mark of a queue, or another controller, no longer blocks a channel."""
 
     def gone(self, source: FlowSource) -> None:
-        """Note that a publishing channel has ended."""
+        """Record that a publishing channel has ended."""
 
 
 class PublishMeter(Protocol):
@@ -232,7 +231,7 @@ class Disk(Protocol):
         """Start to write the pending records, without waiting."""
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all records noted so far are on disk."""
+        """Return a future that is done when all records so far are on disk."""
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Read bodies of messages, by number, on the calling thread."""

@@ -96,15 +96,10 @@ class Queue:
     """A queue.
 
     Args:
-        name: name of the queue.
         limits: thresholds and maximum.
-        surroundings: the environment of the queue.
         options: the options that never change.
         rule: computes the limits; ``None`` if `limits` never change.
-        durable: as in ``Queue.Declare``.
         exclusive_owner: the only connection that may use the queue.
-        auto_delete: as in ``Queue.Declare``.
-        arguments: as in ``Queue.Declare``.
         flow_options: which channels its marks block, and how they are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
         journal: counts its messages, and writes them to disk; ``None`` if there is none.
@@ -300,7 +295,6 @@ class Queue:
         """Handle a message that this queue refuses.
 
         Args:
-            message: the refused message.
             can_nack: whether the publisher can be informed without closing its channel, with a ``Basic.Nack``.
 
         Returns:
@@ -322,7 +316,6 @@ class Queue:
         """Add a message that was not refused, and then check the marks (J3 D2). Nothing is delivered yet.
 
         Args:
-            message: the message.
             source: the publishing channel, which may be blocked; ``None`` for a source that cannot be blocked.
             completion: the confirm, which may be delayed (C5); ``None`` if there is none.
         """
@@ -376,12 +369,10 @@ class Queue:
     # Delivery.
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry for ``Basic.Get``. With `no_ack` the entry leaves the queue."""
         self.touch()
         return self.dispatcher.take(no_ack=no_ack)
 
     def remove_consumer(self, consumer: Consumer) -> None:
-        """Remove a consumer, see `Dispatcher.remove`."""
         self.dispatcher.remove(consumer)
         self.touch()
 
@@ -397,11 +388,7 @@ class Queue:
                 overflow.trim(self)
 
     def purge(self) -> int:
-        """Remove all ready entries.
-
-        Returns:
-            The number of removed entries.
-        """
+        """Remove all ready entries, and return their number."""
         has_droppable = self.storage is not None and self.storage.droppable is not None
         is_kept = self.dropping.expiry is not None or self.contents.values is not None or has_droppable
         count = self.contents.purge(mark=is_kept)
@@ -409,10 +396,9 @@ class Queue:
         return count
 
     def delete(self) -> int:
-        """Remove all messages. The caller has to call `Dispatcher.cancel_all` afterwards.
+        """Remove all messages, and return the number of messages that were ready.
 
-        Returns:
-            The number of messages that were ready.
+        The caller has to call `Dispatcher.cancel_all` afterwards.
         """
         self.is_deleted = True
         count = self.purge()
@@ -445,7 +431,7 @@ class Queue:
     # Time.
 
     def note_waiting(self, until: float, change: int = 0) -> None:
-        """Note that messages wait for room in this queue. Check them at `until` at the latest.
+        """Record that messages wait for room in this queue. Check them at `until` at the latest.
 
         Args:
             until: seconds of the clock.
@@ -456,7 +442,7 @@ class Queue:
         self._watch()
 
     def touch(self) -> None:
-        """Note a use of the queue: a declare, a get or the end of a consumer."""
+        """Record a use of the queue: a declare, a get or the end of a consumer."""
         if self.options.expires is not None:
             self._used_at = self._clock()
             self._tick_by(self._used_at + self.options.expires)
@@ -470,7 +456,6 @@ class Queue:
         self._tick_by(self._clock())
 
     def tick(self, now: float) -> None:
-        """Do all work whose time has come."""
         if now < self._tick_at:
             return
         self._tick_at = math.inf
@@ -507,15 +492,12 @@ class Queue:
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
-        """The families of marks that are set."""
         return self.limits.thresholds
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if all bodies stay."""
         return None if self.storage is None else self.storage.pager
 
     @property
     def droppable(self) -> DroppableEntries | None:
-        """The entries that may be dropped for memory; ``None`` if no entry may."""
         return None if self.storage is None else self.storage.droppable

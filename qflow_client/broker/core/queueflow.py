@@ -26,11 +26,7 @@ _log = get_logger(__name__)
 
 
 class CountedSource(FlowSource):
-    """A source that counts its published messages.
-
-    Args:
-        name: name for people; need not be unique.
-    """
+    """A source that counts its published messages."""
 
     __slots__ = ("published",)
 
@@ -72,7 +68,6 @@ class QueueFlow(FlowController):
 
     Args:
         thresholds: the marks.
-        name: name of the queue.
         count: messages in the queue.
         size: body bytes of these messages.
         spacing: spaces out the unblocking; ``None`` unblocks all channels together.
@@ -137,8 +132,6 @@ class QueueFlows(EntryObserver):
 
     Args:
         queue: the queue, for the observer.
-        limits: limits of the queue.
-        options: which channels the marks block, and how they are unblocked.
         clock: returns seconds.
         wake_at: called with the time of the next call of `tick`.
         observer: observes the flow control of the queue; ``None`` if there is none.
@@ -354,7 +347,6 @@ class QueueFlows(EntryObserver):
                 family.resume()
 
     def let_go(self) -> None:
-        """Unblock all channels and release all held confirms, whether ON or OFF."""
         for family in self.families:
             family.let_go()
 

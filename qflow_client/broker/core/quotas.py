@@ -18,7 +18,6 @@ class Quota:
 
     Args:
         setting: name of the setting with the limit.
-        limit: maximum number of objects.
         things: name of the kind of objects, in the plural.
         count: counts the objects.
     """

@@ -28,13 +28,7 @@ ALTERNATE_EXCHANGE = "alternate-exchange"
 
 
 class Router:
-    """Finds the queues of messages.
-
-    Args:
-        settings: settings of the broker.
-        exchanges: all exchanges by name.
-        queues: all queues by name.
-    """
+    """Finds the queues of messages."""
 
     #: Maximum number of cached publish methods. Beyond it the whole cache is cleared.
     MAX_TARGETS = 4096
@@ -173,10 +167,7 @@ def reach(
 def _destinations(
     exchange: Exchange, routing_key: str, headers: Mapping[str, object], queues: Mapping[str, Queue]
 ) -> Iterator[Queue | Exchange]:
-    """Yield the destinations of a message at one exchange.
-
-    The default exchange is bound to every queue by the queue's name.
-    """
+    """The default exchange is bound to every queue by the queue's name."""
     if exchange.name:
         yield from exchange.destinations(routing_key, headers)
     elif routing_key in queues:

@@ -186,7 +186,7 @@ class Runner:
         return self._version
 
     def changed(self) -> None:
-        """Note a change, and wake all waiters."""
+        """Record a change, and wake all waiters."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
@@ -208,7 +208,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Wait until the version changes, at most until the time `end`. Return ``True`` if it changed before `end`."""
+        """Return True if the version changes before the time `end`."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)

@@ -47,8 +47,6 @@ class Server:
     """Listens, and runs one session for each connection.
 
     Args:
-        host: the virtual host.
-        controls: controls of the operator.
         on_change: called after each iteration of the loop in which something has changed.
         discipline: see `Session`.
     """
@@ -193,7 +191,7 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Note that a connection has output. It writes after the connections that had output before."""
+        """Record that a connection has output. It writes after the connections that had output before."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
@@ -231,7 +229,6 @@ class Server:
             oldest.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Forget a lost connection."""
         for connections in (self.connections, self._strangers, self._with_input):
             connections.pop(connection, None)
 
@@ -465,7 +462,6 @@ class Connection(asyncio.Protocol):
         self._server.touch()
 
     def output_sent(self) -> None:
-        """Note that the transport has the session's output."""
         self.session.output.taken()
         self._resume()
 
@@ -555,7 +551,6 @@ class Connection(asyncio.Protocol):
         of them have to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
-            end: ends the connection or the direction.
             received: number of bytes received at the previous check; ``None`` at the first check.
         """
         # After a second close, asyncio's TLS transport would ignore `abort`.
@@ -583,7 +578,6 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def _count_buffers(self) -> None:
-        """Update the memory account with the connection's buffers."""
         if self._transport is None or self._transport.is_closing():
             return
         session = self.session

@@ -80,8 +80,6 @@ class Session:
 
     Args:
         name: name of the peer, for logs.
-        host: the virtual host.
-        controls: controls of the operator.
         now: monotonic seconds.
         on_output: called when there is something to send: once before each `take_output`, and also for each
             ``Channel.Flow``, see `Output.write_past_promises`.
@@ -224,7 +222,7 @@ class Session:
         splitter.data = b""
 
     def _hold_rest(self, start: int) -> None:
-        """Hold the rest of the input: all bytes from this offset in the splitter's data."""
+        """`start` is an offset in the splitter's data."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
@@ -331,11 +329,7 @@ class Session:
             )
 
     def _login_checked(self, refusal: str | None) -> None:
-        """Handle the result of a login check.
-
-        Args:
-            refusal: reason for the refusal; ``None`` if the login is right.
-        """
+        """`refusal` is the reason why the login is refused; ``None`` if the login is right."""
         if self.state is not State.LOGIN:
             # The connection has ended during the password check.
             return
@@ -372,7 +366,6 @@ class Session:
         self.output.write(wire.method(number, commands.Channel.OpenOk()))
 
     def channel_closed(self, channel: Channel) -> None:
-        """Forget a channel that has finished closing."""
         self.channels.forget(channel)
         self.output.forget(channel)
 

@@ -46,7 +46,7 @@ class Enforcement(StrEnum):
 
     @property
     def flows_channels(self) -> bool:
-        """Whether publishing channels are flowed (blocked)."""
+        """Whether publishing channels are blocked (flowed)."""
         return self is not Enforcement.COMPLETION
 
     @property
@@ -96,13 +96,13 @@ class Settings:
             `users`. It returns for how many seconds they are valid: `math.inf` for no end, 0 to refuse them. After this
             time the connection is closed with 320. It runs on the broker's thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
-        max_failed_logins: maximum number of failed logins of an address in quick succession. After that, logins from
-            the address are checked only once a second. 0 for no limit.
+        max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. Beyond
+            it, logins from the address are checked only once a second.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
         enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides it.
-        flow_scope: which channels a queue blocks (flows) (D12).
+        flow_scope: which channels a queue blocks (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each message to it (D12).
         default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the flow state
             turns ON.
@@ -125,26 +125,25 @@ class Settings:
         trace: called on the broker's thread for every received and every sent frame, in their order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
             policy ``wait`` (A4).
-        resume_interval: seconds between two channels that a queue unblocks (unflows), oldest first (F4); 0 unblocks all
-            together.
+        resume_interval: seconds between two channels that a queue unblocks, oldest first (F4); 0 unblocks all together.
         backlog_count: maximum number of messages of one connection that wait, are not confirmed, or came on blocked
-            (flowed) channels. If there are more, all its channels are blocked (flowed) (D7) until fewer than 7/8 of the
-            maximum are left. 0 for no limit.
+            (flowed) channels; 0 for no limit. If there are more, all its channels are blocked (flowed) until fewer than
+            7/8 of the maximum are left (D7).
         backlog_size: the same as `backlog_count` in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time. After each such number of
-            messages, the broker stops reading from the connection for `tarpit_time` seconds (D8). 0 for no limit.
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no limit. After
+            each such number of messages, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which such a connection is not read.
-        close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time. If there
-            are more, the channel is closed with 311. 0 for never.
+        close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
+            limit. If there are more, the channel is closed with 311.
         close_connection_after: maximum number of messages on all blocked (flowed) channels of a connection after the
-            grace time, counted since the connection was opened. If there are more, the connection is closed with 506. 0
-            for never.
-        flow_log: log of the channels that queues block (flow), and of the depths of queues at every `period` of the
-            log. The broker does not close the log. ``None`` for no log.
-        memory_limit: maximum bytes of messages in memory. Each message uses about 512 bytes more than its body. Above
-            three quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2). Above the limit,
-            clients get ``Connection.Blocked`` and publishing clients are not read. 0 for no limit.
+            grace time, counted since the connection was opened; 0 for no limit. If there are more, the connection is
+            closed with 506.
+        flow_log: log of the channels that queues block, and of the depths of queues at every `period` of the log. The
+            broker does not close the log. ``None`` for no log.
+        memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
+            its body. Above three quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2).
+            Above the limit, clients get ``Connection.Blocked`` and publishing clients are not read.
 
     Raises:
         TypeError: a value has the wrong type.

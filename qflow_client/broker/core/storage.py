@@ -36,7 +36,6 @@ class Storage(EntryObserver):
         number: number of the queue in the message store, if the queue and its persistent messages survive a restart;
             otherwise 0.
         has_letters: whether the queue dead-letters dropped messages.
-        contents: contents of the queue.
         window: returns the bytes of bodies that each queue may read ahead (A3).
     """
 
@@ -149,7 +148,7 @@ class Storage(EntryObserver):
             self._leave(self._number, message)
 
     def queue_deleted(self) -> None:
-        """Note that the store forgets the deleted queue. Bodies for its dead letters are kept until they are read."""
+        """Record that the store forgets the deleted queue. Bodies for its dead letters are kept until they are read."""
         for message in self._letters:
             self._journal.hold(message)
             self._leave(self._number, message)

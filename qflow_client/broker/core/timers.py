@@ -40,11 +40,7 @@ class Timers:
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Call the timers whose time has come. If this takes long, the next call continues.
-
-        Args:
-            now: seconds of the clock.
-        """
+        """Call the timers that are due. If this takes long, the next call continues."""
         end = self._clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)

@@ -34,8 +34,6 @@ class Topology:
     """The exchanges and bindings of the virtual host.
 
     Args:
-        settings: settings of the broker.
-        queues: all queues by name.
         journal: records durable objects; ``None`` if nothing is written to disk.
         on_bindings: called after a binding was added or removed, with its destination; with ``None`` if bindings of any
             destination may have changed.
@@ -185,10 +183,7 @@ class Topology:
         """Undo `bind`. If the binding or the source exchange does not exist, nothing changes, as in RabbitMQ.
 
         Args:
-            destination: the queue or the exchange.
             source: name of the exchange; not the default exchange.
-            routing_key: the binding key.
-            arguments: as in `bind`.
             owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
@@ -256,7 +251,6 @@ def check_owner(queue: Queue, owner: Owner | None) -> None:
     """Check that a connection may use a queue.
 
     Args:
-        queue: the queue.
         owner: the requesting connection; ``None`` for the broker itself.
 
     Raises:
@@ -267,11 +261,7 @@ def check_owner(queue: Queue, owner: Owner | None) -> None:
 
 
 def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) -> None:
-    """Check the arguments of a new exchange.
-
-    Raises:
-        ChannelException: 406 if the alternate exchange is not a name.
-    """
+    """Raise `ChannelException` 406 if the alternate exchange is not a name."""
     name = arguments.get(ALTERNATE_EXCHANGE)
     if name is not None and not isinstance(name, str):
         raise ChannelException(

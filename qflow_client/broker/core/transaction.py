@@ -31,13 +31,7 @@ __all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "count_transactio
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """An ack, nack or reject that waits for the commit.
-
-    Attributes:
-        deliveries: the deliveries to settle.
-        acked: whether it is an ack.
-        requeue: whether rejected messages go back to their queue.
-    """
+    """An ack, nack or reject that waits for the commit."""
 
     deliveries: tuple[Delivery, ...]
     acked: bool
@@ -104,7 +98,7 @@ class TransactionChannel(Protocol):
     transaction: Transaction | None
 
     def become_producer(self) -> None:
-        """Note that the channel publishes, or is in confirm or transaction mode."""
+        """Record that the channel publishes, or is in confirm or transaction mode."""
 
     def return_message(self, message: StoredMessage) -> None:
         """Return a mandatory message that no queue gets."""
@@ -150,11 +144,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
 
 
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
-    """Execute a whole transaction, or roll it back if a queue refuses any message.
-
-    Raises:
-        ChannelException: 406 if it is rolled back.
-    """
+    """Execute a whole transaction. If a queue refuses any message, roll it back and raise `ChannelException` 406."""
     destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:

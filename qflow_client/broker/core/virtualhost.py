@@ -41,7 +41,6 @@ class VirtualHost:
     """The state that all connections share.
 
     Args:
-        settings: settings of the broker.
         clock: returns monotonic seconds.
         wall_clock: returns seconds since 1970.
         journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
@@ -112,7 +111,6 @@ class VirtualHost:
         """Return a queue by name.
 
         Args:
-            name: name of the queue.
             owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
@@ -143,8 +141,6 @@ class VirtualHost:
             durable: whether the queue survives a restart, if there is a store.
             exclusive: whether only `owner` may use the queue; the queue is then deleted when the owner ends.
             auto_delete: whether it is deleted with its last consumer.
-            arguments: arguments of the declaration.
-            owner: the requesting connection.
             number: number of the queue in the message store; 0 for a new queue.
             prefix: start of a name that the broker chooses.
 
@@ -200,7 +196,6 @@ class VirtualHost:
         """Delete a queue with its messages and bindings.
 
         Args:
-            queue: the queue.
             on_deleted: called with the number of messages that were ready, before the consumers are cancelled. As in
                 RabbitMQ, ``Queue.Delete-Ok`` comes before ``Basic.Cancel``; clients wait for them in this order.
 
@@ -221,14 +216,13 @@ class VirtualHost:
         return count
 
     def unused(self, queue: Queue) -> None:
-        """Delete a queue that was unused for the time of its argument ``x-expires``."""
         _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
         self.delete_queue(queue)
 
     # Ends of consumers, connections and channels.
 
     def consumer_gone(self, queue: Queue) -> None:
-        """Note that a consumer has ended. Delete the queue if it is auto-delete and this was its last consumer."""
+        """Record that a consumer has ended. Delete the queue if it is auto-delete and this was its last consumer."""
         if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
@@ -238,7 +232,7 @@ class VirtualHost:
             self.delete_queue(queue)
 
     def source_gone(self, source: FlowSource) -> None:
-        """Note that a publishing channel has ended."""
+        """Record that a publishing channel has ended."""
         if self.observer is not None:
             self.observer.gone(source)
         if self.settings.flow_scope is FlowScope.PUBLISHERS:
@@ -336,7 +330,6 @@ class VirtualHost:
 
     @property
     def window(self) -> int:
-        """The body bytes that each queue may read ahead (A3)."""
         return self.journal.window(self.queues.values()) if self.journal is not None else 0
 
     def relieve(self) -> None:
@@ -352,12 +345,11 @@ class VirtualHost:
     # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
         self.dead_letters.died(queue, message, reason)
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
-    """Call the callback immediately. Used without a journal, when every body is in memory."""
+    """Used without a journal, when every body is in memory."""
     callback()
 
 
@@ -369,6 +361,5 @@ class _Sampling:
         self._observer = observer
 
     def tick(self, now: float) -> None:
-        """Inform the observer that a period has ended."""
         self._observer.tick(now)
         self._timers.wake_at(self, now + self._observer.period)

@@ -57,9 +57,6 @@ class WaitingPublish:
     """A message that waits in the lines of all of its destination queues. No later message can overtake it.
 
     Attributes:
-        message: the published message.
-        queues: its destination queues.
-        publisher: the channel that published it.
         tag: its publish sequence number; 0 without confirms.
         deadline: clock time at which it is refused.
         is_over: whether the wait is over, for any reason.
@@ -111,7 +108,6 @@ class WaitingRoom:
             self._head(queue)
 
     def _head(self, queue: Queue) -> WaitingPublish | None:
-        """Return the first waiting message in the line of a queue; ``None`` if no message waits."""
         line = self._lines.get(queue)
         while line:
             if not line[0].is_over:
@@ -172,5 +168,4 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
 
 
 def _makes_wait(queue: Queue, size: int) -> bool:
-    """Whether a queue's policy lets a message of `size` body bytes wait."""
     return queue.overflow is not None and queue.overflow.lets_wait(size)

@@ -314,8 +314,6 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
     """Encode a ``Channel.Close`` frame, or on channel 0 a ``Connection.Close`` frame.
 
     Args:
-        channel: the channel number.
-        code: the reply code.
         text: the reply text, of any length.
         cause: class id and method id of the method at fault; may be shorter than 4 bytes.
     """
