@@ -89,7 +89,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
     """Encode a time as a timestamp: whole seconds since 1970.
 
     Args:
-        value: the time. A naive ``datetime`` is local time.
+        value: a naive ``datetime`` is local time.
         name: name of the value, for error texts.
 
     Raises:
@@ -111,7 +111,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     """Encode a field table.
 
     Args:
-        table: the table. Values can be ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
+        table: its values can be ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
             time if it is naive), ``None``, and lists, tuples and mappings of these types.
         name: name of the table, for error texts. The text also contains the path of keys to the invalid value.
 
@@ -129,7 +129,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
 
 
 def _inside(key: str, error: Exception) -> Exception:
-    """Return an error with one more key in the path to the invalid value. Each recursive call adds its key."""
+    """Return an error with `key` added to the path to the invalid value. Each recursive call adds its key."""
     text = str(error)
     # An error text of this module continues the name of the value. Other errors need a colon.
     text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
@@ -169,11 +169,7 @@ def _array(items: Sequence[object], depth: int) -> bytes:
 
 
 def _value(value: object, depth: int) -> bytes:
-    """Encode a value with its type.
-
-    Args:
-        depth: depth of the table or array that contains the value.
-    """
+    """Encode a value with its type. `depth` is the depth of the table or array that contains the value."""
     if isinstance(value, str):
         try:
             raw = value.encode()

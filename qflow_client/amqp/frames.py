@@ -378,7 +378,6 @@ class PublishEncoder:
         """Return parts of the frames of a plain message. Its only properties are persistence and a message id.
 
         Args:
-            route: result of `route`.
             length: length of the body, at most `max_body` bytes.
             number: number in the message id, below 2**48.
 

@@ -166,7 +166,7 @@ class Outbound:
         self._end_if_written()
 
     def _end_if_written(self) -> None:
-        """End the batch if it is completely written. If Ctrl-C interrupts this method, the next call ends the batch."""
+        """If Ctrl-C interrupts this method, the next call ends the batch."""
         if not self._at or self._at < len(self._data):
             return
         goes_on, done = self._has_rest, self._done + len(self._ends)

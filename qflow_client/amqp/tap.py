@@ -76,12 +76,10 @@ _NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 
 
 def _announce_capabilities(start: bytes) -> bytes:
-    """Add a table of capabilities to a ``Connection.Start`` that has none.
+    """Add a table of capabilities to a ``Connection.Start`` that has none. The table may be empty.
 
-    The table has the capabilities that the broker announces in another form. It may be empty.
-
-    Returns:
-        The new payload, or the same payload if it has a table or is invalid. The library reports an invalid payload.
+    The table has the capabilities that the broker announces in another form. An invalid payload is returned unchanged,
+    because the library reports it.
     """
     try:
         # The table follows the ids and the version.
@@ -409,7 +407,7 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Handle frames of any kind. Append the library's frames to `passed`."""
+        """Append the library's frames to `passed`."""
         splitter = self._splitter
         channels = self._channels
         # The begin and end of the current run of frames for the library.
@@ -456,7 +454,7 @@ class Tap:
                 passed.append(splitter.data[run:end])
 
     def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
-        """Handle one frame of a publishing channel. Return True if the library must not see it."""
+        """Return True if the library must not see the frame."""
         data = self._splitter.data
         if kind != METHOD_FRAME:
             if number not in self._returns:
@@ -527,7 +525,7 @@ class Tap:
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
     def _take_connection(self, payload: bytes, now: float) -> bool:
-        """Handle a method of the connection. Return True if the library must not see it."""
+        """Return True if the library must not see the method."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""

@@ -37,7 +37,6 @@ __all__ = ["Broker"]
 
 
 def _names(source: FlowSource) -> tuple[str, str]:
-    """Return the client's name and the connection's name. A client without a name has the connection's name."""
     assert isinstance(source, ChannelFlow)
     session = source.session
     return session.handshake.client_name or session.name, session.name
@@ -136,7 +135,6 @@ class Broker(CoreBroker):
             yield from self._noted(steps)
 
     def _noted(self, steps: Iterator[None]) -> Iterator[None]:
-        """Record a change of the broker at each step."""
         for step in steps:
             self._server.touch()
             yield step
@@ -146,7 +144,6 @@ class Broker(CoreBroker):
         return each_definition(self._host)
 
     def _count_answer(self, change: int) -> None:
-        """Add a number of bytes, which may be negative, to the memory of HTTP answers."""
         if self._journal is not None:
             self._journal.answers += change
             # The change may block or unblock publishers.

@@ -99,8 +99,8 @@ class BrokerSettings(Settings):
             store.
         store_synchronous: with ``"normal"`` a confirmed message survives a crash of the process, with ``"full"`` also a
             crash of the machine.
-        disk_free_limit: minimum free bytes in the folder of the store. If less is free, clients get
-            ``Connection.Blocked`` until an eighth more than the limit is free. 0 for no limit.
+        disk_free_limit: minimum free bytes in the folder of the store; 0 for no limit. If less is free, clients get
+            ``Connection.Blocked`` until an eighth more than the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -259,7 +259,7 @@ class AdaptiveWindow(WindowLimiter):
         self._begin_again(now)
 
     def _begin_again(self, now: float) -> None:
-        """Discard the measurements. The window keeps its size until there are new measurements."""
+        """The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
         # While nothing is measured, measurements do not expire.
@@ -294,7 +294,6 @@ class AdaptiveWindow(WindowLimiter):
         self._due = self._settled + self.used + 1
 
     def _judge(self, rate: float, latency: float, now: float) -> None:
-        """Evaluate an epoch, and begin the next one."""
         self.rate = rate
         self.latency = latency
         epoch = self._epoch
@@ -379,8 +378,6 @@ class AdaptiveWindow(WindowLimiter):
 def _worth(less: tuple[int, float], more: tuple[int, float]) -> float:
     """Return how throughput grew with capacity: 1 means in proportion, and 0 means not at all.
 
-    Args:
-        less: a capacity and its rate.
-        more: a larger capacity and its rate.
+    Each argument is a capacity and its rate. `more` has the larger capacity.
     """
     return log(more[1] / less[1]) / log(more[0] / less[0]) if more[0] > less[0] else 0.0

@@ -586,7 +586,6 @@ class FlowController:
         return any(hold.source != ignored if hold.source else hold.kind not in self._limited for hold in gate.holds)
 
     def _may_go_on(self, now: float | None) -> bool:
-        """Whether blocked sources may continue."""
         if not self.limiter.resumable and (now is None or self.limiter.resumes_at(now) != now):
             return False
         return not self._is_held

@@ -65,7 +65,7 @@ class Gate:
 
     @property
     def closed_since(self) -> float | None:
-        """Since when there is at least one hold, in seconds of the caller's clock; ``None`` if there is none."""
+        """When the current period with holds began, in seconds of the caller's clock; ``None`` if there is no hold."""
         return self._closed_at
 
     def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:

@@ -62,7 +62,7 @@ class _Seen:
 
     @property
     def json(self) -> bytes:
-        """The value as JSON. It is encoded only once for all streams."""
+        """The JSON is encoded only once for all streams."""
         if not self._json:
             self._json = encoded(self.value)
         return self._json
@@ -189,14 +189,13 @@ class Watch:
     # Reporting.
 
     def _state(self) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Return all objects, by kind."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         for kind, named in self._named.items():
             told.append((kind, [seen for seen in named.values() if seen.value is not None]))
         return [*told, *self._whole.items()]
 
     def _changes(self, known: int) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Return the changes since a check, by kind. The list is empty if there are none."""
+        """Return the changes since the check with the number `known`, by kind."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         gone: dict[str, list[str]] = {}
         for kind, named in self._named.items():

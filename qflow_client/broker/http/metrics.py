@@ -83,7 +83,6 @@ class _Head:
 
 
 def _quoted(name: str) -> str:
-    """Return the value of a label in quotation marks."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
     return f'"{escaped}"'
 
@@ -96,7 +95,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Add the lines of a queue to each family. The last family has the thresholds."""
+    """The last family has the thresholds."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"

@@ -73,12 +73,7 @@ _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
 def _c7(state: str, count: str) -> dict[str, Any]:
-    """Return the fields with the names of Qpid C++ for the flow state (C7).
-
-    Args:
-        state: description of the flow state.
-        count: description of its count.
-    """
+    """Return the flow state's fields with Qpid C++'s names (C7), from descriptions of the state and its count."""
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
         "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),
@@ -87,7 +82,6 @@ def _c7(state: str, count: str) -> dict[str, Any]:
 
 
 def _summary(kind: type) -> str:
-    """Return the first line of a class's docstring."""
     return _plain((kind.__doc__ or "").partition("\n")[0])
 
 
@@ -280,7 +274,6 @@ ThresholdsRequest = _thresholds_request()
 
 
 def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
-    """Set the descriptions in the schema of a definition."""
     schema["description"] = _summary(kind)
     for name, words in _words(kind).items():
         schema["properties"][name]["description"] = words

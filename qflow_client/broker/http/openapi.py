@@ -37,7 +37,6 @@ class MediaType(str):
 
 
 def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a media type, and its parameters."""
     name, *parameters = (part.strip() for part in media_type.lower().split(";"))
     return name, {key.strip(): value.strip(' "') for key, _, value in (part.partition("=") for part in parameters)}
 
@@ -121,11 +120,7 @@ class Operation:
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
-        """Return the media type that a client prefers. Return the first one if it has no preference.
-
-        Args:
-            accept: value of the header Accept.
-        """
+        """Return the media type that a client prefers. Return the first one if it has no preference."""
         if len(self.media_types) == 1:
             return self.media_types[0]
         wanted = [_parsed(each) for each in accept.split(",", _MOST_WANTED)[:_MOST_WANTED]]
@@ -262,11 +257,7 @@ class Api:
         return self._descriptions[has_token]
 
     def description(self, *, has_token: bool) -> dict[str, Any]:
-        """Return the OpenAPI description.
-
-        Args:
-            has_token: whether a token is needed.
-        """
+        """Return the OpenAPI description."""
         schemas, components = self._schemas()
         paths: dict[str, dict[str, Any]] = {}
         for operation in self.operations:

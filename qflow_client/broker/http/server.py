@@ -224,11 +224,7 @@ class HttpServer:
     async def _answer(
         self, operation: Operation, parameters: dict[str, Any]
     ) -> tuple[int, bytes | bytearray | EventsRequest | None]:
-        """Execute an operation.
-
-        Returns:
-            The status and the body: bytes, ``None`` for no body, or an `EventsRequest` for an event stream.
-        """
+        """Return the status and the body: bytes, ``None`` for no body, or an `EventsRequest` for an event stream."""
         answer = operation.handler(self._broker, **parameters)
         if inspect.isawaitable(answer):
             answer = await answer
@@ -265,11 +261,7 @@ class HttpServer:
         return response
 
     def _check_room(self, size: int) -> None:
-        """Check that there is memory for a large answer of this size.
-
-        Raises:
-            Problem: 503 if the answer is too large, alone or together with the answers that are being sent.
-        """
+        """Raise `Problem` 503 if the answer is too large, alone or together with the answers that are being sent."""
         limit = self._settings.memory_limit
         most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
         if limit and size > most:
@@ -307,11 +299,7 @@ class HttpServer:
         return await read_definitions(raw, self._turns)
 
     async def _wait_for_disk(self) -> None:
-        """Wait until the changes of queues, exchanges and bindings are on disk.
-
-        Raises:
-            Problem: 503 if this takes too long.
-        """
+        """Wait until the changes of the topology are on disk. Raise `Problem` 503 if this takes too long."""
         try:
             async with asyncio.timeout(self.DISK_PATIENCE):
                 await self._broker.wait_until_durable_async(topology_only=True)
@@ -376,7 +364,7 @@ class HttpServer:
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Whether the client's connection has ended. aiohttp removes the transport of an ended connection."""
+    """The transport of an ended connection is ``None``, because aiohttp removes it."""
     return request.transport is None or request.transport.is_closing()
 
 

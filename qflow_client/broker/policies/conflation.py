@@ -26,7 +26,6 @@ class LastValues(LastValueMap):
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:
-        """Return the key of a message, or ``None`` if it has none."""
         if self._header is None:
             return message.target.routing_key
         value = decode_headers(message.header).get(self._header)

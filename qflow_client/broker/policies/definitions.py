@@ -256,10 +256,7 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """Remove a binding.
-
-        An exchange that existed before is not deleted, even if it is auto-delete and this was its last binding.
-        """
+        """An exchange that existed before is not deleted, even if it is auto-delete and this was its last binding."""
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete

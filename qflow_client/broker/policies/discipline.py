@@ -39,29 +39,17 @@ class Discipline:
         self.channels_closed = 0
 
     def owe(self, size: int, now: float) -> None:
-        """Add a message to the backlog. If the backlog is too large, block (flow) all channels (D7).
-
-        Args:
-            size: body size in bytes.
-            now: seconds of the clock.
-        """
+        """Add a message to the backlog. If the backlog is too large, block (flow) all channels (D7)."""
         self.limiter.add(size, now)
         if self.limiter.on:
             for channel in self._session.channels.values():
                 self.look_at(channel.flow)
 
     def look_at(self, source: ChannelFlow) -> None:
-        """Block a publishing channel if the backlog is too large."""
         if self.limiter.on and source.is_producer and not source.is_over:
             self.backlog.block(source)
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Remove messages from the backlog.
-
-        Args:
-            size: total body bytes of these messages.
-            count: number of messages.
-        """
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:

@@ -164,12 +164,9 @@ class Pattern:
     # Matching.
 
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
-        """Return the nodes that can be reached from given nodes without a character.
+        """Return the nodes that can be reached from `nodes` without a character.
 
-        Args:
-            nodes: nodes to start from.
-            at_start: whether the position is the start of the name.
-            at_end: which of the anchors ``$`` and ``Z`` can be passed.
+        `at_end` has the anchors ``$`` and ``Z`` that can be passed.
         """
         found: set[_Node] = set()
         todo = list(nodes)

@@ -217,7 +217,7 @@ class PolicyDefinition:
 
 @lru_cache(1024)
 def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
-    """Do the work of `PolicyDefinition.over`. The results are cached, because many queues have the same arguments."""
+    """The results are cached, because many queues have the same arguments."""
     values = above._values()
     for group in _GROUPS:
         if all(values[name] is None for name in group):
@@ -244,11 +244,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Check and convert values.
-
-    Args:
-        values: values by field name.
-        names: names of the fields in errors, by field name.
+    """Check and convert values. `names` has the names of the fields in errors, by field name.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -516,7 +512,6 @@ class Policies:
         return tuple(policy for policy in self if policy in found)
 
     def _foremost(self, apply_to: ApplyTo, matches: Callable[[Policy], bool]) -> tuple[Policy, ...]:
-        """Return the matching policies with the highest priority."""
         found = [policy for policy in self if policy.apply_to is apply_to and matches(policy)]
         highest = max((policy.priority for policy in found), default=0)
         return tuple(policy for policy in found if policy.priority == highest)

@@ -84,7 +84,7 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """One rate, and the channels that it blocks (flows)."""
+    """One rate, and the channels that it blocks."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 
@@ -95,18 +95,16 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate from now on. A debt from the old rate stays."""
+        """A debt from the old rate stays."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
 
     def take(self, source: FlowSource, size: int, now: float) -> None:
-        """Count a message."""
         if self.offer(source, size, now) and not self._is_awaited:
             self._await(now)
 
     def tick(self, now: float) -> None:
-        """Unblock the channels that may continue."""
         self._is_awaited = False
         self.resume(now)
         self._await(now)
@@ -118,7 +116,6 @@ class _Rate(FlowController):
             self._wake_at(self, at)
 
     def let_go(self) -> None:
-        """Release all channels."""
         for source in self.blocked:
             self.forget(source)
 
@@ -172,16 +169,7 @@ class Rates:
             rate.let_go()
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> None:
-        """Count a published message. If it exceeds a rate, block its source.
-
-        Args:
-            source: the publishing channel.
-            size: body bytes.
-            exchange: name of the exchange.
-            queues: names of the destination queues.
-            user: user of the connection.
-            now: seconds of the clock.
-        """
+        """Count a published message. If it exceeds a rate, block its source."""
         keys = (
             (RateScope.EXCHANGE, exchange),
             (RateScope.USER, user),

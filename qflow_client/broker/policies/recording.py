@@ -104,7 +104,6 @@ class FlowRecorder:
     # Calls from queues. The first two are called for every message.
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """Record that a message has entered a queue."""
         record = self._records.get(queue)
         if record is None:
             record = self._record(queue)
@@ -122,13 +121,11 @@ class FlowRecorder:
             record.on_peak_bytes = max(record.on_peak_bytes, contents.size)
 
     def left(self, queue: QueueView, size: int) -> None:
-        """Record that a message has left a queue."""
         record = self._record(queue)
         record.left += 1
         record.left_bytes += size
 
     def turned_on(self, queue: QueueView) -> None:
-        """Record that the queue has turned ON."""
         record = self._record(queue)
         at = record.on_since = self._now()
         record.on_peak, record.on_peak_bytes = queue.depth, queue.size
@@ -154,17 +151,14 @@ class FlowRecorder:
         record.filled_by.clear()
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """Record that the queue holds the confirm of a message (C5)."""
         if source is not None and (source, queue.name, "completion") not in self._holds:
             self._raise((source, queue.name, "completion"))
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Record that the queue holds no confirms any more."""
         for key in [key for key in self._holds if key[1] == queue.name and key[2] == "completion"]:
             self._lift(key)
 
     def deleted(self, queue: QueueView) -> None:
-        """Record that the queue was deleted."""
         self.turned_off(queue)
         self._tell(queue, self._record(queue))
         del self._records[queue]
@@ -173,7 +167,6 @@ class FlowRecorder:
     # Calls from channels.
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record another hold of a channel, by a mark of a queue or by another source."""
         hold = self._holds.get((source, queue, reason))
         if hold is None:
             self._raise((source, queue, reason))
@@ -181,7 +174,6 @@ class FlowRecorder:
             hold.count += 1
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a mark of a queue, or another source, does not hold a channel any more."""
         hold = self._holds.get((source, queue, reason))
         if hold is not None:
             hold.count -= 1
@@ -189,7 +181,6 @@ class FlowRecorder:
                 self._lift((source, queue, reason))
 
     def gone(self, source: FlowSource) -> None:
-        """Record that a publishing channel has ended."""
         for key in [key for key in self._holds if key[0] is source]:
             self._lift(key)
         self._names.pop(source, None)
@@ -223,7 +214,6 @@ class FlowRecorder:
         self._write(self._hold_line(self._now(), "lifted", key, hold))
 
     def _account(self, record: _Record) -> None:
-        """Add `arrivals` to `pending` and `filled_by`."""
         _add(record.filled_by, record.arrivals)
         _add(record.pending, record.arrivals)
         record.arrivals.clear()

@@ -29,7 +29,6 @@ class DiskThread(Executor):
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[_P, _Result], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_Result]:
-        """Schedule a call on the thread."""
         future: Future[_Result] = Future()
         self._calls.put(partial(_do, future, partial(function, *args, **kwargs)))
         return future

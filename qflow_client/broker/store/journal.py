@@ -34,12 +34,10 @@ class Put(NamedTuple):
     """A message to write.
 
     Attributes:
-        number: number of the message.
         queues: numbers of the durable queues that have the message.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key as short strings.
         header: the payload of its content header frame.
-        body: body of the message.
     """
 
     number: int
@@ -54,13 +52,9 @@ class FoundMessage(NamedTuple):
     """A message in a store.
 
     Attributes:
-        number: number of the message.
         queues: numbers of the queues that have the message.
         at: arrival time in seconds since 1970.
-        exchange: exchange to which it was published.
-        routing_key: routing key with which it was published.
         header: the payload of its content header frame.
-        body: body of the message.
     """
 
     number: int
@@ -198,13 +192,6 @@ class Journal:
     # Messages.
 
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
-        """Record that a message has entered a queue.
-
-        Args:
-            number: number of the queue in the store; 0 if the queue does not survive a restart.
-            message: the message. If it is persistent and the queue is durable, its confirm waits until it is on disk.
-            completion: the confirm; ``None`` if there is none.
-        """
         record = message.record
         if record is None:
             record = message.record = Record()
@@ -240,14 +227,12 @@ class Journal:
             self.peak_memory = self.memory
 
     def hold(self, message: StoredMessage) -> None:
-        """Keep a message until `leave` is called with number 0, even if it leaves its queues."""
         assert message.record is not None
         message.record.holders += 1
         message.record.is_spooled = True
         self.memory += self.ENTRY
 
     def leave(self, number: int, message: StoredMessage) -> None:
-        """Record that a message has left a queue. `number` is the number of the queue in the store, and otherwise 0."""
         record = message.record
         assert record is not None
         record.holders -= 1
@@ -287,11 +272,9 @@ class Journal:
     # Bodies that are only on disk (A2).
 
     def make_pager(self) -> Pager:
-        """Create a pager for a queue with the policy `flow_to_disk`."""
         return Pager(self.evict)
 
     def make_droppable(self) -> Droppable:
-        """Create a container for the entries of a queue that may be dropped for memory (A1)."""
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
@@ -302,7 +285,6 @@ class Journal:
         return min(self.MAX_WINDOW, self.limit // 8 // max(1, readers))
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
-        """Reduce the messages in memory to the limit, if there is a limit."""
         self.peak_memory = max(self.peak_memory, self._total)
         if self.limit:
             relieve(self, tuple(queues))
@@ -354,12 +336,6 @@ class Journal:
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
-        """Read bodies of messages.
-
-        Args:
-            messages: the messages. Messages whose body is in memory, or is being read, are skipped.
-            reader: called whenever bodies have been read, until it returns True.
-        """
         for message in messages:
             record = message.record
             if message.body is not None or record is None or record.is_lost:
@@ -455,14 +431,6 @@ class Journal:
         return self._taken is None and not self.is_dirty
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all present records are on disk.
-
-        Args:
-            topology_only: whether to wait only for changes of the topology.
-
-        Returns:
-            Whether the function will be called. If False, all records are already on disk.
-        """
         if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
             self._callbacks.append(callback)
             return True
@@ -484,7 +452,6 @@ class Journal:
         return self._taken
 
     def _collect(self) -> Batch:
-        """Collect all records that are in no batch."""
         taken = Batch(changes=self.topology.take(), removals=self._removals, callbacks=self._callbacks)
         self._removals, self._callbacks = [], []
         for number, (message, at) in self._puts.items():

@@ -174,11 +174,7 @@ class Keeper:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all present records are on disk. It fails if the broker ends earlier.
-
-        Args:
-            topology_only: whether to wait only for changes of the topology.
-        """
+        """The future fails if the broker ends earlier."""
         done: Future[None] = Future()
         # A caller that stops waiting must not cancel the future.
         done.set_running_or_notify_cancel()
@@ -215,7 +211,6 @@ class Keeper:
             self._reading = None
 
     async def _set_aside(self, numbers: Sequence[int]) -> None:
-        """Move messages with damaged bodies to the table of damaged rows."""
         if numbers and self._store is not None:
             _log.error("%s: messages are damaged; they are set aside and not delivered: %s", self._path, numbers)
             await self._run(self._store.set_aside_messages, numbers)
@@ -280,7 +275,7 @@ class Keeper:
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
-        """Log an error of the store, and return the reason. Add a traceback if it is not a `StoreError`."""
+        """Return the reason. Add a traceback to the log if the error is not a `StoreError`."""
         is_known = isinstance(error, StoreError)
         reason = str(error) if is_known else f"{self._path}: {error!r}"
         _log.error("%s; %s", reason, consequence, exc_info=None if is_known else error)

@@ -53,30 +53,25 @@ class Pager:
         return len(self._lent) + len(self._fresh) + len(self._ahead)
 
     def add(self, entry: QueueEntry) -> None:
-        """Add a new entry."""
         self._fresh[entry] = None
         self.size += entry.message.size
 
     def came(self, entry: QueueEntry) -> None:
-        """Add a ready entry whose body was read again."""
         if entry not in self._ahead and entry not in self._fresh:
             self._ahead[entry] = None
             self.size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
-        """Move a delivered entry to the unacked entries. Its body is in memory."""
         self.forget(entry)
         self._lent[entry] = None
         self.size += entry.message.size
 
     def ready_again(self, entry: QueueEntry) -> None:
-        """Move an unacked entry to the ready entries."""
         self.forget(entry)
         if entry.message.body is not None:
             self.came(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """Remove an entry that has left the queue."""
         for each in (self._lent, self._ahead, self._fresh):
             if entry in each:
                 del each[entry]
@@ -112,18 +107,16 @@ class Droppable:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """Add an entry at the end. An entry with a persistent message is ignored."""
+        """An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
 
     def ready_again(self, entry: QueueEntry) -> None:
-        """Add an entry that is ready again, or that has to be checked again."""
         self._is_in_order = False
         self.add(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """Remove an entry that has left the queue or was delivered."""
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:

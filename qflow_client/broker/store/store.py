@@ -246,7 +246,6 @@ class Store:
                 yield row, values
 
     def _set_aside(self, table: str, row: int, why: str) -> None:
-        """Move a row to the table of damaged rows."""
         file, name = self._file, f"{table} {row}"
         with file.transaction():
             columns = [column[1] for column in file.rows(f"PRAGMA table_info({table})") if column[1] != "body"]
@@ -329,7 +328,6 @@ class BodyReader:
         return found
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -357,7 +355,7 @@ def _checksum(values: Iterable[object]) -> int:
 
 
 def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
-    """Return the checksum of a message. It does not include the list of queues."""
+    """The checksum does not include the list of queues."""
     head = _HEAD.pack(number, at, len(names), len(header))
     return crc32(body, crc32(header, crc32(names, crc32(head))))
 
@@ -370,7 +368,7 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions. Each portion has at least one message. One statement writes one portion."""
+    """Each portion has at least one message. One statement writes one portion."""
     portion: list[Put] = []
     size = 0
     for put in puts:

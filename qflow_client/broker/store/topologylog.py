@@ -41,31 +41,19 @@ class TopologyLog:
         return changes
 
     def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
-        """Add a new durable queue, and return its number in the store.
-
-        Raises:
-            ChannelException: 406 if the arguments cannot be stored.
-        """
         table = self._table(f"queue '{name}'", arguments)
         number = next(self._numbers)
         self.changes.append(Change("queue", (number, name, auto_delete, table)))
         return number
 
     def queue_gone(self, name: str) -> None:
-        """Add the deletion of a durable queue with its bindings."""
         self.changes.append(Change("no_queue", (name,)))
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """Add a new durable exchange.
-
-        Raises:
-            ChannelException: 406 if the arguments cannot be stored.
-        """
         table = self._table(f"exchange '{name}'", arguments)
         self.changes.append(Change("exchange", (name, kind, auto_delete, internal, table)))
 
     def exchange_gone(self, name: str) -> None:
-        """Add the deletion of a durable exchange with its bindings."""
         self.changes.append(Change("no_exchange", (name,)))
 
     def binding(
@@ -78,11 +66,6 @@ class TopologyLog:
         *,
         gone: bool = False,
     ) -> None:
-        """Add a new or removed binding between two durable objects.
-
-        Raises:
-            ChannelException: 406 if the arguments cannot be stored.
-        """
         table = self._table(f"binding of '{destination}' to '{source}'", arguments)
         values = source, kind, destination, routing_key, table
         self.changes.append(Change("no_binding" if gone else "binding", values))
