@@ -55,7 +55,7 @@ for line in sys.stdin:
 
 
 class _Checkout:
-    """The processes of one checkout. The process of a peer starts with its first run."""
+    """The process of a peer starts with its first run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,11 +72,7 @@ class _Checkout:
             process.communicate()
 
     def run(self, peer: str, job: Job) -> Timing:
-        """Run a job with a peer.
-
-        Raises:
-            RuntimeError: its process ended; the reason is on stderr.
-        """
+        """Raise RuntimeError if the process ended; the reason is on stderr."""
         if peer not in self._processes:
             self._processes[peer] = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, self._folder],
@@ -101,8 +97,6 @@ class _Checkout:
 
 
 class _Peer:
-    """A peer in the version of one checkout."""
-
     distribution = ""
     varies = True
 
@@ -111,7 +105,6 @@ class _Peer:
         self._checkout = checkout
 
     def run(self, job: Job) -> Timing:
-        """Run a job."""
         return self._checkout.run(self.title, job)
 
 

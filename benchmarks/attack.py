@@ -60,7 +60,6 @@ class Result:
     """The result of an attack.
 
     Attributes:
-        attack: name of the attack.
         idle: resident bytes of the broker before the attack; 0 if unknown.
         peak: maximum resident bytes.
         worst: seconds of the slowest round trip of another client.
@@ -131,7 +130,6 @@ class _Peer:
         await self.read()
 
     async def read(self) -> bytes:
-        """Read one frame of any type."""
         head = await self.reader.readexactly(7)
         return head + await self.reader.readexactly(int.from_bytes(head[3:7], "big") + 1)
 
@@ -158,15 +156,12 @@ class _Peer:
 
 
 def _nulls(count: int) -> bytes:
-    """Return a field table with an array of nulls."""
     array = b"V" * count
     table = b"\1n" + b"A" + len(array).to_bytes(4, "big") + array
     return len(table).to_bytes(4, "big") + table
 
 
 class _Target:
-    """The broker to attack."""
-
     def __init__(self, url: str, http_url: str, scale: float) -> None:
         self.url = url
         self.http_url = http_url
@@ -186,7 +181,6 @@ class _Target:
             return bytes(answer.read())
 
     def declare(self, count: int) -> None:
-        """Declare this number of queues."""
         names = [f"attack {number}" for number in range(count)]
         self.ask("POST", "/api/definitions", {"queues": [{"name": name} for name in names]})
 
@@ -196,7 +190,7 @@ Attack = Callable[[_Target], AsyncIterator[None]]
 
 
 async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> None:
-    """Repeat steps with several peers. A peer whose connection is closed connects again."""
+    """A peer whose connection is closed connects again."""
 
     async def one() -> None:
         while True:
@@ -533,7 +527,7 @@ def _resident(pid: int) -> int:
 
 
 def _pid_of(url: str) -> int:
-    """Return the process id on this machine that listens at a URL; 0 if there is none."""
+    """Return 0 if no process on this machine listens at the URL."""
     import psutil
 
     port = urlsplit(url).port or 5672
@@ -578,9 +572,7 @@ def attack(name: str, *, seconds: float, scale: float = 1.0, url: str = "") -> R
     """Run one attack.
 
     Args:
-        name: name in `ATTACKS`.
-        seconds: duration.
-        scale: part of the queues, bindings and peers to use, from 0 to 1.
+        scale: share of the queues, bindings and peers to use, from 0 to 1.
         url: URL of a running broker; empty to start one.
     """
     with ExitStack() as stack:

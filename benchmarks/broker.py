@@ -74,7 +74,7 @@ _PATIENCE = 60.0
 
 @contextmanager
 def broker_process(*options: str) -> Iterator[tuple[str, int]]:
-    """Run a `qflow broker` during the block; yield its URL and its process id."""
+    """Yield the URL and the process id."""
     command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -237,7 +237,7 @@ def connections(count: int) -> dict[str, float]:
 
 
 def policies(url: str, count: int, rounds: int) -> dict[str, float]:
-    """Return the part of the rate without a policy that remains with each policy; the median of rounds."""
+    """Return by policy the ratio of its rate to the rate without a policy; the median of the rounds."""
     rates: dict[str, list[float]] = {name: [] for name in POLICIES}
     for _ in range(rounds):
         for name, arguments in POLICIES.items():
@@ -262,14 +262,10 @@ def compare(
 
     Args:
         runs: measurements by name; each takes a URL and a number of messages.
-        url: URL of RabbitMQ.
-        ours: URL of this broker.
-        count: messages per run.
         rounds: rounds after the warm-up round.
-        say: called with the progress.
 
     Returns:
-        Rates by measurement and broker, and this broker's ratios; each is the median of the rounds.
+        The medians of the rounds: the rates by measurement and broker, and the ratios of this broker.
     """
     found: dict[str, Any] = {}
     for name, run in runs.items():
@@ -288,7 +284,6 @@ def compare(
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value below which this part of all values lies."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 

@@ -79,7 +79,6 @@ class Measurement:
 
     Attributes:
         place: name of the setup.
-        capacity: capacity of the producer.
         round: number of the round, from 0.
         rate: confirmed messages per second.
         window: average capacity in messages.
@@ -104,11 +103,10 @@ class Row:
 
     Attributes:
         place: name of the setup.
-        capacity: capacity of the producer.
         rate: messages per second.
         slowest: messages per second in the worst round.
         fastest: messages per second in the best round.
-        to_best: its rate divided by that of the best fixed capacity in the same round; ``None`` without a fixed one.
+        to_best: its rate divided by the rate of the best fixed capacity in the same round; ``None`` if there is none.
         window: messages.
         latency: median seconds over the messages of all rounds; ``None`` if none was confirmed.
         latency_p99: 99th percentile of the same.
@@ -183,8 +181,6 @@ def _give_up(producer: Producer) -> None:
 
 
 class _Load:
-    """Sends as fast as a producer lets it."""
-
     def __init__(self, producer: Producer, size: int) -> None:
         self._producer = producer
         self._body = b"x" * size
@@ -192,7 +188,7 @@ class _Load:
         self._watched: deque[tuple[float, Receipt]] = deque()
 
     def run(self, seconds: float) -> tuple[float, float, tuple[float, ...]]:
-        """Send for this time; return confirmed messages per second, mean capacity, and latencies."""
+        """Return confirmed messages per second, mean capacity, and latencies."""
         producer, body, watched, send = self._producer, self._body, self._watched, self._producer.send
         windows, latencies = [], []
         sent, before, began = 0, producer.unsettled, time.perf_counter()
@@ -221,7 +217,7 @@ def _fresh_queue(wire: Wire, arguments: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _consumer(url: str, queue: str, rate: float) -> Iterator[Connection]:
-    """Run a process that consumes at a rate. On request it returns the maximum depth since the last request."""
+    """On request the process returns the maximum depth since the last request."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_consume, args=(url, queue, rate, theirs), daemon=True)
@@ -321,7 +317,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """Return the rows as text."""
     lines = [_HEADINGS]
     lines += [
         (
@@ -344,7 +339,6 @@ def table(title: str, rows: Sequence[Row]) -> str:
 def document(
     plan: Plan, rows: Sequence[Row], measurements: Sequence[Measurement], server_properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all results, for ``json.dumps``."""
     return {
         "benchmark": "capacity",
         "settings": asdict(plan) | {"stop": STOP, "resume": RESUME},
@@ -380,7 +374,6 @@ def _positive(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
     made.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
@@ -403,7 +396,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code is 0."""
     options = parser().parse_args(arguments)
     with broker_url(options.url) as url:
         with Wire(url) as wire:

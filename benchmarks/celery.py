@@ -77,13 +77,13 @@ _RATIOS = {
 
 
 def run_loop(name: str, url: str, count: int) -> float:
-    """Run a loop by its name. Return calls per second."""
+    """Return calls per second."""
     scheme, confirms = LOOPS[name]
     return _loop(url, scheme, confirms, count)
 
 
 def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:
-    """Return calls per second of every loop for each round; all loops run alternately in a round."""
+    """Return calls per second of every loop by round. In a round all loops run alternately."""
     return [{name: run_loop(name, url, count) for name in LOOPS} for _ in range(rounds)]
 
 

@@ -67,7 +67,7 @@ def _busy(broker: Broker, queues: int, producers: int) -> Iterator[None]:
 
 
 def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
-    """Return the milliseconds of work of the page's main thread between two updates, by its own clock."""
+    """Return the milliseconds of work of the page's main thread between two updates, by the clock of the page."""
     updates = sorted(
         (event for event in trace if event["name"] == "qflow-update" and event["ph"] == "b"),
         key=lambda each: each["ts"],
@@ -90,7 +90,7 @@ def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
 
 
 def _traced_work(browser: Browser, page: Page, updates: int) -> list[float]:
-    """Return the milliseconds of work of several updates, sorted."""
+    """Return the milliseconds of work of each update, sorted."""
     browser.start_tracing(page=page, categories=_CATEGORIES)
     begun = ended = page.evaluate(_COUNT)
     while ended < begun + updates:
@@ -105,8 +105,6 @@ def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict
 
     Args:
         browser: a Chromium browser.
-        queues: number of queues that turn ON and OFF.
-        producers: number of producers that publish to them.
         updates: number of measured updates for each view.
     """
     with Broker(http_port=0) as broker, _busy(broker, queues, producers):

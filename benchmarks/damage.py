@@ -55,8 +55,6 @@ class Verdict:
 
 
 class _Reports(logging.Handler):
-    """Counts the messages that the log reports as damaged when their bodies are read."""
-
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.count = 0
@@ -79,7 +77,7 @@ def _reports() -> Iterator[_Reports]:
 
 
 def _fill(path: Path, chance: random.Random) -> dict[str, bytes]:
-    """Create a store with queues, an exchange and messages; return the bodies by message id."""
+    """Return the bodies by message id."""
     bodies = {}
     with Broker(store=path) as broker:
         broker.declare_exchange("shop", "topic", durable=True)
@@ -119,9 +117,6 @@ def damage(folder: Path, *, flips: int, cuts: int, seed: int) -> Verdict:
 
     Args:
         folder: folder for the copies; it must be empty.
-        flips: number of flipped bits.
-        cuts: number of truncations.
-        seed: seed of the places.
     """
     chance = random.Random(seed)
     path = folder / "store"
@@ -151,7 +146,6 @@ def _count(verdict: Verdict, place: str, path: Path, content: bytes, bodies: dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Damage a store, print the results of the starts, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.damage", description=__doc__.partition("\n")[0])
     parser.add_argument("--flips", type=int, default=1000, help="single bits to flip; 1000")
     parser.add_argument("--cuts", type=int, default=100, help="truncations; 100")

@@ -25,7 +25,6 @@ def delayed(url: str, seconds: float) -> Iterator[str]:
     """Run a proxy in its own process in front of a broker.
 
     Args:
-        url: URL of the broker.
         seconds: delay of each byte in each direction.
 
     Yields:
@@ -65,7 +64,7 @@ async def _serve(host: str, port: int, seconds: float, parent: Connection) -> No
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. Bytes that it receives are sent by the other end after the delay."""
+    """Bytes that it receives are sent by the other end after the delay."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -40,7 +40,6 @@ def flap(interval: float, producers: int, messages: int) -> dict[str, Any]:
 
     Args:
         interval: seconds between two producers that the queue unblocks; 0 for all at once.
-        producers: number of producers.
         messages: number of messages to consume, one by one, as fast as possible.
     """
     context = multiprocessing.get_context("spawn")

@@ -51,12 +51,10 @@ _FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value below which this part of all values lies."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def resident() -> int:
-    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

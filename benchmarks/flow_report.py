@@ -29,7 +29,7 @@ _LIVES = 16
 
 
 def generate(folder: Path, number: int, chunk: int = CHUNK) -> None:
-    """Write one file, if it does not exist."""
+    """Do nothing if the file exists."""
     path = folder / f"flow-{number:03}.jsonl"
     if path.exists():
         return
@@ -75,7 +75,6 @@ def _measure(engine: str, files: Sequence[str], slots: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Create missing files, and measure."""
     parser = argparse.ArgumentParser(prog="benchmarks.flow_report", description=__doc__)
     parser.add_argument("--lines", type=int, default=4 * CHUNK)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/qflow-flow-log"))

@@ -106,7 +106,6 @@ class Verdict:
         unmarked: messages with more than one copy without a mark.
         left: messages in the outbox at the end.
         left_behind: total messages that the producers found in the outbox.
-        seconds: duration of the run.
     """
 
     kills: int
@@ -170,7 +169,6 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
 
     Args:
         folder: folder of the outbox.
-        kills: number of kills.
         url: URL of the broker; `EMBEDDED` for this repository's broker.
         seed: seed of the times.
         longest: maximum seconds after its start at which each is killed.
@@ -216,7 +214,7 @@ def _stored(path: Path) -> Iterator[int]:
 
 
 def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterator[tuple[int, int]]:
-    """Kill a producer after this time; yield its reports about its senders."""
+    """Yield the producer's reports about its senders."""
     assert lives.stdin is not None
     assert lives.stdout is not None
     print(life, file=lives.stdin, flush=True)

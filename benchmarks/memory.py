@@ -32,7 +32,6 @@ def _summary(samples: list[int]) -> dict[str, Any]:
 
 
 def publish(url: str, messages: int) -> dict[str, Any]:
-    """Publish confirmed messages with `Producer`."""
     samples = []
     began = time.perf_counter()
     with Producer(url, routing_key="qflow-memory", mandatory=False) as producer:
@@ -46,7 +45,6 @@ def publish(url: str, messages: int) -> dict[str, Any]:
 
 
 def publish_async(url: str, messages: int) -> dict[str, Any]:
-    """Publish confirmed messages with `AsyncProducer`."""
     samples = []
     began = time.perf_counter()
 

@@ -34,7 +34,7 @@ class Conditions:
         batch: maximum messages that are taken and answered together.
         commit: seconds of a commit of all waiting messages before they are answered; 0 for no commits.
         mood: standard deviation of the logarithm of the duration of work; a new value every 50 ms.
-        preempted: part of the batches before which the broker waits for the CPU.
+        preempted: share of the batches before which the broker waits for the CPU.
         turn: average seconds of this wait.
         stop: depth above which the queue holds confirms (Qpid C++); 0 for never.
         resume: depth below which the queue releases them. Above it, only a consumed message is confirmed.
@@ -59,8 +59,6 @@ class Simulation:
 
     Args:
         conditions: the properties; may be replaced during the run.
-        windows: windows of the producers.
-        seed: seed of random values.
         backlog: messages that each producer has to send from the start; unlimited by default.
     """
 
@@ -97,11 +95,7 @@ class Simulation:
         return sum(window.capacity for window in self.windows)
 
     def run(self, seconds: float) -> int:
-        """Advance the time by these seconds.
-
-        Returns:
-            The number of messages that were confirmed in this time.
-        """
+        """Return the number of messages that were confirmed in this time."""
         until = self.now + seconds
         before = sum(self.confirmed)
         agenda = self._agenda
@@ -112,12 +106,10 @@ class Simulation:
         return sum(self.confirmed) - before
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Schedule an event."""
         self._number += 1
         heapq.heappush(self._agenda, (self.now + seconds, self._number, what, arguments))
 
     def offer(self, producer: int, count: int) -> None:
-        """Give a producer more messages to send."""
         self.backlog[producer] += count
         self._send(producer)
 

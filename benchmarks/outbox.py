@@ -47,12 +47,9 @@ def run(
     """Put messages, wait until each is durable, and settle them.
 
     Args:
-        folder: folder of the outbox.
-        messages: number of messages.
         size: bytes of a body.
         batch: number of messages that are put before a thread waits.
         threads: number of threads that put and wait.
-        synchronous: setting of the outbox.
 
     Returns:
         Messages per second.
@@ -104,7 +101,6 @@ class Comparison:
     """The cost of the outbox for one way of sending.
 
     Attributes:
-        way: name of the way.
         without: messages per second without an outbox; the median.
         with_outbox: messages per second with an outbox; the median.
         share: median of the rounds' ratios.
@@ -175,13 +171,10 @@ def compare(
     """Send with and without an outbox, alternately.
 
     Args:
-        folder: folder of the outbox.
         url: URL of the broker; the queue must exist there.
         way: one of `WAYS`.
-        messages: messages per run.
         size: bytes of a body.
         rounds: number of rounds with two runs each.
-        synchronous: setting of the outbox.
     """
     send, _ = WAYS[way]
     rates: list[tuple[float, float]] = []

@@ -51,11 +51,9 @@ def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[in
     """Measure with one broker.
 
     Args:
-        url: URL of the broker.
         broker: name of the broker in the names of the series.
         repeat: rounds of the confirmed series; the other series have fewer.
         messages: messages per run for fast peers.
-        sizes: sizes of bodies.
 
     Returns:
         The results of `document` by the name of the series.
@@ -97,7 +95,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _rows(series: Mapping[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the rows by peer and size."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for row in series["rows"]:
         found.setdefault(row["peer"], {})[row["size"]] = row
@@ -192,7 +189,6 @@ def write(measured: Mapping[str, Mapping[str, Any]], page: Path, picture: Path) 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.overview", description=__doc__)
     made.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
     made.add_argument("--repeat", type=int, default=7, help="rounds of the confirmed series (%(default)s)")

@@ -109,7 +109,7 @@ class PostgresqlServer:
             time.sleep(0.02)
 
     def stop_immediately(self) -> None:
-        """Stop it at once without a checkpoint, like a crash."""
+        """Stop without a checkpoint, like a crash."""
         self._stop("immediate")
 
     def stop(self) -> None:

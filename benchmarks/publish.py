@@ -78,7 +78,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
     made.add_argument(
         "--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"amqp:// URL of the broker, or {EMBEDDED}: ours"

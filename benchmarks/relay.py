@@ -82,7 +82,6 @@ class Result:
     flowed_commits: float
 
     def missed(self) -> list[str]:
-        """Return the missed requirements."""
         rate, ratio, depth, latency = BARS
         found = []
         if self.relay < rate:
@@ -242,9 +241,7 @@ def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
     """Measure everything in one run.
 
     Args:
-        url: URL of the broker.
         rows: number of rows for the fast ways.
-        depth: the large depth.
     """
     with server() as database:
         engine = create_engine(database.url)

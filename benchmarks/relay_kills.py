@@ -196,7 +196,6 @@ class Program:
 
     Args:
         program: source code of the program.
-        arguments: arguments of its command line.
         answers: whether it prints ``ready`` when it is ready.
     """
 
@@ -206,7 +205,6 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it. If it answers, wait until it is ready."""
         paths = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             self._command,
@@ -220,12 +218,10 @@ class Program:
                 raise RuntimeError("the process of the broker ended before it was ready; see its output above")
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -249,7 +245,6 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
     """Kill one victim after the other, each at a random time after the restart of the previous one.
 
     Args:
-        kills: number of kills.
         broker: ``"embedded"`` or ``"rabbitmq"``.
         seed: seed of the victims and the times.
     """

@@ -67,8 +67,6 @@ class OutageVerdict(Counts):
 
 
 class _Consumer(threading.Thread):
-    """Records the messages that arrive, with their times."""
-
     def __init__(self, url: str) -> None:
         super().__init__(name="consumer", daemon=True)
         self._connection = connected(url)

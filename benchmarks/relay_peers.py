@@ -92,7 +92,6 @@ class Peers:
 
     Attributes:
         database: URL of a PostgreSQL database.
-        url: URL of the broker.
         queue: queue of all messages; it must exist.
         keys: ordering keys, for relays that support them.
     """

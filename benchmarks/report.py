@@ -40,8 +40,6 @@ class Row:
     """One peer with one body size; values are medians over the rounds.
 
     Attributes:
-        peer: name of the peer.
-        title: title for people.
         size: bytes of a body.
         installed: whether its library is installed; if not, the other values are ``None``.
         count: messages per run.
@@ -56,7 +54,7 @@ class Row:
         cpu_per_100k: CPU seconds of the client process for 100,000 messages.
         latency_p50: milliseconds from publish to confirm of the sampled messages of all rounds; the median.
         latency_p99: the same at p99.
-        fairness: progress of the least served thread, as a part of the mean.
+        fairness: progress of the least served thread, divided by the mean progress.
     """
 
     peer: str
@@ -81,10 +79,8 @@ class Bar:
     """A minimum for a ratio.
 
     Attributes:
-        peer: name of the peer.
         size: bytes of a body.
         ratio: name of the ratio, an attribute of `Row`.
-        least: the minimum.
     """
 
     peer: str
@@ -158,7 +154,6 @@ def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
 
 
 def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
-    """Return the versions of Python and of all measured libraries."""
     found = {"python": platform.python_version(), "qflow_client": qflow_client.__version__}
     # The libraries that this library uses, even if they are not measured.
     for name in dict.fromkeys(["pika", *(peer.distribution for peer in peers.values())]):
@@ -223,7 +218,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the row as text cells."""
     if not row.installed:
         return (row.title, str(row.size), "not installed", *[""] * (len(_HEADINGS) - 3))
     return (
@@ -266,7 +260,7 @@ def plain_table(title: str, rows: Sequence[Row]) -> str:
 
 
 def aligned(title: str, lines: Sequence[tuple[str, ...]]) -> str:
-    """Return lines of cells below a title; the first cells are left-aligned, all others right-aligned."""
+    """Return lines of cells below a title. The first column is aligned to the left, all others to the right."""
     widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
     return "\n".join(
         [

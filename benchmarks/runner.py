@@ -37,7 +37,6 @@ class Plan:
     """The plan of the measurement.
 
     Attributes:
-        url: URL of the broker.
         messages: messages per run for fast peers.
         sizes: sizes of bodies in bytes.
         window: maximum number of unconfirmed messages.
@@ -62,7 +61,6 @@ class Measurement:
     """One run of one peer.
 
     Attributes:
-        peer: name of the peer.
         size: bytes of a body.
         round: number of the round, from 0.
         count: number of published messages.
@@ -83,7 +81,6 @@ class Measurement:
 
     @property
     def rate(self) -> float:
-        """The messages per second."""
         return self.count / self.seconds
 
 
@@ -96,9 +93,7 @@ def measure(
     """Run every peer `plan.repeat` times with every size, alternately.
 
     Args:
-        plan: the plan.
         peers: peers by name, in the order of a round.
-        say: called with the progress as text.
         failed: collects the errors of peers at the first try, by name and size; these are then left out. ``None`` to
             raise the error.
 

@@ -83,7 +83,6 @@ class Verdict:
         copies: further copies of rows.
         unmarked: rows with more than one copy without a mark.
         left: messages in the outbox at the end.
-        seconds: duration of the run.
     """
 
     rows: int
@@ -151,11 +150,9 @@ def run(
     Args:
         folder: folder of the file and the outbox.
         kills: number of kills; fewer if the whole file is sent before.
-        rows: number of rows in the file.
         url: URL of the broker; `EMBEDDED` for this repository's broker.
         seed: seed of the times.
         longest: maximum seconds after its start at which each is killed; more if nothing has been sent by then.
-        format: format of the rows in the file.
         refusals: whether the broker refuses rows during every second run.
     """
     began = time.monotonic()

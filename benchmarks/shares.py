@@ -39,10 +39,9 @@ class Shares:
     """The processor time of a loop.
 
     Attributes:
-        name: of the loop.
-        messages: how many it published.
+        messages: number of published messages.
         seconds: processor time, by package.
-        samples: how many samples it is divided by.
+        samples: number of samples from which the shares are computed.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Shares:
     samples: int
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """Return package, µs a message and percent, the largest first."""
+        """Return package, microseconds per message and percent, the largest first."""
         total = sum(self.seconds.values())
         parts = sorted(self.seconds.items(), key=lambda part: -part[1])
         return [(package, spent / self.messages * 1e6, spent / total * 100) for package, spent in parts]
@@ -80,10 +79,8 @@ def measure_shares(module: str, name: str, url: str, messages: int) -> Shares:
     """Run a loop in a process of its own, and divide its processor time.
 
     Args:
-        module: of `benchmarks`; its `run_loop` takes a loop's name, the URL and the number of messages.
-        name: of the loop.
-        url: of the broker.
-        messages: how many it publishes.
+        module: a module of `benchmarks`. Its `run_loop` takes the name of a loop, the URL and the number of messages.
+        messages: number of messages that the loop publishes.
 
     Raises:
         RuntimeError: py-spy is not installed.
@@ -104,12 +101,6 @@ def measure_shares(module: str, name: str, url: str, messages: int) -> Shares:
 
 def print_shares(module: str, names: Sequence[str], url: str, messages: int) -> None:
     """Measure loops one after the other, and print a table for each. Packages below one percent are one line.
-
-    Args:
-        module: as `measure_shares`.
-        names: of the loops.
-        url: of the broker.
-        messages: of each loop.
 
     Raises:
         RuntimeError: py-spy is not installed.

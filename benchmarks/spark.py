@@ -55,7 +55,6 @@ _WINDOW = 1000
 
 @contextmanager
 def session(slots: int) -> Iterator[Any]:
-    """Run a Spark session in this process, with a JVM."""
     from pyspark.sql import SparkSession
 
     from qflow_client.spark import check_java, register
@@ -122,7 +121,6 @@ def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callab
     """Declare a queue during the block; yield its name, and a function that returns its number of messages.
 
     Args:
-        url: URL of the broker.
         most: maximum number of messages, beyond which the oldest are dropped; ``None`` for no maximum.
     """
     name = f"qflow-benchmark-{uuid4().hex[:12]}"
@@ -137,7 +135,7 @@ def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callab
 
 
 def rates(options: argparse.Namespace) -> int:
-    """Measure and print; return the exit code."""
+    """Return the exit code."""
     measured: dict[str, list[float]] = {"sink": [], "foreachPartition": [], "plain sockets": []}
     with broker_url(options.url) as url, session(options.partitions) as spark:
         few = max(options.partitions, options.rows // 100)
@@ -250,7 +248,6 @@ class Watch:
                 self.looks += 1
 
     def stop(self) -> int:
-        """Stop, and return the peak."""
         self._stop.set()
         self._thread.join(60)
         return self.peak
@@ -287,7 +284,7 @@ def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) ->
 
 
 def depth(options: argparse.Namespace) -> int:
-    """Measure and print; return the exit code."""
+    """Return the exit code."""
     failed = False
     measure = _depth_rabbitmq if options.broker == "rabbitmq" else _depth_here
     with session(max(2, options.slots)) as spark:
@@ -341,7 +338,7 @@ def processor_seconds() -> float:
 
 
 def scale(options: argparse.Namespace) -> int:
-    """Measure and print; return the exit code."""
+    """Return the exit code."""
     with broker_url(options.url) as url, session(options.partitions) as spark:
         capacity = _WINDOW * options.partitions
         with fresh_queue(url, options.most) as (queue, _):
@@ -370,7 +367,6 @@ def scale(options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
     kinds = made.add_subparsers(required=True)
     of_rates = kinds.add_parser("rates", help="rows per second, and ratios")

@@ -26,16 +26,11 @@ _TIMEOUT = 30.0
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
-    """Return one whole frame."""
     return FRAME_HEAD.pack(kind, channel, len(payload)) + payload + b"\xce"
 
 
 class Wire:
-    """A connection with one open channel, number 1.
-
-    Args:
-        url: an ``amqp://`` URL.
-    """
+    """A connection with one open channel, number 1."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -80,7 +75,6 @@ class Wire:
         return self._expect(getattr(commands, request.name.split(".")[0]).__dict__[request.name.split(".")[1] + "Ok"])
 
     def depth(self, queue: str) -> int:
-        """Return the number of ready messages in a queue."""
         return int(self.call(commands.Queue.Declare(queue=queue, passive=True)).message_count)
 
     def get(self, queue: str) -> int | None:

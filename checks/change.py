@@ -84,7 +84,7 @@ def claimed_pythons(pyproject: str) -> list[str]:
 
 
 def find_python(version: str) -> str | None:
-    """Return an interpreter of this version, or None: one of pyenv's, or one on the path."""
+    """Return an interpreter of this version from pyenv or from the path, or None."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     if installed := sorted(pyenv.glob(f"versions/{version}.*/bin/{name}")):
@@ -238,7 +238,7 @@ def stages(folder: Path) -> Iterator[Stage]:
 
 
 def chosen(every: list[Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the stages with these names and those that they need, in order; without names, every stage.
+    """Return the stages with these names and the stages that they need, in order. Without names, return all stages.
 
     Raises:
         ValueError: there is no stage with such a name

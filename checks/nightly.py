@@ -51,7 +51,6 @@ class Part:
     """Steps that are run and recorded together.
 
     Args:
-        title: title in the table of the page
         steps: steps in order; the first failure ends the part
     """
 
@@ -191,7 +190,6 @@ class Record:
     """The results of a part.
 
     Args:
-        part: name of the part
         commit: tested commit
         date: UTC date of its last step
         machine: description of the machine
@@ -206,7 +204,6 @@ class Record:
 
     @property
     def passed(self) -> bool:
-        """Whether every step of the part has passed."""
         done = [step["name"] for step in self.steps if step["outcome"] == PASSED]
         return done == [step.name for step in PARTS[self.part].steps]
 

@@ -44,7 +44,6 @@ class Run:
     """One run of a suite.
 
     Args:
-        suite: name of the suite
         commit: commit of the work tree; with ``+`` if tracked files were changed
         begun: start time in seconds since 1970
         seconds: duration
@@ -68,7 +67,6 @@ def commit_of(root: Path, *, but: str = "") -> str:
     """Return the short commit of a work tree, with ``+`` if a tracked file was changed.
 
     Args:
-        root: the work tree
         but: folder whose changes do not matter
     """
 
@@ -97,12 +95,9 @@ def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, ro
     """Run a suite once under load; its output goes to the file `log`.
 
     Args:
-        suite: name of the suite
         command: command for bash
         load: number of processes that keep the cores busy
         limit: maximum seconds
-        log: file for the output
-        root: the work tree
     """
     commit, begun = commit_of(root), time.time()
     with busy(load):

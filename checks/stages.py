@@ -36,7 +36,8 @@ class Stage:
     Args:
         name: name in the output and in `needs` of other stages
         script: script for bash, with `set -euo pipefail`
-        lane: stages of one lane never run at the same time; without one, any lane runs the stage after its own
+        lane: stages of one lane never run at the same time. A lane without waiting stages runs stages that have no
+            lane
         needs: names of stages that must have passed before
         limit: seconds after which it is killed and has failed
         environment: variables to add to those of this process
@@ -55,7 +56,6 @@ class Ended:
     """The result of a stage.
 
     Args:
-        stage: the stage
         outcome: `PASSED`, `LEFT_OUT`, or the failure
         seconds: duration
     """
@@ -132,8 +132,6 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
 
     Args:
         stages: the stages; each must come after those that it needs
-        cwd: folder to run them in
-        logs: folder for their output
         out: file to print to; standard output if None
 
     Raises:
@@ -214,7 +212,6 @@ def summary(ended: Iterable[Ended], seconds: float) -> str:
     """Return a table of the stages, and one line with the failures.
 
     Args:
-        ended: results of the stages
         seconds: duration of the whole run
     """
     ended = list(ended)

@@ -60,7 +60,6 @@ class Result:
     """The results of one application.
 
     Attributes:
-        application: name of the application.
         kind: "original" or "changed".
         alarm: result of the first publish during the alarm, and its seconds; "hangs" after the limit. RabbitMQ blocks
             the connection only on this publish.
@@ -123,7 +122,7 @@ class _Application:
         self._process.stdin.flush()
 
     def expect(self, timeout: float = _PATIENCE) -> Any:
-        """Return the next answer; ``None`` if none comes in time."""
+        """Return ``None`` if no answer comes in time."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout)[0]:
             return None

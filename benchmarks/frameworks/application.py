@@ -42,11 +42,7 @@ def _name(error: BaseException) -> str:
 
 
 class Senders:
-    """The results of the senders of one application.
-
-    Args:
-        count: number of senders.
-    """
+    """The results of the senders of one application."""
 
     def __init__(self, count: int) -> None:
         self.errors: Counter[str] = Counter()
@@ -58,12 +54,11 @@ class Senders:
         self.longest = 0.0
 
     def numbers(self, sender: int) -> Iterator[str]:
-        """Yield the messages of a sender; each is repeated until it is recorded as published."""
+        """Yield the messages of a sender. Repeat each one until it is recorded as published."""
         while self.go_on:
             yield f"{sender}-{self.published[sender]}"
 
     def failed(self, error: Exception) -> None:
-        """Record an error."""
         self.errors[_name(error)] += 1
 
     def report(self, stuck: int) -> dict[str, Any]:
@@ -196,7 +191,6 @@ class _Pika:
     """A program that uses pika, and connects again after each error.
 
     Args:
-        url: the URL.
         changed: whether it has pipelined confirms, and publishes the unconfirmed messages of a lost connection again.
     """
 
@@ -213,7 +207,6 @@ class _Pika:
         self._do(lambda channel: channel.basic_publish("", "pika", token.encode()))
 
     def finish(self) -> None:
-        """Wait for all confirms."""
         if self._changed:
             self._do(lambda channel: channel.wait_for_confirms())
 
@@ -258,12 +251,9 @@ def serve(
     """Do what the input lines say.
 
     Args:
-        lines: the input.
-        senders: the results.
         publish: publishes a message; it may return before the message is confirmed.
         finish: waits until the messages are confirmed.
         submit: calls a function elsewhere, with arguments; as `Executor.submit`.
-        answer: prints an answer.
     """
 
     def send(sender: int) -> None:
@@ -322,7 +312,6 @@ def _answer(what: Any) -> None:
 
 
 def main() -> None:
-    """Run the application from the command line."""
     name, kind, url = sys.argv[1:]
     if name in ("taskiq", "faststream"):
         asyncio.run(_run_tasks(name, url, kind == "changed"))

@@ -28,10 +28,7 @@ class Job:
     """One run.
 
     Attributes:
-        url: URL of the broker.
         queue: queue to publish to through the default exchange, with mandatory.
-        body: body of every message.
-        count: number of messages to publish.
         window: maximum unconfirmed messages, for peers that can have more than one.
         confirmed: whether to use publisher confirms. Otherwise the run ends when the broker has answered the close.
         varying: whether each message has its own `headers` and `timestamp`. Only for peers that support it.
@@ -58,7 +55,7 @@ class Timing:
         seconds: wall-clock time from the first publish to the last confirm.
         cpu_seconds: CPU time of this process in that time.
         latencies: seconds from publish to confirm of the sampled messages.
-        fairness: progress of the least served thread when the first thread was done, as a part of the mean.
+        fairness: progress of the least served thread when the first thread was done, divided by the mean progress.
     """
 
     seconds: float
@@ -75,13 +72,12 @@ class Stopwatch:
         self._began = time.perf_counter()
 
     def stop(self, latencies: list[float] | None = None, fairness: float | None = None) -> Timing:
-        """Return the time until now."""
         seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu
         return Timing(seconds, cpu_seconds, tuple(latencies or ()), fairness)
 
 
 def one_by_one(job: Job, publish: Callable[[], object]) -> list[float]:
-    """Call a function that publishes one message, and with confirms waits for its confirm, for each message of the job.
+    """Call `publish` for each message of the job. With confirms, `publish` waits for the confirm of its message.
 
     Returns:
         The seconds of the sampled calls.
@@ -102,7 +98,6 @@ class Peer(Protocol):
     """One way to publish.
 
     Attributes:
-        title: title for people.
         distribution: distribution name of its library; empty for none.
         varies: whether it supports separate properties for each message.
     """

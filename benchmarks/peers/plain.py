@@ -68,7 +68,6 @@ class AckWindow:
 
     @property
     def confirmed(self) -> int:
-        """The number of confirmed messages."""
         return self.floor + len(self.above)
 
     def feed(self, data: bytes) -> None:

@@ -92,15 +92,11 @@ class OneThread:
 
 
 class EightThreads(OneThread):
-    """One producer, shared by eight threads."""
-
     title = "qflow_client.Producer, 8 threads"
     threads = 8
 
 
 class SixtyFourThreads(OneThread):
-    """One producer, shared by sixty-four threads."""
-
     title = "qflow_client.Producer, 64 threads"
     threads = 64
 

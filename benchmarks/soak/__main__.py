@@ -46,8 +46,6 @@ _LONGEST = 3.0
 
 
 class _Worker:
-    """A process that publishes."""
-
     def __init__(self, run: Callable[[Connection, Job], None], job: Job) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -65,7 +63,7 @@ class _Worker:
         return self.process.pid
 
     def hear(self) -> None:
-        """Read its reports."""
+        """Read the reports of the process."""
         try:
             while not self.trouble and self.pipe.poll():
                 said = self.pipe.recv()
@@ -79,7 +77,7 @@ class _Worker:
                 self.trouble = f"the process {self.process.name} ended with exit code {self.process.exitcode}"
 
     def await_end(self, until: float) -> None:
-        """Read its reports until it has sent its results, or hangs."""
+        """Read the reports until the worker has sent its results, or hangs."""
         while self.found is None and not self.trouble:
             wait([self.pipe], max(0.0, min(1.0, until - time.monotonic())))
             self.hear()
@@ -231,7 +229,6 @@ def _watch(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak test, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="longer if too little has gone wrong by then")
     parser.add_argument(

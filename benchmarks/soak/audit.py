@@ -63,9 +63,7 @@ class Journal:
     """The records of one sender, by message number.
 
     Attributes:
-        sender: number of the sender.
         calls: result of each `send`.
-        outcomes: outcome of each message.
         told_again: numbers with more than one outcome.
         overruns: overruns of its calls.
     """
@@ -77,7 +75,7 @@ class Journal:
     overruns: Overruns = field(default_factory=Overruns)
 
     def begin(self, count: int = 1) -> int:
-        """Return the number of the first of the next `count` messages."""
+        """Return the number of the first message."""
         self.calls.extend(bytes(count))
         self.outcomes.extend(bytes(count))
         return len(self.calls) - count
@@ -87,13 +85,11 @@ class Journal:
         self.calls[number] = how
 
     def told(self, number: int, outcome: Outcome) -> None:
-        """Record the outcome of a message."""
         if self.outcomes[number]:
             self.told_again.append(number)
         self.outcomes[number] = OUTCOMES.index(outcome) + 1
 
     def outcome(self, number: int) -> Outcome | None:
-        """Return the outcome of a message."""
         return OUTCOMES[self.outcomes[number] - 1] if self.outcomes[number] else None
 
 
@@ -102,7 +98,6 @@ class Soak:
     """The results of one run.
 
     Attributes:
-        journals: journals of the senders.
         queue: messages in the durable queue, in order.
         overruns: overruns of each process, and a function for the seconds between two times in which its threads could
             not run.
@@ -138,7 +133,6 @@ def percentile(values: Iterable[float], part: float) -> float:
 
 
 def audit(soak: Soak) -> list[AuditLine]:
-    """Check a run against all conditions."""
     late = soak.late()
     by_library = [own for _, own in late]
     too_late = [f"{own:.2f} s" for own in by_library if own > MOST_OVERRUN]
@@ -157,7 +151,6 @@ def audit(soak: Soak) -> list[AuditLine]:
 
 
 def describe(line: AuditLine) -> str:
-    """Return a line of an audit as text."""
     return f"{'ok   ' if line.passed else 'WRONG'}  {line.statement} ({line.measured})  {line.difference}".rstrip()
 
 
@@ -229,7 +222,6 @@ def _enough(statement: str, found: int, least: int) -> AuditLine:
 
 
 def to_json(soak: Soak, lines: Sequence[AuditLine]) -> dict[str, Any]:
-    """Return the audit as JSON types."""
     late = soak.late()
     counts = {
         outcome.value: sum(journal.outcomes.count(at) for journal in soak.journals)

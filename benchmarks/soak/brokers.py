@@ -42,7 +42,7 @@ class SoakBroker(Protocol):
 
     Attributes:
         name: name and version, for people.
-        actions: actions on it by name, one at a time; after each the broker is as before.
+        actions: actions on the broker by name. They run one at a time. Each leaves the broker as it was before.
     """
 
     name: str
@@ -106,8 +106,6 @@ def _read_back(url: str) -> Sequence[Copy]:
 
 
 class _OneNode:
-    """A broker with one node."""
-
     url: str
     settings: ClassVar[Mapping[str, Any]] = {}
 

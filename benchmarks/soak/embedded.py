@@ -38,7 +38,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(store: str, port: str) -> None:
-    """Run the broker."""
     # Written data survive the kill of a process; only a crash of the machine would lose them.
     with Broker(store=store, store_synchronous="normal", port=int(port)) as broker:
         print(broker.url, flush=True)

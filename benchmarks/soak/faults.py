@@ -34,10 +34,7 @@ class Faults:
     """Creates faults until it is stopped. Then it ends all faults.
 
     Args:
-        broker: broker of the test.
         proxies: proxies between the broker and its clients, one for each node.
-        seed: seed of the faults.
-        history: records the faults.
     """
 
     def __init__(self, broker: SoakBroker, proxies: Sequence[FaultProxy], seed: int, history: History) -> None:
@@ -66,12 +63,10 @@ class Faults:
         self.troubles: list[str] = []
 
     def start(self) -> None:
-        """Start creating faults."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End all faults, and return when they have ended."""
         self._stop.set()
         for thread in self._threads:
             if thread.ident is not None:
@@ -112,7 +107,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _harming(self, name: str) -> Iterator[None]:
-        """Count a fault that is created inside the block. Some faults, such as a stall, last longer than the block."""
+        """Some faults, such as a stall, last longer than the block."""
         with self._history.calling("fault", name=name):
             yield
         self.counts[name] += 1
@@ -127,7 +122,7 @@ class Faults:
             undo()
 
     def _one_or_all(self, proxy: FaultProxy, connection: ProxiedConnection) -> int | None:
-        """Return its number, or sometimes None for all connections, which then all count."""
+        """Return the number of the connection, or sometimes None for all connections. Count each of them."""
         if self._chance.random() < 0.85:
             self.connection_faults += 1
             return connection.number

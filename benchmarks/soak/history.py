@@ -44,7 +44,6 @@ class Call:
     """One call; its time starts on creation.
 
     Args:
-        what: kind of the line.
         about: further keys of the line; more can be added until the call ends.
     """
 
@@ -54,18 +53,13 @@ class Call:
 
 
 class History:
-    """Writes lines to a file, from any thread. Without a path it writes nothing.
-
-    Args:
-        path: path of the file; None for none.
-    """
+    """Writes lines to a file, from any thread. Without a path it writes nothing."""
 
     def __init__(self, path: str | None) -> None:
         self._file = None if path is None else Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # `close` does
         self._lock = threading.Lock()
 
     def write(self, what: str, **about: Any) -> None:
-        """Write a line."""
         if self._file is not None:
             with self._lock:
                 self._file.write(json.dumps({"what": what, **about}) + "\n")
@@ -83,7 +77,6 @@ class History:
             self.write(what, **call.about, begin=call.begin, end=_monotonic(), error=name)
 
     def close(self) -> None:
-        """Write the remaining lines to disk."""
         if self._file is not None:
             self._file.close()
 
@@ -92,9 +85,7 @@ def merge(parts: Sequence[str], queue: Iterable[Copy], path: str) -> None:
     """Merge the histories of several processes, and delete their files.
 
     Args:
-        parts: files of the processes.
         queue: messages in the queue at the end.
-        path: file to write.
     """
     lines = []
     for part in parts:
@@ -141,7 +132,6 @@ def _add_send(journal: Journal, *, first: int, count: int, admitted: int, **_: A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit a history, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.history", description="Judge a history.")
     parser.add_argument("path")
     options = parser.parse_args(arguments)

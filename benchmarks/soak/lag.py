@@ -32,7 +32,7 @@ class Stretches:
     """Periods of time.
 
     Args:
-        found: start and end of each period, in any order; they may overlap.
+        found: start and end of each period. The periods may overlap, and need no order.
     """
 
     def __init__(self, found: Iterable[_Stretch]) -> None:
@@ -55,26 +55,20 @@ class Stretches:
         return self._before[index] - max(0.0, self._ends[index - 1] - at) if index else 0.0
 
     def within(self, begin: float, end: float) -> float:
-        """Return the seconds of the periods within a time."""
+        """Return the seconds of the periods between two times."""
         return max(0.0, self._until(end) - self._until(begin))
 
     @property
     def total(self) -> float:
-        """The total seconds of all periods."""
         return self._before[-1]
 
     @property
     def longest(self) -> float:
-        """The seconds of the longest period."""
         return max((end - begin for begin, end in zip(self._begins, self._ends, strict=True)), default=0.0)
 
 
 class LagWatch:
-    """Watches processes during the block.
-
-    Args:
-        pids: process ids.
-    """
+    """Watches processes during the block."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = tuple(pids)

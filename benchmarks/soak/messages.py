@@ -28,7 +28,6 @@ class Copy(NamedTuple):
 
     Attributes:
         sender: number of the sender; -1 if it cannot be read.
-        number: the sender's number of the message.
         marked: whether it has the mark of a possible second copy.
         intact: whether it is unchanged.
     """
@@ -45,7 +44,6 @@ def is_long(sender: int, number: int) -> bool:
 
 
 def body_of(sender: int, number: int) -> bytes:
-    """Return the body of a message."""
     who = _WHO.pack(sender, number)
     filling = _FILLING[: _LONG if is_long(sender, number) else crc32(who) % _SHORT]
     return _HEAD.pack(sender, number, crc32(filling, crc32(who))) + filling

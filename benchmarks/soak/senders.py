@@ -56,12 +56,10 @@ class Job:
 
     Attributes:
         urls: URLs of the broker's nodes, through their proxies.
-        routing_key: routing key of all messages.
         first_sender: number of its first sender.
         senders: number of threads or tasks.
         producers: number of producers that they share.
         rate: total messages per second while nothing holds them.
-        seed: seed of their actions.
         patience: maximum seconds until all messages are settled at the end.
         more: additional settings for the broker.
         history: history file of the process; None for none.
@@ -79,7 +77,7 @@ class Job:
     history: str | None = None
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Return the settings of one producer; four consecutive producers all differ."""
+        """Four consecutive producers have different settings."""
         return {
             "routing_key": self.routing_key,
             "capacity": (10, 100, 1000, "auto")[index % 4],
@@ -95,7 +93,6 @@ class Found:
     """The results of one process.
 
     Attributes:
-        journals: journals of its senders.
         overruns: overruns of calls outside of senders.
         troubles: forbidden events.
         confirmed: approximate number of confirmed messages, for the progress.
@@ -111,7 +108,6 @@ class Found:
         return cls([Journal(job.first_sender + index) for index in range(job.senders)])
 
     def told(self, receipt: Receipt) -> None:
-        """Record the outcome of a message."""
         sender, number = whose(receipt.message.body)
         outcome = receipt.outcome
         assert outcome is not None
@@ -130,7 +126,6 @@ class Found:
         return told
 
     def trouble(self, who: str, error: BaseException) -> None:
-        """Record a forbidden event."""
         logging.getLogger(__name__).error("%s", who, exc_info=error)
         self.troubles.append(f"{who}: {type(error).__name__}: {error}")
 
@@ -139,12 +134,8 @@ class _Sender:
     """One thread or task.
 
     Args:
-        job: job of its process.
         found: results of its process.
-        history: history of its process.
-        index: number of the sender in its process.
-        producer: a `Producer` or an `AsyncProducer`.
-        rest: waits for some seconds, or until it is time to stop; returns whether it is.
+        rest: waits for some seconds, or until it is time to stop. Returns whether it is time to stop.
     """
 
     def __init__(
@@ -167,7 +158,6 @@ class _Sender:
         return await result if self._waits else result
 
     async def run(self) -> None:
-        """Publish until it is time to stop."""
         try:
             while not await self._come(self._rest(self._random.expovariate(1 / self._pace))):
                 await self._step()

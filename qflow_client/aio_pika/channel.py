@@ -90,7 +90,7 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Close the channel, but wait for a limited time only, because the broker does not read now."""
+        """Wait for a limited time only, because the broker does not read now."""
         flow = self.flow_control
         # After an exception in the channel's ``async with`` block, wait only briefly.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait

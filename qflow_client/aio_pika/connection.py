@@ -32,8 +32,6 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
 
     Args:
         drop_in: the settings that the connection accepts.
-        url: URL of the connection.
-        keywords: keywords of the connection.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

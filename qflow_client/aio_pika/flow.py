@@ -112,8 +112,6 @@ class ChannelFlow(DropInFlow):
     """The flow of one channel of aio-pika. The channel may use several channels of aiormq, one after the other.
 
     Args:
-        settings: settings of the connection.
-        confirms: whether the broker confirms messages.
         restores: whether aio-pika replaces a lost channel and repeats its declarations.
         is_closing: returns True if the program has closed the connection.
     """
@@ -252,7 +250,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def _comes_back(self) -> bool:
-        """Whether there will be another channel, so that messages can wait for it."""
+        """Whether another channel will come, for which messages can wait."""
         return self._restores and not self.left
 
     def ended(self) -> None:
@@ -337,7 +335,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None,
         wait: bool,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """Publish a message. `mandatory` is the message id if the message is mandatory, and otherwise ``None``."""
+        """`mandatory` is the message id if the message is mandatory, and otherwise ``None``."""
         began = now = _monotonic()
         receipt = self.protocol.send(message, exchange, routing_key, now)
         if receipt is None:
@@ -486,7 +484,6 @@ class ChannelFlow(DropInFlow):
         return ConfirmTimeout(f"no answer from the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
     def _tell_returns(self) -> None:
-        """Report returned messages like aiormq."""
         returned, self.protocol.returned = self.protocol.returned, []
         channel = self._channel
         for method, header, body in returned:
@@ -549,7 +546,6 @@ class ChannelFlow(DropInFlow):
             self._passes_on = True
 
     def _arm(self) -> None:
-        """Start the timer for the time that the protocol has requested, if any."""
         now = _monotonic()
         at = self.protocol.next_timer(now)
         if at is not None and self._timer is None:
@@ -581,7 +577,6 @@ class ChannelFlow(DropInFlow):
         return self.listen(callback)
 
     def look(self) -> FlowState:
-        """Return the present flow state."""
         state = self.protocol.flow_state(_monotonic())
         self.after()
         return state

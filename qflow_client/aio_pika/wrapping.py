@@ -37,11 +37,7 @@ _ConnectionT = TypeVar("_ConnectionT", bound=AbstractConnection)
 
 
 class _Blocked:
-    """Tracks whether the broker blocks a connection of aiormq, and informs the channels with flow control.
-
-    Args:
-        connection: connection of aiormq.
-    """
+    """Tracks whether the broker blocks a connection of aiormq, and informs the channels with flow control."""
 
     def __init__(self, connection: Any) -> None:
         # The broker's reason; ``None`` while the connection is not blocked.
@@ -54,7 +50,6 @@ class _Blocked:
 
     @staticmethod
     def of(connection: Any) -> _Blocked:
-        """Return the object for a connection. Create it on first use."""
         found: _Blocked | None = getattr(connection, "flow_blocked", None)
         if found is None:
             found = connection.flow_blocked = _Blocked(connection)
@@ -84,7 +79,7 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """The next bytes to write. There may be none."""
+        """There may be no bytes."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
@@ -113,10 +108,9 @@ class _WriteQueue:
 
 
 class QueueCarrier:
-    """Transfers the frames of one channel in aiormq's queues. `ChannelFlow` uses it like a `TapTransport` and its tap.
+    """Transfers the frames of one channel in aiormq's queues.
 
-    Args:
-        channel: channel of aiormq.
+    `ChannelFlow` uses it like a `TapTransport` and its tap.
     """
 
     # aiormq handles heartbeats and the frame size.
@@ -146,11 +140,10 @@ class QueueCarrier:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the broker blocks the connection."""
         return self._blocked.reason is not None
 
     def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
-        """Handle frames about publishing from now on. All published messages must be confirmed."""
+        """Call it only if the broker confirms all published messages."""
         channel = self._channel
         self._protocol = protocol
         for queue in channel.rpc_frames, channel.frames:
@@ -178,7 +171,6 @@ class QueueCarrier:
                 queue.put_nowait(item)
 
     def detach(self, _number: int) -> None:
-        """Detach, because the channel has ended."""
         self._protocol = None
         self._blocked.carriers.discard(self)
         if self._putting is not None:
@@ -189,7 +181,6 @@ class QueueCarrier:
         self._after = after
 
     def remove_after(self, _after: Callable[[], bool]) -> None:
-        """Stop calling the function."""
         self._after = bool
 
     # Reading.
@@ -202,12 +193,12 @@ class QueueCarrier:
             self.pump()
 
     async def _take(self, item: tuple[int, Any]) -> None:
-        """Handle an entry for the channel's `frames`. This method replaces `frames.put`."""
+        """Replaces `frames.put`."""
         if self._protocol is None or not self._take_frame(item[1]):
             await self._pass_on(item)
 
     def _take_frame(self, frame: Any) -> bool:
-        """Handle a frame about publishing. Return False for any other frame."""
+        """Return False for a frame that is not about publishing."""
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)
@@ -268,7 +259,6 @@ class QueueCarrier:
     wake = pump
 
     def begin_turn(self) -> bytes:
-        """Return the bytes to write."""
         protocol = self._protocol
         if protocol is None:
             return b""

@@ -94,7 +94,7 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request, and return the broker's answer. The result is ``None`` if the answer has no body.
+        """Return the answer, or ``None`` if it has no body.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -104,7 +104,7 @@ class _Broker:
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return the response. The caller reads the answer from it.
+        """The caller reads the answer from the response.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -382,7 +382,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change of a flow state. The first state of an object is reported only if it is flowed."""
+    """Yield a line for each change. The first state of an object is reported only if the object is flowed."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -421,7 +421,7 @@ def _steer(
     *,
     say: Callable[[Any], None] | None = None,
 ) -> None:
-    """Request a change from the broker, and print the answer as JSON or with `say`.
+    """Print the answer as JSON or with `say`.
 
     Raises:
         CommandError: the broker refuses the change, or cannot be reached.

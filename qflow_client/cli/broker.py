@@ -69,8 +69,7 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     """Return a table of the queues and their flow states.
 
     Args:
-        producers: number of publishing channels.
-        flowed: number of these channels that are blocked (flowed).
+        flowed: number of blocked (flowed) publishing channels.
     """
     table = Table(
         caption=f"producers: {producers}, blocked (flowed): {flowed}; Ctrl-C stops the broker",
@@ -153,7 +152,7 @@ def hash_password(as_json: AsJson = False) -> None:
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
-    """Raise the limit of open files to the number that the settings need. Print a notice if this fails."""
+    """Print a notice if the limit cannot be raised to the number that the settings need."""
     if resource is None:
         return
     needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES

@@ -43,10 +43,7 @@ class Config:
 
 
 def read_config(path: Path | None) -> Config:
-    """Read a configuration file.
-
-    Args:
-        path: path of the file; ``None`` for an empty configuration.
+    """Read a configuration file. Without a path the configuration is empty.
 
     Raises:
         CommandError: the file is not TOML, or has an unknown option. The text names the option and a similar one.

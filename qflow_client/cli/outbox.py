@@ -167,7 +167,7 @@ def _whole(stored: StoredMessage) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON types. Bytes become text if they are UTF-8, and ``{"base64": …}`` if they are not."""
+    """Bytes become text if they are UTF-8, and ``{"base64": …}`` if they are not."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -259,7 +259,7 @@ def _left(store: Outbox) -> str:
 
 
 def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> CommandError | None:
-    """Return the error of ``drain``, or ``None`` if the outbox is empty."""
+    """Return ``None`` if the outbox is empty."""
     left = _left(store)
     if stopping.signal is not None:
         return CommandError(f"interrupted by {stopping.signal.name}; {left}", stopping.exit_code)
@@ -322,8 +322,6 @@ def _leave(producer: Producer) -> None:
 
 
 class _Draining:
-    """Sends the messages of an outbox, and counts the results."""
-
     def __init__(self, store: Outbox) -> None:
         self._store = store
         self.confirmed = 0
@@ -333,7 +331,7 @@ class _Draining:
         self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
 
     def send_all(self, producer: Producer) -> None:
-        """Send the messages in batches, so that few messages are sent twice if this process is killed."""
+        """Send in batches, so that few messages are sent twice if this process is killed."""
         store = self._store
         after = 0
         while self.error is None and (batch := store.read(after)):

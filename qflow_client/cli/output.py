@@ -20,9 +20,5 @@ def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = N
     """Print a value as JSON, and flush, because programs may read the output while the command runs.
 
     The output is ASCII. A terminal or a pipe may have any encoding, and a name may contain control characters.
-
-    Args:
-        indent: spaces for each level; ``None`` for one line.
-        file: where to print; ``None`` for standard output.
     """
     print(json.dumps(value, indent=indent), file=file, flush=True)

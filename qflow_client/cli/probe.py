@@ -41,7 +41,7 @@ class _Server(ThreadingTCPServer):
         return self._free.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread. Close the connection if no thread can be started."""
+        """Close the connection if no thread can be started."""
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -73,9 +73,6 @@ class _Server(ThreadingTCPServer):
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
     """Answer probes during the block. The value of the context manager is the URL of the probe.
-
-    Args:
-        source: object with the health to report.
 
     Raises:
         CommandError: the server cannot listen on this address and port.

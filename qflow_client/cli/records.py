@@ -57,7 +57,6 @@ class Record:
     Attributes:
         number: number of the record in the file, from 1.
         line: number of its last line, from 1.
-        message: message to send for it.
     """
 
     number: int
@@ -92,7 +91,6 @@ class Reading:
         delimiter: separator of the fields in a CSV file; one character.
         encoding: encoding of a CSV file. It must encode a line end as the byte 10.
         message_id: CSV column or JSON key with the message id; ``None`` if the records have no message ids.
-        headers: headers to add to every message.
 
     Raises:
         CommandError: `delimiter` or `encoding` is not allowed.
@@ -323,7 +321,7 @@ class RecordSource:
             yield lines.number, self._message(encode(values).encode(), _JSON, values)
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
-        """Yield the rows of a CSV file that are not empty."""
+        """Skip empty rows."""
         # A record may be as large as a message. This limit applies to the whole process.
         csv.field_size_limit(sys.maxsize)
         try:
@@ -333,7 +331,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Read the column names from the first row of a CSV file. The result is empty if there is no row."""
+        """Return an empty list if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -346,8 +344,8 @@ class _Lines:
 
     Args:
         number: number of lines before the position of `content`.
-        offset: number of bytes before it.
-        last: the line before it.
+        offset: number of bytes before this position.
+        last: the line before this position.
     """
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:

@@ -37,7 +37,7 @@ _CHECK_PERIOD = 0.5
 
 
 class _RunUnlessNamed(TyperGroup):
-    """A group of commands that treats ``qflow relay URL`` as ``qflow relay run URL``."""
+    """Treats ``qflow relay URL`` as ``qflow relay run URL``."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         if arguments and arguments[0] not in (*self.commands, "-h", "--help"):

@@ -45,14 +45,11 @@ class ResidentWatch:
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
-        """Update the decision.
+        """Update the decision, and return whether it has changed.
 
         Args:
             resident: current resident bytes.
             counted: current bytes of the memory account.
-
-        Returns:
-            Whether the decision has changed.
         """
         before = self.is_over
         # Hysteresis: the alarm ends an eighth of the limit lower than it starts, so that it does not switch often.

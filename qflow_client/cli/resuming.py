@@ -28,7 +28,6 @@ class Reached:
     """How much of a file was sent.
 
     Attributes:
-        format: format of its records.
         place: end of the last record that need not be sent again.
         sent: number of the last record that was sent. Records up to this number may be in the broker. Such records are
             marked if they are sent again.

@@ -42,7 +42,7 @@ _NAME = 40
 
 
 class _Bar(Progress):
-    """Two lines: a progress bar for the file, and the counts with the flow state. Both fit into 80 columns.
+    """Two lines that fit into 80 columns: a progress bar for the file, and the counts with the flow state.
 
     The bar reads the position in the file whenever it is drawn. The code that reads the file need not report it.
 
@@ -117,7 +117,7 @@ def _seconds(value: str) -> float | None:
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` texts, and return the headers for every message."""
+    """Parse texts of the form ``NAME=VALUE``."""
     headers = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -364,7 +364,6 @@ def _summarise(
         took: duration in seconds.
         failure: error that ended the run early; ``None`` if there is none.
         before: number of the last record that an earlier run has sent; ``None`` if no position is stored.
-        quiet: whether to print nothing except JSON.
     """
     if as_json:
         print_json(

@@ -53,7 +53,6 @@ class Tally:
 
     Attributes:
         admitted: number of records that the producer accepted.
-        outcomes: number of records by outcome.
         confirmed_up_to: all records up to this number are skipped, confirmed or in an outbox.
         confirmed_later: number of confirmed records after the first record that is not confirmed.
         failures: texts about the first records that were not delivered.
@@ -250,11 +249,7 @@ class Sending:
         return items, None
 
     def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:
-        """Send records.
-
-        Raises:
-            CommandError, Stopped: as in `send_all`.
-        """
+        """Raise the errors of `send_all`."""
         while items:
             error: Exception | None = None
             try:
@@ -302,7 +297,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait for the confirms. Return an error if they do not arrive in time."""
+        """Return an error if the confirms do not arrive in time."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:

@@ -388,7 +388,7 @@ class Channel(pyamqp.Channel):
             self._turn(flow, deadline)
 
     def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
-        """Wait for the confirm of a message. Raise the same errors as py-amqp."""
+        """Raise the same errors as py-amqp."""
         connection = self.connection
         if not receipt.done:
             flow = self._open_flow()

@@ -115,7 +115,6 @@ class _Protocol(EncodedProtocol):
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
-        """Admit no more messages, and settle all messages."""
         if self.closed is None:
             self.close(reason, now)
             self.connection_lost(reason, now)
@@ -147,7 +146,6 @@ class ChannelFlow(DropInFlow):
         flow_manager.register(self)
 
     def end(self, reason: str) -> None:
-        """End the flow, because the channel is closed."""
         self._wire.tap.detach(self._number)
         flow_manager.unregister(self)
         self.protocol.end(reason, _monotonic())
@@ -160,10 +158,7 @@ class ChannelFlow(DropInFlow):
         self.protocol.before = None
 
     def confirms_begin(self) -> None:
-        """Start confirm mode, because ``Confirm.Select`` will be sent.
-
-        After the first ``Confirm.Select``, the next message has delivery tag 1.
-        """
+        """Call this before sending ``Confirm.Select``. After the first one, the next message has delivery tag 1."""
         if self.protocol.before is None:
             # Complete a partly written message first.
             self._wire.finish()
@@ -228,7 +223,6 @@ class ChannelFlow(DropInFlow):
         return EncodedMessage(b"".join(pieces), body)
 
     def write(self) -> None:
-        """Write the messages that may be sent now."""
         self._wire.flush()
 
 

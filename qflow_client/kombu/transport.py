@@ -53,7 +53,6 @@ class _Kept:
             connection.collect()
 
     def cut(self) -> None:
-        """Abort all kept connections."""
         with self._lock:
             kept, self._of = self._of, {}
         for connections in kept.values():

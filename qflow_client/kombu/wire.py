@@ -46,7 +46,7 @@ class Unanswered(TimeoutError):
 
 
 def _unpatched_poll() -> Any:
-    """Return a poll object of the system, even if gevent has replaced `select.poll`."""
+    """This works even if gevent has replaced `select.poll`."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 
@@ -75,11 +75,7 @@ class _Poll:
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait until the socket has bytes, or accepts bytes if `writable`, or another thread calls `wake`.
-
-        Returns:
-            The state of the socket.
-        """
+        """Wait for bytes, for room if `writable`, or for `wake` on another thread. Return the state of the socket."""
         if self._pipe is None:
             self._pipe = _pipe()
             for each in self._for_input, self._for_both:
@@ -95,7 +91,7 @@ class _Poll:
         return ready
 
     def wake(self) -> None:
-        """End the wait. Any thread may call this."""
+        """Any thread may call this."""
         if self._pipe is not None:
             with suppress(OSError):
                 os.write(self._pipe[1], b"\0")
@@ -228,13 +224,13 @@ class Wire:
         """Raise an error if the wire is not connected.
 
         Raises:
-            RecoverableConnectionError: the wire is not connected, for example because it belongs to another process.
+            RecoverableConnectionError: for example because the wire belongs to another process.
         """
         if not self.connected:
             raise RecoverableConnectionError(self._why)
 
     def wake(self) -> None:
-        """End a wait. Any thread may call this."""
+        """Any thread may call this."""
         if self._poll is not None:
             self._poll.wake()
 
@@ -242,7 +238,6 @@ class Wire:
 
     @contextmanager
     def having_timeout(self, timeout: float | None) -> Iterator[Any]:
-        """Limit the time of reads in the block, like py-amqp."""
         before, self._patience = self._patience, timeout
         try:
             yield self.sock
@@ -482,7 +477,7 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """Wrap the socket like py-amqp. If certificates are verified, check the name of the host by default.
+        """If certificates are verified, check the name of the host by default.
 
         py-amqp checks the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
         authority, for any host.

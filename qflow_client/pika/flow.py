@@ -61,7 +61,6 @@ class Publish(RepeatableMessage):
     """A message, as pika's `basic_publish` has encoded it.
 
     Args:
-        frames: all frames of the message.
         arguments: exchange, routing key and ``mandatory``.
         basic_properties: the properties that the caller has passed.
     """
@@ -121,18 +120,13 @@ class ConnectionFlow:
 
     @staticmethod
     def of(connection: Any) -> ConnectionFlow:
-        """Return the object for a connection. Create it on first use."""
         found: ConnectionFlow | None = getattr(connection, "flow_control", None)
         if found is None:
             found = connection.flow_control = ConnectionFlow(connection)
         return found
 
     def check_process(self) -> None:
-        """Raise an error if the connection belongs to another process.
-
-        Raises:
-            ConnectionWrongStateError: this process is a fork of the process that made the connection.
-        """
+        """Raise ConnectionWrongStateError if this process is a fork of the process that made the connection."""
         if self.not_shared is not None:
             raise exceptions.ConnectionWrongStateError(self.not_shared)
 
@@ -271,25 +265,21 @@ class ChannelFlow(DropInFlow):
         self.disown(str(reason))
 
     def give_up_all(self) -> None:
-        """End the channel. Waiting calls get an error."""
+        """Waiting calls get an error."""
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
-        """Start confirm mode, because ``Confirm.Select`` was sent.
-
-        After the first ``Confirm.Select``, the next message has delivery tag 1.
-        """
+        """Call this after sending ``Confirm.Select``. After the first one, the next message has delivery tag 1."""
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
 
     @property
     def confirms(self) -> bool:
-        """Whether the broker confirms messages."""
         return self._before_confirms is not None
 
     def delivery_tag(self, number: int) -> int | None:
-        """Return the delivery tag of a message by its number, or ``None`` if the broker does not confirm it."""
+        """Return ``None`` if the broker does not confirm the message."""
         before = self._before_confirms
         return None if before is None else number - before
 
@@ -353,7 +343,6 @@ class ChannelFlow(DropInFlow):
         return receipt
 
     def look(self) -> FlowState:
-        """Return the present flow state."""
         now = _monotonic()
         if not self._channel.is_closed:
             self.look_at_transport(now)

@@ -27,7 +27,7 @@ _warned: set[type] = set()
 
 class _Mirror(ModuleType):
     def _theirs(self, name: str) -> ModuleType | None:
-        """Return pika's module if the name has to be assigned there, or ``None`` if it belongs to the drop-in."""
+        """Return pika's module, or ``None`` if the name belongs to the drop-in."""
         theirs, own = _mirrored[self.__name__]
         is_own = name in own or name.startswith("__") or f"{self.__name__}.{name}" in sys.modules
         return None if is_own or not hasattr(theirs, name) else theirs

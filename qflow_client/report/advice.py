@@ -145,7 +145,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """Return the samples of one replay. If there are too many, keep those around the greatest depth."""
+    """If there are too many samples, keep those around the greatest depth."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
@@ -177,7 +177,6 @@ def advise(
     publishers send in another way than in the replay.
 
     Args:
-        samples: samples to replay.
         publishers: number of messages from each publisher to the queue.
         capacities: recorded capacities, for publishers whose capacity is known.
         maximum: maximum number of messages in the queue.
@@ -230,7 +229,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide a capacity in proportion to the messages of each publisher. Each publisher gets at least 1."""
+    """Divide in proportion to the messages of each publisher. Each publisher gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

@@ -123,7 +123,6 @@ class Part:
     """The lines that begin in one part of a file.
 
     Attributes:
-        path: path of the file.
         start: offset of the first byte of the part.
         end: offset after the last byte of the part; ``None`` for the end of the file.
     """

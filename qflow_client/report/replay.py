@@ -165,11 +165,10 @@ class Replay:
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
-        """Simulate one round trip.
+        """Simulate one round trip. The consumers can take `credit` messages.
 
         Args:
             arrivals: new messages to send, by publisher.
-            credit: number of messages that the consumers can take.
         """
         queue = self.queue
         self.around.now += self.round_trip
@@ -213,7 +212,6 @@ class Replay:
             self._confirmed.append(sender)
 
     def result(self) -> ReplayResult:
-        """Return the result so far."""
         marks = self.queue.limits.stop_resume
         senders = self.senders.values()
         peak = self.queue.contents.peak_depth
@@ -248,8 +246,6 @@ def replay(
 
     Args:
         samples: samples in order.
-        marks: thresholds of the queue.
-        capacities: capacity of each publisher in the samples.
         drain_rate: messages per second that the consumers can take.
         round_trip: seconds of a round trip; at most the length of the sample.
     """

@@ -45,7 +45,6 @@ class Spread:
     buckets: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, value: int) -> None:
-        """Add one duration."""
         self.count += 1
         self.total += value
         if value > self.largest:
@@ -130,7 +129,6 @@ class Fact:
         table: name of the fact's table.
         keys: keys of the row. Their number depends on the table.
         bucket: bucket of a histogram, or start of a bin in microseconds.
-        count: a count.
         total: a sum.
         most: a maximum.
         most_2: a second maximum.
@@ -174,7 +172,6 @@ class Tables:
         self.depths: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line."""
         kind, at = line["kind"], line["at"]
         self.lines[kind] += 1
         if self.first is None or self.last is None:
@@ -404,7 +401,7 @@ class Tables:
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return all tables. Their rows have a fixed order."""
+        """The rows have a fixed order."""
         return {
             "holds": list(self._hold_rows()),
             "producers": list(self._producer_rows()),
@@ -552,7 +549,6 @@ def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
     """Return the tables of all lines.
 
     Args:
-        lines: the lines.
         width: width of the bins in microseconds; at most the `bin_width` of all lines.
     """
     tables = Tables(width)

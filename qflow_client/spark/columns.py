@@ -215,7 +215,7 @@ _VALUES: dict[str, Callable[[pa.Array], list[Any]]] = {"expiration": _expiration
 
 
 def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[Any]) -> str:
-    """Return a digest of the data to send, as a message id. Equal rows have equal message ids."""
+    """Return a message id that is a digest of the data to send. Equal rows have equal message ids."""
     digest = blake2b(body, digest_size=16)
     rest = [exchange, key, *(sorted(value.items()) if isinstance(value, dict) else value for value in row)]
     if any(value is not None for value in rest):
@@ -240,7 +240,7 @@ def _check_headers(kind: DataType) -> None:
 
 
 def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
-    """Return a function that converts values of a type for JSON, or ``None`` if they need no conversion."""
+    """Return ``None`` if the values need no conversion."""
     if isinstance(kind, StructType):
         members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
         return lambda value: {

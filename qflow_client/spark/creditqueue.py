@@ -73,7 +73,7 @@ def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pik
 
 
 def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] | None:
-    """Return how many ready messages and consumers a queue has, or ``None`` if the queue does not exist."""
+    """Return the number of ready messages and of consumers, or ``None`` if the queue does not exist."""
     channel = connection.channel()
     try:
         found = channel.queue_declare(queue, passive=True).method
@@ -159,7 +159,7 @@ def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> 
 
 
 def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
-    """Issue the credits, unless they were issued before."""
+    """Do nothing if the credits were issued before."""
     tasks = _count(connection, f"{queue}.tasks")
     if tasks is not None:
         if _count(connection, queue) is not None:

@@ -42,7 +42,6 @@ class Credit:
 
     Attributes:
         pool: name of the set of credits to which this credit belongs.
-        number: number of the credit in the set.
         credits: number of credits in the set.
         units: number of messages that this credit allows.
         capacity: number of messages that all credits together allow.
@@ -55,12 +54,11 @@ class Credit:
     capacity: int
 
     def encode(self) -> bytes:
-        """Return the body of the credit's message."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, body: bytes) -> Credit | None:
-        """Return the credit in a message body, or ``None`` if the body is not a credit."""
+        """Return ``None`` if the body is not a credit."""
         try:
             return cls(**json.loads(body))
         except (TypeError, ValueError):
@@ -105,7 +103,6 @@ class Purse:
         self.wants = False
 
     def __len__(self) -> int:
-        """Return the number of credits."""
         return len(self._held)
 
     @property
@@ -118,7 +115,6 @@ class Purse:
 
         Args:
             tag: delivery tag of the credit; greater than all earlier tags.
-            units: units of the credit.
             sent: number of messages that the task has sent so far.
         """
         self._held.append(_Held(tag, units, sent))

@@ -60,14 +60,13 @@ class _Logs:
         return self._spark.read.schema(_EVENTS).parquet(*paths)
 
     def events(self) -> DataFrame:
-        """Return the lines, with a column for each field."""
         lines = [str(path) for path in self._local if path.suffix != ".parquet"] + self._remote
         columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
         frames = [self._spark.read.schema(_EVENTS).json(lines)] if lines else []
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """Return the facts of the whole time. `width` is the bin width of series in microseconds."""
+        """`width` is the bin width of series in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
@@ -117,7 +116,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of parts. Its input rows are numbers of parts."""
+    """The input rows of the returned function are numbers of parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):

@@ -37,12 +37,10 @@ _BY_ID = b"i"
 def connect_first(
     urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
 ) -> Connection:
-    """Connect to the first broker that can be reached.
+    """Try the brokers in order, and connect to the first one that can be reached.
 
     Args:
-        urls: URLs of the brokers, in the order in which they are tried.
         timeout: maximum seconds for each broker.
-        opening: opens a connection.
 
     Raises:
         ConnectionFailed: no broker can be reached.
@@ -179,10 +177,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events until a message has come, an action was called, or the time is over.
-
-        Args:
-            patience: maximum seconds.
+        """Process events until a message has come, an action was called, or `patience` seconds are over.
 
         Raises:
             ConnectionFailed: the connection or the channel is lost.

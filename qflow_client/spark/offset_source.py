@@ -60,7 +60,6 @@ class OffsetOptions:
     Attributes:
         urls: URLs of the brokers to try.
         connect_timeout: maximum seconds for each broker.
-        stream: name of the stream.
         start: `EARLIEST`, `LATEST`, an offset or a time.
         end: offset after the last message; ``None`` for the end of the stream at the time of reading.
         most: maximum number of offsets in a batch; ``None`` for no limit.

@@ -51,7 +51,7 @@ class Task:
     attempt: int = 0
 
     def __str__(self) -> str:
-        """Return the first part of the task's message ids. It is the same for all attempts."""
+        """Return the first part of the task's message ids, which is the same for all attempts."""
         batch = "" if self.batch is None else f"{self.batch}-"
         return f"{self.job}-{batch}{self.partition}"
 
@@ -61,7 +61,6 @@ class TaskReport(WriterCommitMessage):
     """The numbers of one task. All its messages are confirmed.
 
     Attributes:
-        task: the task.
         rows: number of messages sent.
         bytes: body bytes of these messages.
         seconds: seconds from the first row to the last confirm.
@@ -105,7 +104,6 @@ class Summary:
 
     @classmethod
     def of(cls, job: str, batch: int | None, reports: Iterable[TaskReport]) -> Summary:
-        """Add up the reports of the tasks."""
         reports = list(reports)
         held: Counter[str] = Counter()
         for report in reports:
@@ -132,7 +130,7 @@ class Summary:
 
 
 class _Sink:
-    """The common code of both writers. Spark creates it on the driver, and sends it to the tasks."""
+    """Spark creates it on the driver, and sends it to the tasks."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options

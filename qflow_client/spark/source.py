@@ -38,8 +38,6 @@ class SourceOptions:
     Attributes:
         urls: URLs of the brokers to try.
         connect_timeout: maximum seconds for each broker.
-        queue: name of the queue.
-        spool_path: folder of the spool.
         most: maximum number of messages, in total or per batch; ``None`` for no limit.
         partitions: number of tasks that read a batch.
         shared: whether tasks can read the files of the spool.

@@ -34,7 +34,6 @@ class Piece:
     """Some rows of one file.
 
     Attributes:
-        path: path of the file.
         start: number of the first row in the file, from 0.
         count: number of rows.
         data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.

@@ -53,7 +53,6 @@ class Cursor:
 
     @property
     def done(self) -> bool:
-        """Whether the range is complete."""
         return self.at >= self.end
 
     def take(self, offset: int) -> bool:
@@ -104,7 +103,6 @@ class StreamConsumer:
     Args:
         urls: URLs of the brokers to try.
         timeout: maximum seconds for an answer of the broker.
-        stream: name of the stream.
 
     Raises:
         ConnectionFailed: no broker can be reached.
@@ -126,7 +124,6 @@ class StreamConsumer:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._opened.close()
 
     def _moved(self, *_: object) -> None:
@@ -134,7 +131,7 @@ class StreamConsumer:
             self._opened.loop.stop()
 
     def _run(self, done: Callable[[], object], patience: float) -> bool:
-        """Process events until a condition is true. Return False if this takes too long.
+        """Process events until `done` returns True. Return False if this takes too long.
 
         Raises:
             ConnectionFailed: the connection or a channel is lost.
@@ -153,7 +150,7 @@ class StreamConsumer:
         return bool(done())
 
     def _call(self, method: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
-        """Call a method of pika, and wait for the broker's answer."""
+        """Wait for the broker's answer."""
         answers: list[object] = []
 
         def answered(frame: object) -> None:
@@ -165,12 +162,12 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Send a request to the broker, and wait for the answer. Then all earlier deliveries have arrived."""
+        """Wait for the answer to a request. Then all earlier deliveries have arrived."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
     def _consuming(self, offset: str | int | datetime, prefetch: int, take: Callable[..., None]) -> Iterator[Any]:
-        """Open a channel that consumes the stream from an offset.
+        """Open a channel that consumes from an offset.
 
         Raises:
             ConnectionFailed: the stream does not exist, or the user is not allowed to consume it.
@@ -200,7 +197,7 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """Return the offset of a delivery. If there is no offset, return ``None`` and stop reading with an error."""
+        """If there is no offset, return ``None`` and stop reading with an error."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
         # Do not raise an exception here, because pika would treat it as a lost connection.
@@ -262,7 +259,6 @@ class StreamConsumer:
         """Yield the messages between two offsets, in order.
 
         Args:
-            start: first offset.
             end: offset after the last message.
             lossless: whether missing messages are an error.
 

@@ -49,10 +49,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: int | None = None
 
     def _open(self, offset: int = 0) -> Consumer:
-        """Start to consume the queue.
-
-        Args:
-            offset: offset from Spark's checkpoint.
+        """`offset` comes from Spark's checkpoint.
 
         Raises:
             SpoolError: the offset does not belong to this spool. Then no messages are added, because the next attempt
@@ -102,10 +99,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """Return the offset after the messages that were in the queue at the start.
-
-        The method waits until at least one of them has arrived.
-        """
+        """Return the offset after the messages that were in the queue at the start. Wait for at least one of them."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
                 # The missing messages have expired, or other consumers have them.
@@ -153,7 +147,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Send a request to the broker. If the idle connection was closed, repeat the request on a new connection."""
+        """If the idle connection was closed, repeat the request on a new connection."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:

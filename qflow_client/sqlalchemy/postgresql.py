@@ -200,11 +200,7 @@ class PostgresqlSession:
         return taken
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Unlock partitions.
-
-        Args:
-            doubts: the partitions, each with the row up to which existing rows may have been sent.
-        """
+        """Unlock the partitions in `doubts`. Each value is the row up to which existing rows may have been sent."""
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():
             self._run(statement, partition=partition, doubt=doubt)
@@ -271,18 +267,14 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Set transaction numbers that come from another server to 0, so that they are older than every snapshot."""
+        """Set the transaction numbers of another server to 0, so that they are older than every snapshot."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
         )
 
     def _statement(self, last: str) -> str:
-        """Return the statement of `read`.
-
-        Args:
-            last: SQL expression for the row after which the page begins.
-        """
+        """`last` is the SQL expression for the row after which the page begins."""
         return (
             "WITH now AS (SELECT pg_current_snapshot() AS snapshot),"
             f" gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(%(gone)s AS bigint[])) RETURNING partition),"
@@ -348,11 +340,7 @@ class PostgresqlSession:
     # Waiting.
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
-        """Wait for a commit of the application, or for a byte on a socket.
-
-        Args:
-            wake: the socket.
-            timeout: maximum seconds.
+        """Wait for a commit of the application, or for a byte on `wake`, for at most `timeout` seconds.
 
         Returns:
             Whether rows may have been committed.

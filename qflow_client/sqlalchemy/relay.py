@@ -226,7 +226,7 @@ class OutboxRelay:
             await self._wait_for_end(None)
 
     async def _wait_for_end(self, timeout: float | None) -> bool:
-        """Wait for the end of the thread without blocking the loop. Return True if the thread has ended."""
+        """Wait without blocking the loop. Return True if the thread has ended."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:

@@ -138,7 +138,6 @@ class SqliteSession:
         return {partition: permitted for partition, permitted in found if partition in set(partitions)}
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Unlock all partitions."""
         relay = self._tables.relay
         if self._has_all:
             with self._connection.begin():

@@ -99,13 +99,13 @@ class Waker:
         self._other.setblocking(False)
 
     def wake(self) -> None:
-        """Wake the thread. Any thread may call this."""
+        """Any thread may call this."""
         # If the socket is full, the thread will be woken anyway.
         with suppress(OSError):
             self._other.send(b"\0")
 
     def clear(self) -> bool:
-        """Discard the received bytes. Return True if there were bytes."""
+        """Return True if there were bytes."""
         has_come = False
         with suppress(OSError):
             while self.socket.recv(4096):
@@ -113,7 +113,6 @@ class Waker:
         return has_come
 
     def close(self) -> None:
-        """Close the sockets."""
         self.socket.close()
         self._other.close()
 
@@ -179,7 +178,7 @@ class Tenure:
     # Called by the producer.
 
     def settled(self, receipt: Receipt) -> None:
-        """Add a settled receipt. Called on the producer's callback thread."""
+        """Called on the producer's callback thread."""
         self._settled.append(receipt)
         if len(self._settled) >= self._wake_at:
             self._waker.wake()
@@ -292,7 +291,7 @@ class Tenure:
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return when to read the next rows, or ``None`` if another action has to come first."""
+        """Return ``None`` if another action has to come first."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)
@@ -310,7 +309,7 @@ class Tenure:
         return max(1, int(producer.capacity * _MIN_FREE_WINDOW))
 
     def _read(self, producer: Producer) -> bool:
-        """Read a page, permit its rows, and pass them to the producer. Return True if there were rows."""
+        """Return True if there were rows."""
         limit = self._room(producer)
         began = _monotonic()
         rows = self._session.read(limit, self._gone)

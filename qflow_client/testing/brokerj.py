@@ -312,7 +312,7 @@ def _cache() -> Path:
 
 
 def _fetch(version: str) -> Path:
-    """Return the folder with the jars of a version. Download them first if they are missing."""
+    """Return the folder with the jars. Download them first if they are missing."""
     folder = _cache() / version
     if folder.is_dir():
         return folder

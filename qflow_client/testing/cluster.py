@@ -34,13 +34,7 @@ _START_TIMEOUT = 300.0
 
 
 class _ClusterNode(RabbitMQNode):
-    """One node of a cluster.
-
-    Args:
-        epmd_port: port of the cluster's port mapper.
-        cookie: Erlang cookie of the cluster.
-        peers: names of all nodes.
-    """
+    """`epmd_port` is the port of the cluster's port mapper, and `peers` has the names of all nodes."""
 
     _ctl_options = ("--longnames",)
 
@@ -54,7 +48,6 @@ class _ClusterNode(RabbitMQNode):
 
     @property
     def name(self) -> str:
-        """The name of the node in the cluster."""
         return self._name
 
     def _environment(self) -> dict[str, str]:

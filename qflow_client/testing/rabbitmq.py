@@ -81,7 +81,7 @@ class _Account:
 
     @classmethod
     def find(cls) -> _Account | None:
-        """Return the user, or None if nodes run as the user of this process."""
+        """Return None if nodes run as the user of this process."""
         if os.geteuid() != 0:
             return None
         try:
@@ -279,7 +279,7 @@ class RabbitMQNode(Node, RabbitMQ):
         return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
-        """Run a command of RabbitMQ or Erlang with the environment and the user of the node."""
+        """Use the environment and the user of the node."""
         return subprocess.run(
             command,
             cwd=self._directory,

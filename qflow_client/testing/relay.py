@@ -186,7 +186,6 @@ class Way:
         self._is_plain = rules == NO_RULES
 
     def set(self, **changes: Any) -> None:
-        """Change rules."""
         self.rules = replace(self.rules, **changes)
         self._is_plain = self.rules == NO_RULES
         if "last_frame" in changes:
@@ -207,7 +206,7 @@ class Way:
         self.relays.changed()
 
     def receive(self, data: bytes) -> None:
-        """Handle received bytes. Empty bytes mean the end."""
+        """Empty bytes mean the end."""
         if self.rules.swallows or self.is_dead:
             self._swallow(len(data))
             return
@@ -350,7 +349,6 @@ class Way:
             self.source.read(has_room or self.is_dead or rules.swallows)
 
     def stop(self) -> None:
-        """Stop passing bytes on."""
         self.is_dead = True
         self._pieces.clear()
         if self._timer is not None:
@@ -407,7 +405,6 @@ class End(asyncio.Protocol):
         self._outgoing.pump()
 
     def read(self, reads: bool) -> None:
-        """Start or stop reading from the socket."""
         if reads != self._reads and self._transport is not None and not self._transport.is_closing():
             self._reads = reads
             if reads:
@@ -416,7 +413,6 @@ class End(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def write(self, data: bytes) -> None:
-        """Write to the socket."""
         if self._transport is not None and not self._transport.is_closing() and data:
             self._transport.write(data)
 
@@ -434,7 +430,6 @@ class End(asyncio.Protocol):
             self._transport.close()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Close the socket immediately."""
         if self._transport is not None:
             if reset:
                 sock = self._transport.get_extra_info("socket")
@@ -445,8 +440,7 @@ class End(asyncio.Protocol):
 class Relays:
     """The shared state of a proxy's connections.
 
-    Args:
-        changed: called on the loop after bytes were passed on, or a connection was added or removed.
+    `changed` is called on the loop after bytes were passed on, or a connection was added or removed.
     """
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
@@ -478,7 +472,6 @@ class Relay:
         self.lost: asyncio.Future[None] = relays.loop.create_future()
 
     def end_made(self, end: End) -> None:
-        """Handle the connection of one end."""
         self._open += 1
         if end is self.client:
             self.relays.connections[self.number] = self
@@ -497,7 +490,6 @@ class Relay:
             self.client.cut(reset=True)
 
     def end_lost(self, end: End) -> None:
-        """Handle the close of one end."""
         self._open -= 1
         if end is self.client and self._connecting is not None:
             self._connecting.cancel()
@@ -514,14 +506,12 @@ class Relay:
         self.broker.finish()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Close both ends immediately."""
         for way in self.ways.values():
             way.stop()
         self.client.cut(reset=reset)
         self.broker.cut(reset=reset)
 
     def picture(self) -> ProxiedConnection:
-        """Return a snapshot of the connection."""
         return ProxiedConnection(
             self.number,
             self.client.address,

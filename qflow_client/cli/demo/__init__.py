@@ -44,7 +44,7 @@ _FAIL_AFTER = 30.0
 
 @dataclass(slots=True)
 class _Actor:
-    """A process of the demonstration, and the pipe to it."""
+    """A process, and the pipe to it."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
@@ -70,7 +70,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Run a process during the block. At the end of the block the process is terminated if it still runs."""
+    """Terminate the process at the end of the block if it still runs."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -130,7 +130,7 @@ class _Stage:
             raise CommandError(f"nothing has changed for {_FAIL_AFTER:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """Run the demonstration. Each step of this generator makes one check."""
+        """Each step of this generator makes one check."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
@@ -166,7 +166,7 @@ class _Stage:
 def _perform(
     messages: int, enforcement: Enforcement, rate: float, console: Console, stopping: Stopping
 ) -> tuple[Run, float]:
-    """Run the demonstration, and return its result and its duration in seconds."""
+    """Return the result and the duration in seconds."""
     started = time.monotonic()
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(enforcement=enforcement))

@@ -50,7 +50,7 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """A thread with a producer that sends records from a shared source until the source is empty.
+    """Sends records with its own producer until the shared source is empty.
 
     Args:
         take: returns the next record, or ``None`` at the end.
@@ -88,7 +88,6 @@ class _Feeder(threading.Thread):
             self.error = error
 
     def report(self) -> ProducerTally:
-        """Return the current progress of the producer."""
         state = self._producer.flow_state
         return replace(
             self._begun,
@@ -101,7 +100,7 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """Close the producer, and return its final progress. Call it after the end of the thread."""
+        """Call it after the end of the thread."""
         report = self.report()
         self._producer.close(timeout=1.0)
         # The producer has now called all callbacks.
@@ -112,7 +111,6 @@ def produce(url: str, queue: str, capacities: Sequence[int], messages: int, repo
     """Publish flights with one producer for each capacity, each as fast as it can.
 
     Args:
-        capacities: the capacity of each producer.
         messages: number of flights of all producers together.
         reports: receives a list of `ProducerTally` ten times per second. It is closed after the last report.
     """
@@ -161,7 +159,6 @@ class Ledger:
         self._checksum = 0
 
     def enter(self, message_id: str | None, body: bytes) -> None:
-        """Record a message."""
         self._consumed += 1
         self._checksum += zlib.crc32(body)
         digits = (message_id or "").removeprefix(_ID)
@@ -174,7 +171,7 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """Return the numbers so far. Only the last report has the number of missing messages."""
+        """Only the last report has the number of missing messages."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 

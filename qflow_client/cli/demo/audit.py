@@ -27,7 +27,6 @@ class ProducerTally:
     """The numbers that one producer reports.
 
     Attributes:
-        name: name of the producer.
         capacity: maximum number of its unsettled messages.
         sent: number of messages that the producer accepted.
         confirmed: number of sent messages that the broker confirmed.
@@ -95,9 +94,6 @@ class Run:
 
     Attributes:
         messages: number of messages to send.
-        producers: the producers.
-        consumer: the consumer.
-        queue: the queue between the producers and the consumer.
     """
 
     messages: int
@@ -116,8 +112,6 @@ class AuditLine:
     """One condition of a run.
 
     Attributes:
-        statement: the condition.
-        measured: the measured value.
         difference: how far the measured value is from the condition; empty if the condition is true.
     """
 
@@ -127,7 +121,6 @@ class AuditLine:
 
     @property
     def passed(self) -> bool:
-        """Whether the condition is true."""
         return not self.difference
 
 

@@ -47,15 +47,11 @@ class Scene:
     _rates: dict[str, _Rate] = field(default_factory=dict)
 
     def add_column(self, depths: Sequence[int]) -> None:
-        """Add a column to the chart. `depths` must not be empty."""
+        """`depths` must not be empty."""
         self._depths.append((min(depths), max(depths)))
 
     def render(self, run: Run, note: str, seconds: float) -> RenderableType:
-        """Return the display for the current state.
-
-        Args:
-            seconds: seconds since the start.
-        """
+        """`seconds` is the time since the start."""
         queue = run.queue
         chart = DepthChart(
             self._depths,

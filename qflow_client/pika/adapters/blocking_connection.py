@@ -103,12 +103,12 @@ class _Services(SelectorIOServicesAdapter):
         return had
 
     def ready(self) -> int:
-        """Return the present state of the socket: ``POLLIN``, ``POLLOUT``, both, or an error."""
+        """Return ``POLLIN``, ``POLLOUT``, both, or an error."""
         found: list[tuple[int, int]] = self._poll.poll(0)
         return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
-        """Start or stop collecting small writes into large packets. The kernel collects them for at most 200 ms."""
+        """The kernel collects small writes for at most 200 ms."""
         if on is not self._is_corked:
             self._is_corked = on
             # With TLS, the descriptor belongs to the TLS socket.
@@ -188,7 +188,6 @@ class _Turns:
         return transport.get_write_buffer_size() if transport is not None else 0
 
     def go_on_writing(self) -> None:
-        """Make the loop write pika's output."""
         if self.services is not None and self.unwritten:
             self.services.go_on_writing()
 
@@ -213,7 +212,7 @@ class _Turns:
         return self.unwritten == 0 and services.ready() & _POLLOUT != 0
 
     def when_writable(self) -> None:
-        """When the socket accepts bytes, release the channels that waited for the socket."""
+        """Release the channels that waited for the socket."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -295,7 +294,6 @@ class BlockingConnection(_pika.BlockingConnection):
             raise error
 
     def _channels(self) -> Iterator[BlockingChannel]:
-        """Return the open channels."""
         for flow in tuple(ConnectionFlow.of(self._impl).channels.values()):
             if isinstance(flow.owner, BlockingChannel) and flow.owner.is_open:
                 yield flow.owner
@@ -459,7 +457,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._confirm(receipt, publish)
 
     def _check_open(self) -> None:
-        """Raise an error if the channel has ended, like pika after a wait."""
+        """Raise the error that pika raises after a wait."""
         closed = self._connection._closed_result
         if closed.ready:
             try:
@@ -528,7 +526,6 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow.write()
 
     def _deadline(self, timeout: float | None = DEFAULT) -> tuple[float | None, float]:
-        """Return a timeout and its deadline."""
         if timeout is DEFAULT:
             timeout = self._flow.settings.max_producer_flow_control_wait
         check_timeout(timeout)
@@ -545,7 +542,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._turns.until(deadline)
 
     def _confirm(self, receipt: Receipt, publish: Publish) -> None:
-        """Wait for the confirm of a message. Raise the same errors as pika."""
+        """Raise the same errors as pika."""
         if not receipt.done:
             wait, deadline = self._deadline()
             while not receipt.done and not self.is_closed:

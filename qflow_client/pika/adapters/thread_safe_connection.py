@@ -99,7 +99,7 @@ class _Publishing:
         return True
 
     def wait(self, timeout: float | None) -> None:
-        """Send the message, and wait until it is sent.
+        """Wait until the message is sent.
 
         Args:
             timeout: maximum seconds; ``None`` for no limit.
