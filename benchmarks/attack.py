@@ -168,7 +168,7 @@ class _Target:
         self.scale = scale
 
     def of(self, count: int) -> int:
-        """Return the number, reduced for a short run."""
+        """Return a smaller number for a short run."""
         return max(1, int(count * self.scale))
 
     async def peer(self, channels: int = 1) -> _Peer:

@@ -107,7 +107,7 @@ def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, 
 
 
 def consumed(url: str, count: int) -> float:
-    """Return messages per second from a publisher with confirms to a consumer on another connection that acks each one.
+    """Publish with confirms, and consume and ack each message on another connection. Return messages per second.
 
     The time runs from the first publish until the broker has answered the close of the channel after the last ack.
     """

@@ -32,7 +32,7 @@ _PIPELINED: Final = "pipelined"
 
 @contextmanager
 def _queue(url: str, count: int, durable: bool = False) -> Iterator[str]:
-    """Yield the name of a queue, and check at the end that it has got its messages."""
+    """Check at the end that the queue has got its messages."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         queue = channel.queue_declare("", exclusive=not durable, durable=durable).method.queue
@@ -173,13 +173,13 @@ _PROFILED: Final = {
 
 
 def run_loop(name: str, url: str, count: int, size: int = 100) -> float:
-    """Run a loop by the names of its library and its own, with a slash between them. Return messages per second."""
+    """Return messages per second. `name` has the form ``library/loop``."""
     library, _, loop = name.partition("/")
     return LOOPS[library][loop](url, count, size)
 
 
 def measure(url: str, count: int, size: int, rounds: int, library: str = "pika") -> list[dict[str, float]]:
-    """Return messages per second of every loop for each round; all loops run alternately in a round."""
+    """Return messages per second of every loop by round. In a round all loops run alternately."""
     counts = {name: max(1, count // 10) if any(map(name.count, _ONE_BY_ONE)) else count for name in LOOPS[library]}
     return [
         {name: run_loop(f"{library}/{name}", url, number, size) for name, number in counts.items()}

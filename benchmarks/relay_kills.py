@@ -163,7 +163,7 @@ def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> di
     """Compare the committed messages with the queue.
 
     Args:
-        committed: bodies: the key, the number among its messages, and a unique part.
+        committed: bodies. Each has the key, the number of the message for this key, and a unique part.
         queue: bodies in order, and whether each is marked.
 
     Returns:

@@ -251,7 +251,6 @@ def _is_made(outbox: Path) -> bool:
 
 
 def _left(outbox: Path) -> list[int]:
-    """Return the numbers of the rows in the outbox."""
     return [_number(stored.message.body) for stored in Outbox.look(outbox)] if _is_made(outbox) else []
 
 

@@ -79,7 +79,7 @@ def all_mutants(root: Path) -> Iterator[Mutant]:
 
 
 def find_annotations(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the places of a module's annotations: (line, column) of the first character, and after the last."""
+    """Yield the start and the end of each annotation as (line, column). The end is after the last character."""
     for node in ast.walk(ast.parse(source)):
         for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if each is not None:

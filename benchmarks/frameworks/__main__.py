@@ -184,7 +184,7 @@ def _carries(proxy: FaultProxy) -> bool:
 
 
 def _read(result: Result, url: str, published: Sequence[int]) -> None:
-    """Read the queue, and compare it with the published messages."""
+    """Compare the queue with the published messages."""
     first: dict[int, int] = {}
     copies: Counter[tuple[int, int]] = Counter()
     # The broker may handle the last bytes of a cut connection after the marked copies of the next one.

@@ -87,7 +87,6 @@ class _Worker:
                 self.process.join(2.0)
 
     def end(self) -> None:
-        """Make sure that it has ended."""
         if self.process.is_alive():
             self.process.join(5.0 if self.found is not None else 0.0)
         if self.process.is_alive():

@@ -99,8 +99,8 @@ class Soak:
 
     Attributes:
         queue: messages in the durable queue, in order.
-        overruns: overruns of each process, and a function for the seconds between two times in which its threads could
-            not run.
+        overruns: for each process its overruns, and a function that returns the seconds between two times in which
+            the threads of the process could not run.
         troubles: forbidden events, such as an undocumented exception.
         connection_faults: number of connections with a fault.
         least_connection_faults: required number; with fewer, the test proves nothing.

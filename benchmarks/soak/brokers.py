@@ -68,7 +68,7 @@ class SoakBroker(Protocol):
 
 @contextlib.contextmanager
 def _connected(url: str) -> Iterator[Any]:
-    """Open a channel; wait for the broker as long as it may take."""
+    """Open a channel. The connection may be blocked for at most `_PATIENCE` seconds."""
     parameters = pika.URLParameters(f"{url}?heartbeat=0&blocked_connection_timeout={_PATIENCE}")
     connection = pika.BlockingConnection(parameters)
     try:

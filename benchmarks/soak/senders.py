@@ -239,7 +239,6 @@ class _Sender:
 
     @contextlib.contextmanager
     def _deadline(self, what: str, timeout: float) -> Iterator[None]:
-        """Run a call that waits for earlier messages."""
         due = _monotonic() + timeout
         try:
             with self._history.calling(what, sender=self._journal.sender, timeout=timeout):
@@ -281,7 +280,6 @@ def _report(pipe: Connection, found: Found, producers: Sequence[Producer | Async
 
 @contextlib.contextmanager
 def _closing(job: Job, found: Found, history: History, producer: Any) -> Iterator[float]:
-    """Run a call that closes a producer within a time."""
     due = _monotonic() + job.patience
     try:
         with history.calling("close", sender=job.first_sender, timeout=job.patience):

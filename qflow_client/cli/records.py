@@ -367,7 +367,6 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        """Decode the last line that was read."""
         # Only the first line may start with a byte order mark. An encoding has several names; `codecs.lookup` returns
         # the main name.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"

@@ -297,7 +297,6 @@ def _checked(database: str | None) -> str:
 
 @contextmanager
 def _connection(database: str) -> Iterator[Connection]:
-    """Connect to the database for one transaction."""
     from sqlalchemy.exc import DBAPIError
 
     from qflow_client.sqlalchemy import engine_of

@@ -87,7 +87,6 @@ class _Bar(Progress):
 
 @contextmanager
 def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[_Bar | None]:
-    """Show the progress during the block. A terminal shows a bar."""
     if console.is_terminal:
         with _Bar(source, sending, started, console) as bar:
             yield bar
@@ -107,7 +106,6 @@ def _shown(source: RecordSource, sending: Sending, console: Console, started: fl
 
 
 def _seconds(value: str) -> float | None:
-    """Parse a number of seconds, or ``forever``."""
     if value.lower() in ("none", "forever"):
         return None
     try:

@@ -58,8 +58,6 @@ _OVERHEAD = 8
 
 
 class _Protocol(EncodedProtocol):
-    """The protocol of a publishing channel of py-amqp, with its connection to the tap."""
-
     # Set immediately after the object is created.
     flow: ChannelFlow
     #: Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.

@@ -35,7 +35,6 @@ class _Kept:
             self._of.setdefault(connection.made_of, []).append(connection)
 
     def take(self, made_of: str) -> Connection | None:
-        """Return a connection that is still open."""
         while True:
             with self._lock:
                 kept = self._of.get(made_of)

@@ -126,8 +126,8 @@ class Channel(pika.channel.Channel):
         """Publish a message like pika, if the channel is not flowed.
 
         Raises:
-            ProducerFlowed: the channel is flowed. The message was not sent and never will be. When the channel is
-                unflowed, callbacks of `on_flow` are called.
+            ProducerFlowed: the channel is flowed. The message was not sent and never will be. When the channel
+                may publish again, the callbacks of `on_flow` are called.
         """
         self.flow_control.send_nowait(self.encode(exchange, routing_key, body, properties, mandatory))
 

@@ -54,11 +54,7 @@ _SOURCE = "credits"
 
 
 def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pika.BlockingConnection:
-    """Connect to the first reachable host.
-
-    Args:
-        blocked: maximum seconds that the broker may keep the connection blocked; ``None`` for no limit.
-    """
+    """The broker may block the connection for at most `blocked` seconds; ``None`` for no limit."""
     errors = []
     for url in settings.urls:
         parameters = pika.URLParameters(url)

@@ -134,7 +134,6 @@ def _summing(
     Args:
         window: length of a window in microseconds; ``None`` for the whole time.
         width: width of the bins of series over time, in microseconds.
-        lines: reads the lines from the input of a task.
     """
 
     def sum_up(batches: Iterator[Any]) -> Iterator[Any]:

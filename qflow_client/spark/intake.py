@@ -341,7 +341,6 @@ class Consumer:
 
     @property
     def received(self) -> int:
-        """The number of delivered messages."""
         return self._intake.received
 
     def end(self) -> int:
@@ -355,11 +354,7 @@ class Consumer:
         return self._spool.end
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Return the files and rows of the messages between two offsets.
-
-        Raises:
-            SpoolError: some messages are not in the spool.
-        """
+        """Same as `Spool.pieces`."""
         with self._changed:
             return self._spool.pieces(start, end)
 

@@ -212,7 +212,6 @@ class StreamConsumer:
 
         Args:
             offset: value of RabbitMQ's argument ``x-stream-offset``.
-            to_the_end: whether to consume up to the end of the stream.
         """
         found: list[int] = []
         tags = [0]
@@ -252,7 +251,7 @@ class StreamConsumer:
         return None if found is None else found[0]
 
     def reaches(self, offset: int) -> bool:
-        """Return True if a message exists at the offset before `offset` or at a later offset."""
+        """Return True if `offset` is 0, or if a message exists at ``offset - 1`` or later."""
         return offset == 0 or self._probe(offset - 1, to_the_end=False) is not None
 
     def read(self, start: int, end: int, *, lossless: bool = True) -> Iterator[pa.RecordBatch]:
@@ -325,7 +324,7 @@ class StreamConsumer:
 
 
 def lost(stream: str, first: int, last: int) -> StreamError:
-    """Return the error for deleted messages, from offset `first` to the offset before `last`."""
+    """Return the error for the deleted offsets from `first` to ``last - 1``."""
     return StreamError(
         f"stream {stream!r} no longer has the offsets {first} to {last - 1}: its retention (x-max-length-bytes, "
         "x-max-age) has removed them; set failOnDataLoss to false to continue without them"

@@ -289,7 +289,6 @@ class OutboxRelay:
                 self._ended.set_result(None)
 
     def _work(self, waker: Waker) -> None:
-        """Run one tenure."""
         session: Session = _SESSIONS[self._engine.dialect.name](self._engine, self._tables, self._lease)
         tenure = Tenure(
             session,

@@ -234,6 +234,5 @@ class SqliteSession:
         return False
 
     def close(self) -> None:
-        """End the session and its lock."""
         self._unlock()
         self._connection.close()

@@ -426,10 +426,7 @@ class Tenure:
             self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
-        """Close the producer, so that it sends no more messages.
-
-        Then delete the confirmed rows, and end the session.
-        """
+        """Close the producer first, so that it sends no more messages. Then delete the confirmed rows."""
         try:
             if producer is not None:
                 with suppress(UndeliveredMessages):

@@ -87,8 +87,6 @@ def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator
 
 
 class _Stage:
-    """One run of the demonstration."""
-
     def __init__(
         self, broker: Broker, enforcement: Enforcement, messages: int, producers: _Actor, consumer: _Actor
     ) -> None:

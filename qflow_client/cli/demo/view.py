@@ -23,8 +23,6 @@ _WINDOW = 2.0
 
 
 class _Rate:
-    """The recent rate in messages per second."""
-
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 

@@ -126,8 +126,6 @@ class _Services(SelectorIOServicesAdapter):
 
 
 class _Connection(SelectConnection):
-    """The connection object below a `BlockingConnection`."""
-
     # Attributes of pika's class.
     frames_received: int
     flow_control: ConnectionFlow
@@ -183,7 +181,6 @@ class _Turns:
 
     @property
     def unwritten(self) -> int:
-        """The number of bytes in pika's output buffer."""
         transport = self._impl._transport
         return transport.get_write_buffer_size() if transport is not None else 0
 
@@ -365,7 +362,7 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Replaces pika's object for the answer to one message. This package matches answers by their delivery tags."""
+    """Replaces pika's object for an answer. This package matches answers by their delivery tags."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
