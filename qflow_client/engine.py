@@ -172,12 +172,18 @@ class BaseEngine(ABC):
         """Whether this thread may execute steps."""
 
     def check_loop(  # noqa: B027  # there is no loop, unless a subclass has one
-        self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
+        self,
+        payload: bytes | Message | None = None,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         """Raise an error if the running event loop is not the producer's, because the call could not wake its tasks.
 
         Args:
             payload: the message that is not sent; ``None`` for none.
+            waits: False for a call that never waits. It is possible while the producer's loop runs on another thread.
 
         Raises:
             ProducerClosed: the producer's loop is closed.

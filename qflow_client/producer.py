@@ -162,7 +162,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
             ProducerClosed: the producer was closed, or has no connection, or its loop is closed; the message was not
                 sent.
-            WrongLoop: an `AsyncProducer` belongs to another event loop; the message was not sent.
+            WrongLoop: an `AsyncProducer` belongs to another event loop, which does not run; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
             TypeError: the message is of another type.
             ValueError: the message cannot be encoded.
@@ -176,7 +176,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             routing_key = self._routing_key
         engine = self._engine
         if engine.loop is not None and engine.loop is not _get_running_loop():
-            engine.check_loop(payload, exchange, routing_key)
+            engine.check_loop(payload, exchange, routing_key, waits=False)
         if position is not None or (self._tracer is not None and self._tracer.wants(payload)):
             with self._extended(payload, exchange, routing_key, position) as extended:
                 return self.send_nowait(extended, exchange=exchange, routing_key=routing_key)

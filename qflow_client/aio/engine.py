@@ -271,7 +271,12 @@ class Engine(BaseEngine):
         return self.loop is None or self._thread in (None, threading.get_ident())
 
     def check_loop(
-        self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
+        self,
+        payload: bytes | Message | None = None,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         loop, running = self.loop, _get_running_loop()
         if loop is None or running is loop or self._all_ended.is_set():
@@ -279,7 +284,7 @@ class Engine(BaseEngine):
         if loop.is_closed():
             if not self.ended:
                 raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
-        elif running is not None:
+        elif running is not None and (waits or not loop.is_running()):
             raise WrongLoop(
                 f"the producer belongs to the event loop in which it was connected, {loop!r}, and this is another one, "
                 f"{running!r}; call it there, for example with asyncio.run_coroutine_threadsafe, or make a producer in "
