@@ -57,7 +57,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
     It connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in which it
-    connects. In another running loop its methods raise `WrongLoop` immediately, because they cannot wake that loop.
+    connects. In another running loop its methods that wait raise `WrongLoop`, because they cannot wake that loop.
     Other threads may only call `pause`, `resume` and the manager. At the end of the ``async with`` block, the producer
     is closed. If the application drops a connected producer without closing it, the producer issues a
     `ResourceWarning`, delivers the admitted messages, and then ends its connection.
