@@ -302,10 +302,28 @@ class Engine(BaseEngine):
             self._put_off.clear()
 
     def recheck(self) -> None:
-        if self.loop is not None and not self.loop.is_closed():
+        if self.loop is not None and not self.loop.is_closed() and not self._is_left_to_loop(self.recheck):
             self.loop.call_soon(self.step, lambda protocol: protocol.on_timer(_monotonic()))
 
+    def arm_timer(self) -> None:
+        if not self._is_left_to_loop(self.arm_timer):
+            super().arm_timer()
+
+    def _is_left_to_loop(self, function: Callable[[], object]) -> bool:
+        """On another thread, make the loop call a function, because the loop's other methods are not thread-safe."""
+        if self.may_step:
+            return False
+        assert self.loop is not None
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            # The loop is closed.
+            return False
+        return True
+
     def kick(self) -> None:
+        if self._is_left_to_loop(self.kick):
+            return
         if self.link is not None and self.protocol.has_output:
             writer = self.link.writer
             if writer is not None and not writer.awake:

@@ -15,6 +15,7 @@ from qflow_client import (
     MessageReturned,
     Outcome,
     ProducerClosed,
+    ProducerFlowed,
     QflowError,
     UndeliveredMessages,
     WrongLoop,
@@ -284,16 +285,16 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
 class _OtherLoop:
     """A loop that has a producer, and runs on another thread or does not run."""
 
-    def __init__(self, url: str, elsewhere: bool) -> None:
+    def __init__(self, url: str, elsewhere: bool, **settings: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="the other loop") if elsewhere else None
         if self._thread is not None:
             self._thread.start()
-        self.producer: AsyncProducer = self.run(self._made(url))
+        self.producer: AsyncProducer = self.run(self._made(url, **settings))
 
     @staticmethod
-    async def _made(url: str) -> AsyncProducer:
-        return await AsyncProducer(url, routing_key="q").connect()
+    async def _made(url: str, **settings: Any) -> AsyncProducer:
+        return await AsyncProducer(url, routing_key="q", **settings).connect()
 
     def run(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._thread is None:
@@ -323,6 +324,26 @@ def test_tasks_of_two_loops_wait_for_one_receipt(run: Run, broker: Broker) -> No
 
     try:
         assert run(main()) == [Outcome.CONFIRMED] * 3
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_send_nowait_from_another_thread_leaves_the_rest_to_the_loop(run: Run, broker: Broker, debug: bool) -> None:
+    kinds: list[str] = []
+    other = _OtherLoop(broker.url, True, rate=1, on_flow=lambda event: kinds.append(event.kind))
+    # In debug mode, asyncio raises an error in methods that are not thread-safe.
+    other._loop.set_debug(debug)
+
+    async def main() -> None:
+        receipt = other.producer.send_nowait(b"m")
+        assert await receipt is Outcome.CONFIRMED
+        with pytest.raises(ProducerFlowed):
+            other.producer.send_nowait(b"never")
+        await soon(lambda: kinds == ["flowed", "unflowed"])
+
+    try:
+        run(main())
     finally:
         other.close()
 
