@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from _thread import start_new_thread
-from asyncio import _get_running_loop
+from asyncio import Future, _get_running_loop
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +22,7 @@ from qflow_client.aio.asker import AsyncAsker
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.link import Link
-from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.aio.receipt import AsyncReceipt, wake_in_its_loop
 from qflow_client.aio.turn import Turns, Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Call
@@ -366,8 +366,14 @@ class Engine(BaseEngine):
         if protocol.reports.is_empty:
             return
         settled, wake, logs = LOOPS.take(self.take_news)
+        running = _get_running_loop()
         for waiter in wake:
-            if not waiter.done():
+            if waiter.done():
+                continue
+            if type(waiter) is Future and waiter.get_loop() is not running:
+                # A task of another loop waits for a receipt.
+                wake_in_its_loop(waiter)
+            else:
                 waiter.set_result(None)
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():

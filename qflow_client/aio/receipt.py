@@ -7,14 +7,13 @@ import threading
 from asyncio import _get_running_loop
 from collections.abc import Generator
 from contextlib import suppress
-from types import coroutine
 from typing import Any
 
 from qflow_client.forks import after_fork_in_child
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
 
-__all__ = ["AsyncReceipt"]
+__all__ = ["AsyncReceipt", "wake_in_its_loop"]
 
 # Guards the registration of futures, because the loops of several threads may wait for one receipt. It is reentrant,
 # because a finalizer may run at that moment.
@@ -84,48 +83,31 @@ class AsyncReceipt(Receipt):
             raise self._unanswered(timeout)
         return self._verdict()
 
-    @coroutine
-    def _settled(self) -> Generator[Any, None, None]:
-        future = _Settled(loop=asyncio.get_running_loop())
-        self._register(future)
-        if self._outcome is not None:
-            # Another thread may have settled the message before it could see the future.
-            return
-        try:
-            yield from future
-        finally:
-            if isinstance(self._waiter, _Waiters):
-                self._waiter.discard(future)
-
-    def _register(self, future: _Settled) -> None:
+    def _settled(self) -> asyncio.Future[None]:
+        """Return a future of the running loop. The future is done when the message is settled."""
+        future: asyncio.Future[None] = asyncio.Future(loop=asyncio.get_running_loop())
         with _registering:
             while True:
                 first = self._waiter
-                if isinstance(first, _Waiters):
-                    first.add(future)
-                    return
-                new = future if first is None or first.done() else _Waiters((first, future))
+                if first is None or first.done():
+                    new: asyncio.Future[None] | _Waiters = future
+                else:
+                    new = first if type(first) is _Waiters else _Waiters((first,))
+                    new.add(future)
+                    # A task may wait again and again with short timeouts.
+                    future.add_done_callback(new.discard)
                 # A finalizer that ran meanwhile may have registered another future.
                 if self._waiter is first:
                     self._waiter = new
-                    return
+                    break
+        if self._outcome is not None:
+            # Another thread may have settled the message before it could see the future.
+            _wake(future)
+        return future
 
 
-class _Settled(asyncio.Future[None]):
-    """Wakes one task that waits for a receipt, in any loop."""
-
-    def set_result(self, result: None) -> None:
-        loop = self.get_loop()
-        if loop is _get_running_loop():
-            super().set_result(result)
-        else:
-            # A closed loop has no task that waits.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_wake, self)
-
-
-class _Waiters(set[_Settled]):
-    """Wakes several tasks that wait for one receipt."""
+class _Waiters(set[asyncio.Future[None]]):
+    """Wakes several tasks that wait for one receipt. The engine uses it like a future."""
 
     __slots__ = ()
 
@@ -134,9 +116,20 @@ class _Waiters(set[_Settled]):
 
     def set_result(self, result: None) -> None:
         for future in tuple(self):
-            _wake(future)
+            wake_in_its_loop(future)
 
 
-def _wake(future: _Settled) -> None:
+def wake_in_its_loop(future: asyncio.Future[None]) -> None:
+    """Wake a task that waits for a receipt, possibly in another loop than the producer's."""
+    loop = future.get_loop()
+    if loop is _get_running_loop():
+        _wake(future)
+    else:
+        # A closed loop has no task that waits.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_wake, future)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

@@ -317,7 +317,7 @@ def test_tasks_of_two_loops_wait_for_one_receipt(run: Run, broker: Broker) -> No
     async def main() -> list[Outcome]:
         waiting = [asyncio.ensure_future(receipt.result(PATIENCE)) for _ in range(3)]
         own = asyncio.ensure_future(asyncio.to_thread(other.run, receipt.result(PATIENCE)))
-        await soon(lambda: len(receipt._waiter or ()) == 4)
+        await soon(lambda: isinstance(receipt._waiter, set) and len(receipt._waiter) == 4)
         waiting[0].cancel()
         broker.release_confirms()
         return await asyncio.gather(*waiting[1:], own)
