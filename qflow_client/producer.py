@@ -185,9 +185,11 @@ class BaseProducer(ABC, Generic[_Receipt]):
             try:
                 receipt = engine.protocol.admission.send_at_once(payload, exchange, routing_key)
                 if receipt is not None:
-                    writer = engine.link.writer
-                    if not writer.awake:
-                        writer.wake()
+                    link = engine.link
+                    # Another thread or a signal handler may send before `connect` has set the link. Then `connect`
+                    # wakes the writer.
+                    if link is not None and not link.writer.awake:
+                        link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol makes what it was told to make
             except BaseException:
                 # As in `send`.

@@ -58,8 +58,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
     It connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in which it
     connects. In another running loop its methods that wait raise `WrongLoop`, because they cannot wake that loop.
-    Other threads may only call `pause`, `resume` and the manager. At the end of the ``async with`` block, the producer
-    is closed. If the application drops a connected producer without closing it, the producer issues a
+    Other threads may call `send_nowait`, `pause`, `resume` and the manager. At the end of the ``async with`` block, the
+    producer is closed. If the application drops a connected producer without closing it, the producer issues a
     `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
     If an exception leaves the ``async with`` block, closing does not wait at all during the holds ``channel_flow``,
@@ -204,9 +204,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         try:
             receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
-                writer = self._engine.link.writer  # type: ignore[union-attr]  # open, or nothing would be admitted
-                if not writer.awake:  # type: ignore[union-attr]  # likewise
-                    writer.wake()  # type: ignore[union-attr]  # likewise
+                link = self._engine.link
+                # A signal handler may send before `connect` has set the link. Then `connect` wakes the writer.
+                if link is not None and not link.writer.awake:  # type: ignore[union-attr]  # or nothing is admitted
+                    link.writer.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes receipts of this class
         except BaseException:
             # A signal handler may have raised an error, such as KeyboardInterrupt, before the call of `wake`.

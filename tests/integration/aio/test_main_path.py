@@ -10,6 +10,7 @@ import pytest
 
 from qflow_client import (
     AsyncProducer,
+    AsyncReceipt,
     ConfirmTimeout,
     ConnectionFailed,
     MessageReturned,
@@ -21,6 +22,7 @@ from qflow_client import (
     WrongLoop,
     flow_manager,
 )
+from qflow_client.aio.link import Link
 from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, message_ids
@@ -280,6 +282,29 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
 
     run(main())
     assert bodies(broker) == []
+
+
+def test_a_message_of_a_signal_handler_that_runs_while_the_producer_connects_is_delivered(
+    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Link.open
+    receipts: list[AsyncReceipt] = []
+
+    async def open_and_send(link: Link) -> None:
+        await opened(link)
+        receipts.append(producer.send_nowait(b"nowait"))
+        receipts.append(await producer.send(b"send"))
+
+    async def main() -> list[Outcome]:
+        await producer.connect()
+        outcomes = [await receipt.result(PATIENCE) for receipt in receipts]
+        await producer.close()
+        return outcomes
+
+    monkeypatch.setattr(Link, "open", open_and_send)
+    producer = AsyncProducer(broker.url, routing_key="q")
+    assert run(main()) == [Outcome.CONFIRMED] * 2
+    assert bodies(broker) == [b"nowait", b"send"]
 
 
 class _OtherLoop:
