@@ -140,7 +140,8 @@ class Unconfirmed:
 
         Args:
             source: messages that were never written, or messages to be sent again.
-            limit: the approximate maximum number of bytes.
+            limit: the maximum number of bytes. Only the frames of a message that is larger alone may exceed it, because
+                the rest of a batch would need a separate write.
             most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):
@@ -159,27 +160,31 @@ class Unconfirmed:
         head = tail = b""
         for at in range(most):
             receipt = source[at]
-            batch.append(receipt)
             route = receipt._route
             if route.made_by is not encoder.mark:
                 route = receipt._route = encoder.route(route.exchange, route.routing_key)
             payload: Any = receipt._payload
             number = receipt._number
-            tag += 1
-            receipt._tag = tag
             if receipt._prepared is None:
+                # As in `Admission.cost`.
+                end = size + route.cost + len(payload)
+                if end > limit and batch:
+                    break
                 if number >> 8 != hundreds or len(payload) != length or route is not made_for:
                     hundreds, length, made_for = number >> 8, len(payload), route
                     head, tail = encoder.plain(route, length, number)
                 parts += (head, LAST_DIGITS[number & 255], tail, payload, _END)
-                # As in `Admission.cost`.
-                size += route.cost + length
+                size = end
                 ends.append(size)
                 if borders is not ends:
                     borders.append(size)
             else:
                 body = payload if type(payload) is bytes else payload.body
+                if size + len(body) > limit and batch:
+                    break
                 frames = encoder.frames(route, body, receipt._prepared, number)
+                if size + len(frames[0]) > limit and batch:
+                    break
                 if len(frames) > 1 and borders is ends:
                     borders = ends.copy()
                 for done, frame in enumerate(frames):
@@ -192,8 +197,9 @@ class Unconfirmed:
                         borders.append(size)
                 else:
                     ends.append(size)
-            if size >= limit:
-                break
+            batch.append(receipt)
+            tag += 1
+            receipt._tag = tag
         self._note_order(batch)
         # In this order, so that `heal` can find out where an interrupt came.
         self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))

@@ -14,7 +14,7 @@ from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import WeightedLine
 from qflow_client.settings import ProducerSettings
 
-from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, place, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, PREFIX, drain, holds, logged, make, place, send, wait, wire, write
 
 NO_KEY = "k" * 256
 
@@ -820,6 +820,24 @@ def test_the_transport_hold_stops_admission_in_the_middle_of_the_waiting_line() 
     assert [ticket.receipt is not None for ticket in tickets] == [True, False]
     drain(protocol, 2.0)
     assert tickets[1].receipt is not None
+
+
+@pytest.mark.parametrize("limit", [1, 900, 1000, 5000])
+@pytest.mark.parametrize("headers", [None, {"k": 1}])
+def test_a_write_exceeds_its_limit_only_if_one_message_exceeds_it(limit: int, headers: dict[str, Any] | None) -> None:
+    protocol = make()
+    sizes = [0, 400, 300, 200, 2000, 0, 100, 3 * MAX_BODY, 0, 700, MAX_BODY, 50]
+    for size in sizes:
+        send(protocol, Message(bytes(size), headers=headers))
+    outbound = protocol.parts.unconfirmed.outbound
+    while True:
+        before = outbound.given
+        data = protocol.data_to_write(limit)
+        if not data:
+            break
+        assert len(data) <= limit or outbound.given - before <= 1
+        protocol.advance(len(data), 0.0)
+    assert outbound.finished == len(sizes)
 
 
 # The end of admission.
