@@ -44,7 +44,7 @@ OURS, RABBITMQ = "ours", "rabbitmq"
 BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("published, of RabbitMQ's", ">= 3.5", lambda value: value >= 3.5),
     ("published and consumed, of RabbitMQ's", ">= 1.5", lambda value: value >= 1.5),
-    ("published, persistent, of RabbitMQ's", ">= 1", lambda value: value >= 1),
+    ("published, persistent, of RabbitMQ's", ">= 2.5", lambda value: value >= 2.5),
     ("p99 ms of a confirm at half load", "<= 1", lambda value: value <= 1),
     ("KiB of an idle connection", "<= 64", lambda value: value <= 64),
     ("connections held", ">= 2000", lambda value: value >= 2000),
