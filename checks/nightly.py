@@ -20,7 +20,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,6 +74,25 @@ def _pythons() -> Iterator[Stage]:
             yield _step(f"Python {version}", f".ci/containers start\n{script}")
 
 
+def _cluster(seeds: Iterable[int]) -> Part:
+    return Part(
+        "a RabbitMQ cluster whose nodes are killed, suspended and cut off from each other under load",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            *(
+                _step(
+                    f"seed {seed}",
+                    "history=$(mktemp)\n"
+                    f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed} --history $history\n"
+                    f"{_PYTHON} -m benchmarks.soak.history $history\n"
+                    "rm $history",
+                )
+                for seed in seeds
+            ),
+        ],
+    )
+
+
 PARTS: Final[Mapping[str, Part]] = {
     "properties": Part(
         "properties, simulations, fuzzing and kills at 30 times the rounds of CI",
@@ -118,22 +137,8 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("embedded broker", f"{_PYTHON} -m benchmarks.soak --minutes 20 --broker embedded --seed $RANDOM"),
         ],
     ),
-    "cluster": Part(
-        "a RabbitMQ cluster whose nodes are killed, suspended and cut off from each other under load",
-        [
-            _step("environment", f"{_TOX} -e interop --notest"),
-            *(
-                _step(
-                    f"seed {seed}",
-                    "history=$(mktemp)\n"
-                    f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed} --history $history\n"
-                    f"{_PYTHON} -m benchmarks.soak.history $history\n"
-                    "rm $history",
-                )
-                for seed in range(10)
-            ),
-        ],
-    ),
+    "cluster": _cluster(range(5)),
+    "cluster-2": _cluster(range(5, 10)),
     "kills": Part(
         "producers with an outbox, killed with -9",
         [
