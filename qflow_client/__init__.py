@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from qflow_client.sync import Producer, SyncReceipt, connect
     from qflow_client.topology import Binding, Exchange, Queue, Topology
 
-__version__ = "0.1.0.dev0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "AsyncProducer",
