@@ -45,7 +45,8 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# The holds that come from outside: from the broker, and from the manager of all producers.
+# The holds that come from outside: from the broker, and from the manager of all producers. A channel that takes over
+# messages has its own holds of these kinds. The other holds move with the messages.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
 # The reasons for the end of a channel that the program has closed.
