@@ -65,6 +65,8 @@ class Journal:
     Attributes:
         calls: result of each `send`.
         told_again: numbers with more than one outcome.
+        overtaken: numbers of messages that the broker has nacked while a later message of the sender was in flight on
+            the same channel. They are sent again, so the later message may come first.
         overruns: overruns of its calls.
     """
 
@@ -72,6 +74,7 @@ class Journal:
     calls: bytearray = field(default_factory=lambda: bytearray(1))
     outcomes: bytearray = field(default_factory=lambda: bytearray(1))
     told_again: list[int] = field(default_factory=list)
+    overtaken: set[int] = field(default_factory=set)
     overruns: Overruns = field(default_factory=Overruns)
 
     def begin(self, count: int = 1) -> int:
@@ -162,7 +165,7 @@ def audit_messages(soak: Soak) -> list[AuditLine]:
     highest = dict.fromkeys(journals, 0)
     unmarked: set[tuple[int, int]] = set()
     broken, unmarked_again, out_of_order, never_sent = [], [], [], []
-    second = 0
+    second = overtaken = 0
     for place, copy in enumerate(soak.queue):
         sender, number = copy.sender, copy.number
         if not copy.intact:
@@ -178,10 +181,12 @@ def audit_messages(soak: Soak) -> list[AuditLine]:
             unmarked.add((sender, number))
         if copies[sender][number]:
             second += 1
-        elif number < highest[sender]:
-            out_of_order.append(f"{who} after {highest[sender]}")
-        else:
+        elif number >= highest[sender]:
             highest[sender] = number
+        elif number in journals[sender].overtaken:
+            overtaken += 1
+        else:
+            out_of_order.append(f"{who} after {highest[sender]}")
         copies[sender][number] = 1
     accepted = confirmed = 0
     missing, without_outcome = [], []
@@ -203,7 +208,11 @@ def audit_messages(soak: Soak) -> list[AuditLine]:
         _none("accepted without an outcome", f"{accepted:,} accepted", without_outcome),
         _none("told of more than once", f"{accepted:,} accepted", told_again),
         _none("second copies without a mark", f"{second:,} second copies", unmarked_again),
-        _none("first copies out of the order of their sender", f"{len(journals):,} senders", out_of_order),
+        _none(
+            "first copies out of the order of their sender",
+            f"{len(journals):,} senders, and {overtaken:,} nacked while a later one was in flight",
+            out_of_order,
+        ),
         _none("never accepted, and in the queue", f"{len(soak.queue):,} in the queue", never_sent),
         _none("not as it was sent", f"{len(soak.queue):,} in the queue", broken),
         _enough("messages confirmed", confirmed, 1),

@@ -11,6 +11,7 @@ processes share. The lines are in the order of `end`, and those of the queue com
 | `send` | `sender`, `first`: the number of the first message; `count`: how many messages; `timeout`; `begin`, `end`; `admitted`: how many of them, from the first one on; `error`: the type of the error, or null |
 | `flush`, `wait_unflowed`, `result`, `close` | `sender`, `timeout`, `begin`, `end`, `error` |
 | `settled` | `sender`, `number`, `outcome`, `end` |
+| `nacked` | `sender`, `number`, `end`: a later message of the sender was in flight on the same channel |
 | `fault` | `name`, `begin`, `end`, `error`: null, or the connection was gone already |
 | `in queue` | `sender`, `number`, `marked`, `intact` |
 
@@ -105,6 +106,7 @@ def read(lines: Iterable[str]) -> Soak:
     journals: dict[int, Journal] = {}
     queue: list[Copy] = []
     settled: list[tuple[int, int, Outcome]] = []
+    overtaken: list[tuple[int, int]] = []
     for number, line in enumerate(lines, 1):
         entry = json.loads(line)
         what = entry.pop("what")
@@ -113,6 +115,8 @@ def read(lines: Iterable[str]) -> Soak:
         elif what == "settled":
             # The outcome may come before the end of the call that sent the message.
             settled.append((entry["sender"], entry["number"], Outcome(entry["outcome"])))
+        elif what == "nacked":
+            overtaken.append((entry["sender"], entry["number"]))
         elif what == "in queue":
             queue.append(Copy(**entry))
         elif what not in ("flush", "wait_unflowed", "result", "close", "fault"):
@@ -121,6 +125,8 @@ def read(lines: Iterable[str]) -> Soak:
         if sender not in journals or message >= len(journals[sender].calls):
             raise ValueError(f"message {message} of sender {sender} is settled but was never sent")
         journals[sender].told(message, outcome)
+    for sender, message in overtaken:
+        journals[sender].overtaken.add(message)
     return Soak(sorted(journals.values(), key=lambda journal: journal.sender), queue)
 
 

@@ -29,10 +29,12 @@ from qflow_client import (
     ConfirmTimeout,
     DeliveryError,
     Message,
+    Outcome,
     Producer,
     ProducerFlowed,
     Receipt,
 )
+from qflow_client.core.settling import Settling
 
 __all__ = ["Found", "Job", "run_tasks", "run_threads"]
 
@@ -124,6 +126,25 @@ class Found:
             history.write("settled", sender=sender, number=number, outcome=receipt.outcome, end=at)
 
         return told
+
+    def note_nacks(self, history: History) -> None:
+        """From now on, record the nacked messages of this process that a later message may overtake."""
+        answer = Settling.answer
+
+        def answer_and_note(settling: Settling, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
+            if outcome is Outcome.NACKED:
+                at = _monotonic()
+                flight = settling._unconfirmed.flight
+                last: dict[int, int] = {}
+                for each in reversed(tuple(flight)):
+                    sender, number = whose(flight[each].message.body)
+                    is_nacked = each == tag or (multiple and (tag == 0 or each < tag))
+                    if last.setdefault(sender, number) > number and is_nacked:
+                        self.journals[sender - self.journals[0].sender].overtaken.add(number)
+                        history.write("nacked", sender=sender, number=number, end=at)
+            answer(settling, tag, multiple, outcome, now)
+
+        Settling.answer = answer_and_note  # type: ignore[assignment,method-assign]
 
     def trouble(self, who: str, error: BaseException) -> None:
         logging.getLogger(__name__).error("%s", who, exc_info=error)
@@ -297,6 +318,7 @@ def run_threads(pipe: Connection, job: Job) -> None:
     """Publish from threads until the parent says stop. Then settle all messages, and send the results."""
     _prepare()
     found, history = Found.of(job), History(job.history)
+    found.note_nacks(history)
     told = found.teller(history)
     producers = [
         Producer(job.urls, on_delivery=told if _is_told(index) else None, **job.settings(index))
@@ -333,6 +355,7 @@ def run_tasks(pipe: Connection, job: Job) -> None:
     """Publish from tasks until the parent says stop. Then settle all messages, and send the results."""
     _prepare()
     found, history = Found.of(job), History(job.history)
+    found.note_nacks(history)
     asyncio.run(_tasks(pipe, job, found, history))
     history.close()
     pipe.send(found)

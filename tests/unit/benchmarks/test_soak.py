@@ -21,7 +21,10 @@ from benchmarks.soak.audit import ACCEPTED, REFUSED, Journal, Overruns, Soak, au
 from benchmarks.soak.history import History, main, merge, read
 from benchmarks.soak.lag import LagWatch, Stretches
 from benchmarks.soak.messages import Copy, body_of, is_long, read_copy, whose
+from benchmarks.soak.senders import Found, Job
 from qflow_client import Outcome
+from qflow_client.core.settling import Settling
+from tests.unit.core.support import drain, make, send
 
 MESSAGES = 20
 
@@ -186,6 +189,36 @@ def test_a_delayed_first_copy_is_recognised_because_it_is_not_marked_as_a_second
     assert wrong(replace(soak, queue=queue)) == []
 
 
+def test_a_nacked_message_may_come_after_later_messages_that_were_in_flight() -> None:
+    soak = swapped(good())
+    soak.journals[2].overtaken.add(4)
+    assert wrong(soak) == []
+    assert "1 nacked while a later one was in flight" in next(
+        line.measured for line in audit(soak) if line.statement.startswith("first copies")
+    )
+
+
+def test_a_sender_notes_nacked_messages_that_later_messages_may_overtake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `note_nacks` replaces the method for the rest of the process.
+    monkeypatch.setattr(Settling, "answer", Settling.answer)
+    found, history = Found.of(Job((), "q", 1, 2, 1, 1.0, 0, 1.0, {})), History(str(tmp_path / "history"))
+    found.note_nacks(history)
+    protocol = make()
+    for sender, number in (1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 4):
+        send(protocol, body_of(sender, number))
+    drain(protocol)
+    protocol.on_nack(2, False, 1.0)
+    protocol.on_ack(4, True, 1.0)
+    protocol.on_nack(5, False, 1.0)
+    protocol.on_nack(0, True, 1.0)
+    history.close()
+    assert [journal.overtaken for journal in found.journals] == [{2}, set()]
+    nacked = json.loads((tmp_path / "history").read_text(encoding="utf-8"))
+    assert (nacked["what"], nacked["sender"], nacked["number"]) == ("nacked", 1, 2)
+
+
 def test_an_overrun_deadline_is_not_a_fault_if_the_machine_did_not_run_the_process() -> None:
     soak = late(good())
     overruns = soak.overruns[0][0]
@@ -261,6 +294,7 @@ def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
                 history.write("settled", sender=journal.sender, number=number, outcome=journal.outcome(number), end=1.0)
     with histories[0].calling("fault", name="cut"):
         pass
+    histories[0].write("nacked", sender=2, number=4, end=1.0)
     for history in histories:
         history.close()
     path = tmp_path / "history"
@@ -272,6 +306,7 @@ def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
         (each.sender, each.calls, each.outcomes) for each in soak.journals
     ]
     assert again.queue == soak.queue
+    assert again.journals[2].overtaken == {4}
     assert main([str(path)]) == 0
     # One that was confirmed is not in the queue.
     path.write_text("\n".join(lines[:-1]), encoding="utf-8")

@@ -44,14 +44,17 @@ def drawn(
     return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw).splitlines()]
 
 
+MANY = len(HoldKind)
+
+
 @pytest.mark.parametrize("no_color", [False, True], ids=["colours", "no colours"])
 @pytest.mark.parametrize(
     ("kinds", "lasted", "told"),
     [
         ((), 0.0, r"confirmed, 9,9\d\d,\d{3} msg/s  unflowed"),
-        (tuple(HoldKind), 0.5, rf"confirmed, 9,9\d\d,\d{{3}} msg/s  flowed by channel_flow and {len(HoldKind) - 1} more"),
+        (tuple(HoldKind), 0.5, rf"confirmed, 9,9\d\d,\d{{3}} msg/s  flowed by channel_flow and {MANY - 1} more"),
         ((HoldKind.CONNECTION_BLOCKED,), 864_000.0, "confirmed  flowed by connection_blocked for 864000 s"),
-        (tuple(HoldKind)[1:], 864_000.0, f"confirmed  flowed by connection_blocked and {len(HoldKind) - 2} more for 864000 s"),
+        (tuple(HoldKind)[1:], 864_000.0, f"confirmed  flowed by connection_blocked and {MANY - 2} more for 864000 s"),
     ],
     ids=["unflowed", "for a moment", "one hold", "many holds"],
 )

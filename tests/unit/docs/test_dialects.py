@@ -1,4 +1,4 @@
-"""Every hold is in the documentation. The page of dialects names tests of the holds of section 4 of the specification."""
+"""Every hold is documented. The page of dialects names tests of each hold in section 4 of the specification."""
 
 from __future__ import annotations
 
