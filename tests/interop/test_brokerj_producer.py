@@ -442,7 +442,7 @@ def test_J2_a_resume_capacity_above_the_capacity_ends_the_connection(brokerj: Br
         )
 
 
-def test_J6_a_consumer_that_gets_a_message_from_an_overfull_queue_is_flowed_too(
+def test_J6_a_consumer_that_gets_a_message_from_an_overfull_queue_is_flowed(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=10_000, x_qpid_flow_resume_capacity=5_000)

@@ -45,7 +45,7 @@ _NEAR_THE_LOOP = (
     "test_a_robust_channel_keeps_its_gate_correct_over_reconnections",
     "test_messages_written_before_a_lost_connection_raise_as_with_aio_pika",
     "test_a_program_without_confirms_is_held_by_a_full_socket",
-    "test_flow_control_works_over_tls_too",
+    "test_flow_control_works_over_tls",
     "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_the_callbacks",
 )
 

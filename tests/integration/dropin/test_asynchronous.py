@@ -248,7 +248,7 @@ def test_messages_and_methods_are_written_in_the_order_of_the_calls(broker, runn
     broker.wait_until(lambda broker: [queue for queue in broker.queues() if queue.name == "new" and queue.depth == 1])
 
 
-def test_the_flow_callback_of_pika_is_called_too(broker, running):
+def test_the_flow_callback_of_pika_is_called(broker, running):
     frames: list[Any] = []
     running.do(running.channel.add_on_flow_callback, frames.append)
     broker.flow(False, broker.channels()[0].name)

@@ -213,7 +213,7 @@ def test_C6_unconfirmed_messages_never_exceed_the_capacity(run: Run, broker: Bro
     run(main())
 
 
-def test_F2_a_rate_limit_is_a_hold_too(run: Run, connect: Any) -> None:
+def test_F2_a_rate_limit_is_a_hold(run: Run, connect: Any) -> None:
     async def main() -> None:
         async with await connect(rate=50, rate_burst=1) as connection:
             channel = await connection.channel()
@@ -484,7 +484,7 @@ def test_a_producer_can_be_opened_on_the_same_connection(run: Run, broker: Broke
     run(main())
 
 
-def test_flow_control_works_over_tls_too(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
+def test_flow_control_works_over_tls(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
     async def main() -> None:
         path, key = certificate
         server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -147,7 +147,7 @@ _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchang
         for robust in ((False, True) if EFFORT == "nightly" else (bool(number % 2),))
     ],
 )
-def test_a_wrapped_connection_behaves_the_same_too(name: str, robust: bool, run: Run) -> None:
+def test_a_wrapped_connection_behaves_like_the_original(name: str, robust: bool, run: Run) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(Wrapped(), broker.url, name, robust=robust))
     with Broker() as broker, asyncio.Runner() as runner:

@@ -276,7 +276,7 @@ def test_a_blocked_connection_with_a_consumer_is_disconnected_when_it_is_closed(
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
 
-def test_a_socket_that_accepts_nothing_is_a_hold_and_nothing_is_sent(broker, connect, proxy):
+def test_while_the_socket_accepts_no_bytes_new_messages_are_held_and_time_out_unsent(broker, connect, proxy):
     channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5, **LASTING).default_channel
     publish(channel)
     proxy.stop_reading()

@@ -87,7 +87,7 @@ _THREADS_ONLY = (
     "test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_usable",
     "test_a_callback_may_call_any_method",
     "test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late",
-    "test_a_callback_that_raises_system_exit_loses_nothing_either",
+    "test_system_exit_in_a_callback_loses_no_event_and_the_producer_still_closes",
     "test_a_slow_callback_delays_no_sender",
     "test_a_send_in_on_delivery_that_may_not_wait_raises_immediately",
     "test_E6_events_for_a_slow_callback_are_bounded_and_the_oldest_are_dropped",

@@ -151,9 +151,7 @@ def test_answers_on_a_shared_connection_are_not_coalesced(broker: Broker, gather
         connection.close()
 
 
-def test_answers_on_a_shared_connection_of_a_loop_are_not_coalesced_either(
-    broker: Broker, gathering: _Gathering
-) -> None:
+def test_answers_on_a_shared_asyncio_connection_are_not_coalesced(broker: Broker, gathering: _Gathering) -> None:
     async def run() -> None:
         connection = await qflow_client.connect_async(broker.url)
         try:

@@ -165,7 +165,7 @@ def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
     flows.wait_for(FLOWED, 2)
 
 
-def test_a_callback_that_raises_system_exit_loses_nothing_either(
+def test_system_exit_in_a_callback_loses_no_event_and_the_producer_still_closes(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """SystemExit in a callback ends an asyncio loop, but not a thread."""

@@ -555,7 +555,7 @@ def test_an_argument_that_is_not_a_broker_is_refused(broker):
         (lambda proxy: proxy.cut_after(frames=-1), "frames must be at least 0"),
     ],
 )
-def test_invalid_faults_are_refused(proxy, call, words):
+def test_the_proxy_refuses_faults_with_invalid_arguments(proxy, call, words):
     with pytest.raises(ValueError, match=words):
         call(proxy)
 

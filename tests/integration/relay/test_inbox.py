@@ -85,7 +85,7 @@ def test_E14_a_copy_waits_while_the_first_message_is_being_handled(postgresql: P
     engine.dispose()
 
 
-def test_E14_asynchronous_sessions_recognise_copies_too(postgresql: PostgresqlServer) -> None:
+def test_E14_asynchronous_sessions_recognise_copies(postgresql: PostgresqlServer) -> None:
     async def main() -> list[bool]:
         engine = create_async_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
         inbox = Inbox(name="of_coroutines")

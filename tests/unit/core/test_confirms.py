@@ -277,7 +277,7 @@ def test_without_confirms_a_message_settles_as_sent_once_it_is_fully_written() -
     assert protocol.unsettled == 0
 
 
-def test_without_confirms_later_messages_settle_too() -> None:
+def test_without_confirms_later_messages_settle() -> None:
     protocol = make(confirms=False)
     for _ in range(3):
         receipt = send(protocol, Message(b"x", message_id="own"))

@@ -68,7 +68,7 @@ def test_a_value_can_be_pickled_and_copied(value: Any, copied: Callable[[Any], A
     assert repr(found) == repr(value)
 
 
-def test_the_arguments_of_a_copy_cannot_be_changed_either() -> None:
+def test_the_arguments_of_a_copied_queue_cannot_be_changed() -> None:
     for copied in copy.deepcopy(Queue("q", arguments={"a": 1})), pickle.loads(pickle.dumps(Queue("q"))):
         with pytest.raises(TypeError):
             copied.arguments["b"] = 2  # type: ignore[index]  # on purpose

@@ -144,7 +144,7 @@ def test_E16_expired_messages_make_room_for_waiting_senders() -> None:
     assert wire(drain(protocol, 10.5)).short == [b"next"]
 
 
-def test_E16_no_timer_is_needed_without_the_setting() -> None:
+def test_E16_no_timer_is_needed_without_a_delivery_timeout() -> None:
     protocol = make()
     assert not protocol.needs_timer
     assert protocol.next_timer(0.0) is None

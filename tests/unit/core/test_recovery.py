@@ -172,7 +172,7 @@ def test_E15_each_producer_shuffles_the_same_hosts_into_its_own_order() -> None:
     assert all(sorted(order) == sorted(hosts) for order in orders)
 
 
-def test_E15_an_abandoned_host_is_tried_after_the_next_one() -> None:
+def test_E15_after_a_host_is_abandoned_the_next_host_is_tried_first() -> None:
     tries = reconnection()
     tries.move_on()
     assert (tries.host, tries.host_url) == (1, HOSTS[1])

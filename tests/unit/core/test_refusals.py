@@ -162,7 +162,7 @@ def test_waiting_senders_are_admitted_after_all_refused_messages() -> None:
     assert left(protocol) == [b"2", b"3", b"4"]
 
 
-def test_a_flush_waits_for_refused_messages_too() -> None:
+def test_a_flush_waits_for_refused_messages() -> None:
     protocol = patient()
     three(protocol)
     assert protocol.waiters.when_flushed("me")

@@ -80,7 +80,7 @@ def test_only_messages_that_may_have_arrived_are_marked_and_every_message_keeps_
     assert again[2].properties.headers == {"k": 1}
 
 
-def test_a_message_stays_marked_through_further_losses_even_if_it_was_not_written_again() -> None:
+def test_a_message_stays_marked_if_the_connection_is_lost_again_before_it_is_resent() -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", headers={"k": 1}))
     drain(protocol)
@@ -273,7 +273,7 @@ def test_without_confirms_messages_that_were_not_fully_written_are_resent() -> N
     assert receipts[1].outcome is Outcome.SENT
 
 
-def test_messages_without_ids_are_resent_too() -> None:
+def test_messages_without_ids_are_resent() -> None:
     protocol = make(message_ids=False)
     receipt = send(protocol, b"x")
     drain(protocol)

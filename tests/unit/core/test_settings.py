@@ -194,7 +194,7 @@ def test_an_adaptive_capacity_without_confirms_is_refused() -> None:
         ProducerSettings(capacity="auto", confirms=False)
 
 
-def test_E15_liveness_without_confirms_is_refused() -> None:
+def test_E15_the_setting_liveness_without_confirms_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"liveness=2\.0 with confirms=False: .* leave liveness out"):
         ProducerSettings(confirms=False, liveness=2.0)
 

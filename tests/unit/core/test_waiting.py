@@ -106,7 +106,7 @@ def test_a_ticket_that_is_withdrawn_before_it_joins_the_waiting_line_is_never_ad
     assert protocol.controller.waiting == 0
 
 
-def test_E2_a_message_withdrawn_by_its_sender_outside_a_step_is_never_admitted_and_uses_no_capacity() -> None:
+def test_E2_a_send_withdrawn_outside_a_protocol_step_is_never_admitted_and_uses_no_capacity() -> None:
     protocol = full(capacity_bytes=100)
     first, second = (ticket_of(protocol) for _ in range(2))
     for ticket in first, second:

@@ -306,7 +306,7 @@ def test_a_pause_of_the_application_is_not_mistaken_for_withheld_answers() -> No
 
 
 @pytest.mark.parametrize("maximum", [1, 2, 8, 9, 31])
-def test_a_small_maximum_is_respected(maximum: int) -> None:
+def test_the_capacity_of_an_adaptive_window_stays_within_a_small_maximum(maximum: int) -> None:
     window = AdaptiveWindow(maximum)
     now = 0.0
     for _ in range(300):

@@ -144,7 +144,7 @@ def test_try_acquire_lifts_an_outdated_hold_even_if_there_is_a_different_hold() 
     assert kinds(controller) == ["paused"]
 
 
-def test_the_gate_can_be_shared_with_other_reasons() -> None:
+def test_a_controller_with_a_given_gate_obeys_holds_that_other_code_raises() -> None:
     gate = Gate()
     controller = FlowController(WindowLimiter(1), gate=gate)
     assert controller.gate is gate
@@ -667,7 +667,7 @@ def test_a_ticket_in_front_of_a_full_window_raises_its_hold_and_is_dismissed_fir
     assert [controller.dismiss(), controller.dismiss(), controller.dismiss()] == [front, waiting, None]
 
 
-def test_a_shut_gate_admits_nothing_and_overflow_blocks_its_source() -> None:
+def test_a_shut_gate_admits_nothing_and_blocks_a_source_that_offers_elements() -> None:
     controller = FlowController(WindowLimiter(1))
     waiting, source = Ticket(1), FlowSource("source")
     controller.gate.shut()

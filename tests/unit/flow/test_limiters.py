@@ -228,7 +228,7 @@ def test_F6_the_wait_after_raising_the_rate_is_computed_with_the_higher_rate() -
     assert limiter.ready_at(1, 0.0) == 0.5
 
 
-def test_F6_the_burst_is_not_restored_at_the_higher_rate_after_lowering_the_rate() -> None:
+def test_F6_after_the_rate_is_lowered_the_burst_refills_at_the_lower_rate() -> None:
     limiter = RateLimiter(1024.0, burst=1024)
     for _ in range(1024):
         limiter.add(1, 0.0)
@@ -588,7 +588,7 @@ TestRateMachine = RateMachine.TestCase
 
 
 @given(RATES, st.integers(1, 8), st.booleans(), st.lists(st.tuples(SIXTEENTHS, SIZES), max_size=30))
-def test_F3_an_overflow_leaves_exactly_its_debt(
+def test_F3_the_debt_is_exactly_the_cost_that_exceeds_the_credit(
     rate: float, burst: int, by_size: bool, arrivals: list[tuple[float, int]]
 ) -> None:
     limiter = RateLimiter(rate, burst=burst, by_size=by_size)

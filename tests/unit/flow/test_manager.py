@@ -73,7 +73,7 @@ def test_D5_stop_all_stops_every_resource_and_start_all_starts_it() -> None:
     assert all(resource.gate.is_open for resource in resources)
 
 
-def test_D5_a_resource_that_registers_late_is_stopped_too() -> None:
+def test_D5_a_resource_that_registers_late_is_stopped() -> None:
     manager, late, later = FlowManager(), Resource(), Resource()
     manager.stop_all("why")
     manager.register(late)

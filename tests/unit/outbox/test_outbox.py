@@ -409,7 +409,7 @@ def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) ->
     Outbox(path).close()
 
 
-def test_the_same_file_under_a_different_name_is_refused_too(path: Path, tmp_path: Path) -> None:
+def test_the_same_file_under_a_different_name_is_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with Outbox(path), pytest.raises(OutboxInUse):
         Outbox(tmp_path / "link")

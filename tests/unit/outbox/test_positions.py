@@ -143,7 +143,7 @@ def test_E13_a_failed_commit_stores_no_position_and_the_next_one_does(
         assert outbox.position(ROWS) == 1 + count
 
 
-def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored_either(
+def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(path)
@@ -156,7 +156,7 @@ def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored_either
 
 
 @pytest.mark.parametrize("when", ["on disk", "noted", "one commit"])
-def test_E13_the_position_of_a_withdrawn_message_is_withdrawn_too(path: Path, when: str) -> None:
+def test_E13_the_position_of_a_withdrawn_message_is_withdrawn(path: Path, when: str) -> None:
     outbox = Outbox(path)
     last = put(outbox, 1)
     if when != "one commit":

@@ -264,7 +264,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_are_sent_in_order(
     kept.outbox.close()
 
 
-def test_E2_a_message_withdrawn_by_its_sender_outside_a_step_is_not_spilled(path: Path) -> None:
+def test_E2_a_send_withdrawn_outside_a_protocol_step_is_not_spilled(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
     kept.send(bytes(500))
     kept.write()

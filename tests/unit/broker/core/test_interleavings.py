@@ -76,7 +76,7 @@ class Timed(World):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_a_publisher_that_is_resumed_later_does_not_stay_blocked_either(marks: str) -> None:
+def test_J5_publishers_that_a_queue_resumes_one_by_one_do_not_stay_blocked(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(StepwiseQueueFlow), Timed)
 
 

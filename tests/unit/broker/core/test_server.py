@@ -437,7 +437,7 @@ def test_the_broker_reads_close_ok_even_from_a_connection_that_it_has_stopped_re
     assert not peer.session.is_unresponsive
 
 
-def test_the_stream_ends_when_a_client_that_has_closed_sends_nothing_more(world, make_peer, monkeypatch):
+def test_after_connection_close_the_broker_ends_the_tcp_stream_when_the_client_is_quiet(world, make_peer, monkeypatch):
     peer = make_peer(world).open()
     ended, later = [], []
     monkeypatch.setattr(peer.transport, "can_write_eof", lambda: True)

@@ -43,7 +43,7 @@ def test_D7_a_backlog_beyond_its_stop_flows_all_publishing_channels(make_world, 
         assert channel_snapshot(client.session.channels[1]).blocked_by == ("q", "backlog")
 
 
-def test_D7_the_size_of_the_backlog_is_limited_too(make_world):
+def test_D7_the_size_of_the_backlog_is_limited(make_world):
     client = flowed(make_world(backlog_size=10).client())
     client.channel(2, confirms=True)
     client.publish(b"x" * 10)

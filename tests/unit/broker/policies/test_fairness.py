@@ -200,7 +200,7 @@ def test_F6_a_publisher_above_the_rate_is_flowed_until_it_owes_nothing(
     assert flows(client) == [True]
 
 
-def test_F6_bytes_are_limited_too(world, client):
+def test_F6_a_rate_limit_in_bytes_blocks_the_channel(world, client):
     limit(world, "queue", "q", bytes=1000, burst=1)
     client.publish(b"x" * 1000)
     assert flows(client) == []

@@ -139,7 +139,7 @@ def test_a_flipped_bit_never_changes_a_body_without_an_error(tmp_path, seed):
             other.unlink()
 
 
-def test_damage_in_the_text_of_the_schema_is_reported_too(tmp_path):
+def test_damage_in_the_text_of_the_schema_is_reported(tmp_path):
     path = tmp_path / "store"
     filled(path)
     content = path.read_bytes()

@@ -353,7 +353,7 @@ def test_many_changes_are_written_in_order_in_batches_and_each_batch_releases_it
     assert (journal.backlog, journal.backlog_size, journal.written, journal.batches) == (0, 0, 7, 3 + 1)
 
 
-def test_messages_that_waited_for_room_are_written_in_several_batches_too():
+def test_messages_that_waited_for_room_are_written_in_several_batches():
     world = small_batches(1000)
     client = declared(world, "q", arguments={"x-qflow-policy": "wait", "qpid.max_count": 6})
     for _ in range(12):
@@ -465,7 +465,7 @@ def test_A2_a_callback_that_fails_after_a_read_does_not_stop_the_other_callbacks
     assert told == [2, 2], "who waits is told again, who could not be told is not, nor who waits no more"
 
 
-def test_A2_evicted_bodies_are_written_in_batches_too():
+def test_A2_evicted_bodies_are_written_in_batches():
     world = small_batches(1000, limit=100)
     world.host.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk"})
     for _ in range(100):

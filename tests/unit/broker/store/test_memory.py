@@ -216,7 +216,7 @@ def test_A1_persistent_messages_are_not_scanned_at_all(world):
     assert (world.queue().contents.drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
 
 
-def test_A1_messages_that_cannot_be_dropped_are_scanned_once_until_that_changes(world, monkeypatch):
+def test_A1_messages_that_cannot_be_dropped_are_scanned_again_only_after_a_change(world, monkeypatch):
     looks = Looks(monkeypatch)
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("keeps")
