@@ -215,11 +215,11 @@ class OutcomeUnknown(DeliveryError):
 
 
 class MessageStored(DeliveryError):
-    """The message is still in the outbox. The next producer with this outbox sends it.
+    """The message is still in the outbox. The next producer with this outbox sends it, unless it is damaged.
 
-    There are three reasons. The producer was closed. Or the message was not delivered, and ``outbox_keep_undelivered``
-    is on. Or the message is damaged in the outbox, and stays there until ``qflow outbox drop``. The text contains the
-    reason.
+    The text contains one of three reasons: the producer was closed; the message was not delivered, and
+    ``outbox_keep_undelivered`` is on; or the message is damaged in the outbox, and stays there until ``qflow outbox
+    drop``.
     """
 
 

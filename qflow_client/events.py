@@ -27,7 +27,7 @@ class HoldKind(StrEnum):
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, or messages of an earlier connection have to be sent first. Or the producer is closed
+    #: There is no connection, messages of an earlier connection have to be sent first, or the producer is closed
     #: (`FlowState.closed`).
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.

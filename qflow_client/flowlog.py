@@ -52,7 +52,7 @@ class ProducerLines:
         producer: name of the producer.
         queue: destination of the producer: the routing key, or the exchange and the routing key.
         write: function that is called with each line.
-        at: start of the observation in microseconds.
+        at: time at which the observation starts, in microseconds since 1970.
         connection: name of the connection. The default is the name of the producer.
     """
 

@@ -392,8 +392,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
             A function that ends the calls. The callback still gets the waiting events.
 
         Raises:
-            TypeError: `callback` is not callable, or is a coroutine function, which would never be awaited. Or `kinds`
-                is not a collection of strings.
+            TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or
+                `kinds` is not a collection of strings.
             ValueError: an element of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")

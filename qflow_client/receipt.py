@@ -48,8 +48,8 @@ class Outcome(StrEnum):
     #: The message was written, but the connection has ended before the broker's answer.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because the producer was closed or the message was not delivered
-    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. Or the message is damaged in the
-    #: outbox.
+    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. A damaged message also stays there,
+    #: but is never sent.
     STORED = "stored"
 
 

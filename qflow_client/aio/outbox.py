@@ -60,7 +60,7 @@ class Commits:
         """Wait until all messages that are in the outbox now are on disk.
 
         Args:
-            receipt: the receipt of the last of these messages.
+            receipt: the receipt of the caller's last message. The error contains it.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:

@@ -253,7 +253,7 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
     """Decode the timestamp at an offset. Return the time and the offset after it.
 
     Returns:
-        The time in UTC, or the seconds since 1970 if the time is after 9999. And the offset.
+        The time in UTC, or the seconds since 1970 if the time is after 9999; and the offset.
 
     Raises:
         struct.error: there is no valid value.

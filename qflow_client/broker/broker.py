@@ -121,7 +121,7 @@ class Broker(CoreBroker):
             definitions: the objects to declare.
 
         Raises:
-            DefinitionError: a definition is refused. The text contains its name and the reason.
+            DefinitionError: a definition is refused. The text contains the place of the definition and the reason.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
@@ -158,9 +158,9 @@ class Broker(CoreBroker):
         Args:
             queue: name of the queue.
             **marks: `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`, `capacity`,
-                `flow_resume_capacity`. The other thresholds keep their values. ``None`` for a resume threshold means
-                7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The value 0 turns a stop
-                threshold or the capacity off.
+                `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a resume threshold
+                means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The value 0 turns
+                off a stop threshold or the capacity.
 
         Returns:
             A snapshot of the queue after the change.

@@ -172,7 +172,7 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method from the tap to py-amqp, as if py-amqp had read it."""
+        """Pass a method to py-amqp, as if py-amqp had read it. The tap has removed the method from the input."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 

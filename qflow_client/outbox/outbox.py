@@ -224,7 +224,7 @@ class Outbox:
         """Allow held messages up to a sequence to be written to a broker after the next commit.
 
         Args:
-            sequence: the sequence of the last of these messages.
+            sequence: the sequence of the last message that may be written.
         """
         self._noted.permit(sequence)
 
@@ -267,7 +267,7 @@ class Outbox:
         return self._noted.position(source)
 
     def set_position(self, source: str, value: int | str | None, timeout: float | None = None) -> None:
-        """Write the position of a source to disk without a message, after all changes that were noted before.
+        """Write the position of a source to disk, without a message. All earlier changes are written first.
 
         Args:
             source: the name of the source.
@@ -441,8 +441,8 @@ class Outbox:
             timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: noted changes could not be written, but the outbox is closed, see `unwritten`. Or another
-                thread was still writing at the deadline, and the outbox is not closed.
+            OutboxError: noted changes could not be written, but the outbox is closed, see `unwritten`. If another
+                thread was still writing at the deadline, the outbox is not closed.
         """
         if not self.is_closed:
             self._use_file(self._close, _deadline(timeout))

@@ -118,7 +118,7 @@ class Storage:
         """Return when all messages that were put until now are on disk.
 
         Args:
-            receipt: the receipt of the last of these messages.
+            receipt: the receipt of the caller's last message. The error contains it.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:

@@ -101,9 +101,9 @@ class OutboxStore:
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
         #: Whether the first unsent message is in `_not_on_disk`, so that no message can be written before a commit.
         self.keeps_all_back = False
-        # Whether the producer opens no further channel; and the receipts of messages that stay in the outbox, by
-        # sequence. Receipts of messages on disk may be missing.
+        # Whether the producer opens no further channel.
         self._is_ended = False
+        # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last
@@ -331,7 +331,7 @@ class OutboxStore:
         self.requests.request_commit()
 
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
-        """Keep the receipt of a message that stays in the outbox, until the message is on disk."""
+        """Keep a receipt until its message is on disk. The message stays in the outbox for the next producer."""
         stored, durable = self._stored, self.outbox.durable
         while stored and (first := next(iter(stored))) <= durable:
             del stored[first]

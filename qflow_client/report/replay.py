@@ -29,7 +29,7 @@ class Sample:
 
     Attributes:
         seconds: length of this time.
-        arrivals: number of messages that arrived, by publisher.
+        arrivals: number of messages that arrived from each publisher.
         left: number of messages that left.
         was_busy: whether the queue was never empty. In this case the consumers could not take more messages than
             `left`.
@@ -168,7 +168,7 @@ class Replay:
         """Simulate one round trip. The consumers can take `credit` messages.
 
         Args:
-            arrivals: new messages to send, by publisher.
+            arrivals: number of new messages that each publisher has to send.
         """
         queue = self.queue
         self.around.now += self.round_trip

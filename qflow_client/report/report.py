@@ -29,8 +29,8 @@ class FlowReport:
         unreadable: number of lines that could not be read. A killed process may leave such a line.
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
         last: time of the last line, in the same form.
-        advice: recommended settings by queue.
-        no_advice: reason why there is no advice, by queue.
+        advice: recommended settings of each queue.
+        no_advice: for each queue without advice, the reason.
     """
 
     tables: dict[str, list[Row]]

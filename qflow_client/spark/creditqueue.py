@@ -4,9 +4,9 @@ A credit that a task holds is a delivery that the task has not acknowledged. So 
 to the queue. The task publishes on the same connection, so it cannot publish without its credits.
 
 The second queue has the name of the credit queue plus ``.tasks``. It never has messages. Each task consumes it, so the
-number of its consumers is the number of tasks that may hold credits. It is declared after the credits were issued. So
-if it does not exist, the credits were not issued. The third queue has the name of the credit queue plus ``.lock``. It
-exists while a driver checks the other queues.
+number of its consumers is the number of tasks that may hold credits. The driver first publishes the credits to the
+credit queue, and then declares this second queue. So if the second queue exists, the credits were published. The third
+queue has the name of the credit queue plus ``.lock``. It exists while a driver checks the other queues.
 """
 
 from __future__ import annotations

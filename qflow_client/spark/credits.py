@@ -33,7 +33,7 @@ _RETURN_DIVISOR = 4
 
 
 class CreditError(QflowError):
-    """The credits of a job are wrong. The text contains the queue, the mistake and the remedy."""
+    """A job cannot use the credits in its queue. The text contains the queue, the mistake and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class SinkOptions:
     """The options of a job that writes.
 
     Attributes:
-        producer: settings for the producer of each task. They have the task's share of the job's limits (C6).
+        producer: settings for the producer of each task. Their limits are the task's share of the job's limits (C6).
         body_format: ``"column"`` or ``"json"``.
         message_id: one of `MESSAGE_IDS`.
         job_id: name of the job, for message ids and the summary; ``None`` if the option is missing.

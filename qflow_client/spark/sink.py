@@ -200,7 +200,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     Raises:
         FlowControlTimeout: a row was held for too long. This row and all later rows were not sent.
         ConfirmTimeout: all rows were sent, but confirms are missing and none has come for too long.
-        CreditError: the credits are wrong.
+        CreditError: the credit queue was deleted, its credits are for another capacity, or it has other messages.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: AMQP cannot represent a row.
     """

@@ -2,8 +2,9 @@
 
 **Partitions.** Each relay has a shared advisory lock, which makes it a member, and an exclusive lock for each partition
 on which it works. Members are ordered by the number of their server process. Partition ``p`` belongs to member ``p mod
-count``. A relay unlocks the partitions of other members and locks its own. If two relays see different members, a
-partition may have no relay for a moment, but it never has two relays.
+count``. Each relay locks the partitions that belong to it, once no other relay has locked them. It unlocks all other
+partitions. If two relays see different members, a partition may have no relay for a moment, but it never has two
+relays.
 
 The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
 cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A killed

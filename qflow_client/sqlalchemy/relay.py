@@ -77,8 +77,8 @@ class OutboxRelay:
     """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
     Any number of relays may run for one outbox. On PostgreSQL they share the work. On SQLite one relay works, and the
-    other relays wait. A relay works in a thread, during a ``with`` or ``async with`` block, or while a task awaits
-    `run`. After a clean end the outcome of every message is known.
+    other relays wait. A relay works on its own thread. The thread runs during a ``with`` or ``async with`` block, or
+    while a task awaits `run`. After a clean end the outcome of every message is known.
 
     Args:
         database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.

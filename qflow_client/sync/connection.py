@@ -114,9 +114,11 @@ class Carrier:
         # The carrier's end of the socket pair to pika, and received data that is not written to it yet.
         self._far: socket.socket
         self._to_pika: deque[bytes] = deque()
-        # Splits pika's bytes into frames; whether the protocol header was read; whether reading from pika is paused.
+        # Splits pika's bytes into frames.
         self._splitter = FrameSplitter()
+        # Whether the protocol header was read.
         self._greeted = False
+        # Whether reading from pika is paused.
         self._paused = False
         # pika's transport for the broker's socket; ``None`` until the socket is connected.
         self._transport: Any = None
@@ -499,8 +501,9 @@ class SharedLink(ChannelIO):
         # Whether to close the channel after the partly written message, and whether the close was sent.
         self._leaves = False
         self._is_closing = False
-        # Set when the producer has settled its messages and left the channel; and set when the channel is closed, too.
+        # Set when the producer has settled its messages and left the channel.
         self._parted = Latch()
+        # Set when the channel is also closed.
         self._left = Latch()
 
     @property

@@ -171,8 +171,9 @@ class Way:
         self.borders = Borders()
         # Bytes to insert at the next frame boundary.
         self._injected: list[bytes] = []
-        # Methods to remove once, each as a channel and pamqp's index; and the received part of a method to remove.
+        # Methods to remove once, each as a channel and pamqp's index.
         self._unwanted: list[tuple[int, int]] = []
+        # The received part of a method to remove.
         self._undecided = b""
         # Received bytes with the times at which to pass them on. Empty bytes stand for the end of the stream.
         self._pieces: deque[tuple[float, bytes]] = deque()

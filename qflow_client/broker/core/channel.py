@@ -130,8 +130,9 @@ class Channel:
         self._missing = 0
         #: Bytes received of the incoming message, if it has more than one body frame.
         self.incoming = 0
-        # The exchanges and routing keys that the channel has published to, as keys; and the last target.
+        # The exchanges and routing keys that the channel has published to, as keys.
         self.targets: dict[tuple[str, str], None] = {}
+        # The target of the last publish.
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0

@@ -27,12 +27,15 @@ __all__ = ["ChannelFlow", "Discipline", "FlowingSession"]
 class Discipline(Protocol):
     """Decides what to do about a connection that ignores ``Channel.Flow`` (D7 D8)."""
 
-    #: Counts the messages in the backlog. And the controller that blocks channels because of the backlog.
+    #: Counts the messages in the backlog.
     limiter: ThresholdLimiter
+    #: Blocks channels because of the backlog.
     backlog: FlowController
-    #: Totals: messages that came on flowed channels after the grace time; and the sanctions of each kind.
+    #: Total number of messages that came on flowed channels after the grace time.
     past_flow: int
+    #: Total number of times that the connection was not read for a time.
     tarpits: int
+    #: Total number of channels that were closed.
     channels_closed: int
 
     def owe(self, size: int, now: float) -> None:
@@ -89,8 +92,9 @@ class ChannelFlow(CountedSource):
         self._number = number
         self._host = session.host
         self._discipline = session.discipline
-        # Whether the channel has published, or announced that it will; and whether it has ended.
+        # Whether the channel has published, or announced that it will.
         self.is_producer = False
+        # Whether the channel has ended.
         self.is_over = False
         # Start of the current flowed period, number of flowed periods, and seconds of the earlier flowed periods.
         self.since: float | None = None

@@ -2,8 +2,8 @@
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
 each delivery. Credit is the number of messages that the prefetch counts still allow. When credit becomes free,
-`Consuming.wake` offers it to the consumers in turn. It starts after the consumer that got the last message, so that no
-consumer takes all of the credit.
+`Consuming.wake` offers it to the consumers in turn. The consumer that got the last message comes last. Otherwise one
+consumer could take all of the credit.
 """
 
 from __future__ import annotations
@@ -191,8 +191,9 @@ class Consuming:
         self.frame_max = session.handshake.frame_max
         self.number = number
         self._host = session.host
-        # Unsettled deliveries by delivery tag; and how many of them belong to consumers.
+        # Unsettled deliveries by delivery tag.
         self.unacked: dict[int, Delivery] = {}
+        # How many of these deliveries belong to consumers.
         self.consumer_unacked = 0
         # Last delivery tag of an ack of all deliveries (tag 0) that still runs in slices; otherwise 0.
         self._ack_until = 0
@@ -205,10 +206,11 @@ class Consuming:
         # Prefetch counts: of the whole channel, and of future consumers.
         self.prefetch = 0
         self.consumer_prefetch = 0
-        # Whether the client wants deliveries (it can stop them with Channel.Flow); whether answers to the client wait
-        # for the disk; and whether consumers can take messages, which depends on both.
+        # Whether the client wants deliveries. It can stop them with Channel.Flow.
         self._wants_deliveries = True
+        # Whether answers to the client wait for the disk.
         self._waits_for_disk = False
+        # Whether consumers can take messages. This depends on the two values above.
         self.delivers = True
 
     # Delivering.

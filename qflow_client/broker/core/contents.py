@@ -102,8 +102,9 @@ class Contents:
         self.observers: tuple[EntryObserver, ...] = ()
         # The observer that finds the last entry of each key; None if the queue does not conflate.
         self.values: LastValueMap | None = None
-        # Entries to deliver, in the order of their sequence numbers; and how many of them are gone.
+        # Entries to deliver, in the order of their sequence numbers.
         self.ready: deque[QueueEntry] = deque()
+        # How many of the entries in `ready` are gone.
         self.gaps = 0
         # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
@@ -116,8 +117,9 @@ class Contents:
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        # Messages enqueued so far, which is also the last sequence number; and messages dropped so far, by reason.
+        # Messages enqueued so far. This is also the last sequence number.
         self.published = 0
+        # Messages dropped so far, by reason.
         self.drops: dict[DropReason, int] = {}
 
     # Adding.

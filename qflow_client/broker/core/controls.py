@@ -44,9 +44,9 @@ class Controls:
         self.withhold_confirms = False
         # Whether every publish is refused.
         self.nack_publishes = False
-        # Whether every published message is checked, even if its queues need no check. And two of the reasons: the
-        # settings, and rate limits.
+        # Whether every published message is checked, even if its queues need no check.
         self.watches_publishes = watches_publishes
+        # Two of the reasons for this check: the settings, and rate limits.
         self._watches_always = watches_publishes
         self._has_rates = False
         # Number of sanctions against clients that ignore Channel.Flow, by kind (D8).

@@ -45,8 +45,9 @@ class Dispatcher:
         self._dropping = dropping
         self._storage = storage
         self._single_active = single_active
-        # All consumers; and the active ones, the next first.
+        # All consumers.
         self.consumers: dict[Consumer, None] = {}
+        # Active consumers. The next one is first.
         self.active: deque[Consumer] = deque()
         # The exclusive consumer.
         self.exclusive: Consumer | None = None

@@ -94,13 +94,15 @@ class Record:
         self.queues: list[int] = []
         # Its number on disk, greater than all earlier numbers; 0 if it does not have to be on disk.
         self.number = 0
-        # Whether a batch of records includes it, now or earlier; and whether it is on disk.
+        # Whether a batch of records includes it, now or earlier.
         self.is_taken = False
+        # Whether it is on disk.
         self.is_written = False
         # Its confirm, which waits for the disk; None if there is none.
         self.completion: Completion | None = None
-        # Whether it has to be on disk as long as any queue has it; and whether its body is then removed from memory.
+        # Whether it has to be on disk as long as any queue has it.
         self.is_spooled = False
+        # Whether its body is removed from memory when it is on disk.
         self.is_evicting = False
         # Whether its body is damaged on disk, and no longer in memory.
         self.is_lost = False

@@ -57,8 +57,9 @@ class Handshake:
         # The login that is delayed, and the time at which it is checked.
         self._login: Login | None = None
         self.login_at = math.inf
-        # The user name, empty before the login; and the time at which the login expires.
+        # The user name; empty before the login.
         self.user = ""
+        # The time at which the login expires.
         self.expires_at = math.inf
         #: The client properties from Connection.Start-Ok.
         self.client_properties: Mapping[str, Any] = {}

@@ -101,12 +101,15 @@ class Output:
         self.promises: dict[int, deque[Promise]] = {}
         # Channels with queued confirms.
         self._confirming: dict[_Channel, None] = {}
-        # Whether the socket accepts bytes; bytes of unsent deliveries; and whether consumers may get more messages.
+        # Whether the socket accepts bytes.
         self._is_writable = True
+        # Bytes of unsent deliveries.
         self._delivery_bytes = 0
+        # Whether consumers may get more messages.
         self.takes_deliveries = True
-        # Clock time of the last `take` with data; and bytes taken so far.
+        # Clock time of the last `take` with data.
         self.last_sent = now
+        # Bytes taken so far.
         self.sent = 0
 
     # Frames.

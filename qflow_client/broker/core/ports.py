@@ -78,11 +78,13 @@ class Journal(Protocol):
     has_store: bool
     #: Maximum bytes of messages in memory (A1); 0 for no limit.
     limit: int
-    #: Body bytes that are not written yet. And their maximum, above which publishers are not read.
+    #: Body bytes that are not written yet.
     backlog_size: int
+    #: Maximum of `backlog_size`. Above it publishers are not read.
     max_backlog: int
-    #: Bytes of incoming bodies and open transactions. And bytes of messages that wait for room in a queue.
+    #: Bytes of incoming bodies and open transactions.
     unfinished: int
+    #: Bytes of messages that wait for room in a queue.
     waiting: int
     #: Bytes that slow clients have not read.
     buffered: int

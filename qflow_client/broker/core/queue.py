@@ -184,14 +184,18 @@ class Queue:
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0
-        # Set by an operator: whether every message is refused; and the withheld confirms, None if none are withheld.
+        # Set by an operator: whether every message is refused.
         self.is_refusing = False
+        # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
         # The overflow policy that applies now; None for no maximum.
         self.overflow: Overflow | None = None
-        # Whether a message for this queue needs more than an append; whether it may be refused; whether other messages
-        # wait.
-        self.is_watched = self.may_refuse = self.has_line = False
+        # Whether a message for this queue needs more than an append.
+        self.is_watched = False
+        # Whether a message for this queue may be refused.
+        self.may_refuse = False
+        # Whether messages wait for room in this queue.
+        self.has_line = False
         if options.message_ttl is not None:
             self._make_expiry()
         self._apply_limits()
@@ -205,8 +209,9 @@ class Queue:
         """Update the fields that are checked for every message.
 
         If `is_watched` becomes true, the caller has to raise `Router.version`, so that targets are resolved again.
-        There are two exceptions. A queue that turns overdue has marks, so it is watched already. For a new expiry,
-        outdated targets do no harm: `enqueue` always calls the observers, and `tick` drops the expired messages.
+        There are two exceptions. A queue that turns overdue has marks, so it is watched already. If the queue gets its
+        `Expiry` object, targets need not be resolved again, because `enqueue` always calls the observers, and `tick`
+        drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0

@@ -131,7 +131,7 @@ class QueueFlows(EntryObserver):
     """All families of marks of one queue, and the time for which any of them has been ON (D10).
 
     Args:
-        queue: the queue, for the observer.
+        queue: the queue of these families. The methods of `observer` get it as an argument.
         clock: returns seconds.
         wake_at: called with the time of the next call of `tick`.
         observer: observes the flow control of the queue; ``None`` if there is none.
@@ -176,13 +176,15 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One controller for each configured family of marks; and how often removed controllers have turned ON.
+        # One controller for each configured family of marks.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
+        # How often removed controllers have turned ON.
         self._times_on_before = 0
         # Since when the queue is ON or overdue; None if it is OFF. An overdue queue may have no family that is ON.
         self.on_since: float | None = None
-        # Whether it was ON for so long that it blocks no channel any more (D10); and how often this happened.
+        # Whether it was ON for so long that it blocks no channel any more (D10).
         self.is_overdue = False
+        # How often it became overdue.
         self.times_overdue = 0
         # Time at which each channel last published to the queue; None if ON does not block all recent publishers (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
@@ -335,7 +337,11 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Unblock all channels if the queue was ON for too long (D10), or the next channel if the queue is OFF (F4)."""
+        """Unblock channels, if it is time.
+
+        If the queue has been ON for longer than `max_flow_wait` (D10), unblock all of its channels. If the queue is OFF
+        and `resume_interval` has passed (F4), unblock the next channel.
+        """
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
             if now >= self.on_since + wait:

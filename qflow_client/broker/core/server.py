@@ -88,9 +88,9 @@ class Server:
         # Checks hashed passwords; created for the first of them.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that will continue with held input, in order. And the end of the TURN seconds of this iteration,
-        # or 0 if no input was handled yet.
+        # Connections that will continue with held input, in order.
         self._with_input: dict[Connection, None] = {}
+        # End of the TURN seconds of this iteration, or 0 if no input was handled yet.
         self._busy_until = 0.0
         # Connections with output to write after this iteration, in order.
         self._writers: dict[Connection, None] = {}
@@ -104,9 +104,9 @@ class Server:
         self._waits_for_memory = False
         # Whether the memory alarm was raised here; False if an operator raised it.
         self._has_memory_alarm = False
-        # Input bytes of connections whose first publish waits for memory. And the earliest time of the next log line
-        # about connections that were cut.
+        # Input bytes of connections whose first publish waits for memory.
         self.first_publishes = 0
+        # Earliest time of the next log line about connections that were cut.
         self._log_cut_at = -math.inf
         # Set by `stop`: new connections are closed.
         self.is_stopping = False

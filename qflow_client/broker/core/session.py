@@ -114,8 +114,9 @@ class Session:
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
         # The reasons why the client is blocked, by source.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
-        # Whether input is held; and the held bytes, from the start of a frame.
+        # Whether input is held.
         self.is_held = False
+        # The held bytes, from the start of a frame.
         self._held = b""
         # Input bytes until the next reading of the clock, rounded up to whole frames.
         self._stride = 0

@@ -71,8 +71,9 @@ class Storage(EntryObserver):
         self.droppable: DroppableEntries | None = None
         # Messages whose dead letters have not arrived yet. Until then the messages stay in the journal.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether a body may be only on disk; and whether a read of bodies is running.
+        # Whether a body may be only on disk.
         self.may_lack = journal.has_store
+        # Whether a read of bodies is running.
         self._is_reading = False
 
     def set_limits(self, limits: QueueLimits) -> None:

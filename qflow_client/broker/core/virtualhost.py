@@ -65,9 +65,10 @@ class VirtualHost:
         self.wake_at = self.timers.wake_at
         self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
         self.router = self.topology.router
-        # Limits that are checked when a queue or a consumer is created. And the number of open connections.
+        # Limits that are checked when a queue or a consumer is created.
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
+        # Number of open connections.
         self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)

@@ -293,7 +293,7 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]  # made at run time
     """Change the thresholds of a queue while it is in use. The flow state changes immediately.
 
-    The value 0 turns a stop threshold or the capacity off, together with its resume value. The new thresholds have
+    The value 0 turns off a stop threshold or the capacity, together with its resume value. The new thresholds have
     priority over policies. The arguments of the declaration do not change.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ class HttpServer:
     """Serves a broker's API.
 
     Args:
-        broker: the broker. Its settings have the address of the API.
+        broker: the broker. Its settings contain the address of the API.
         count_answer: called when the memory of the answers changes, with the change in bytes.
     """
 

@@ -183,7 +183,7 @@ class Loading:
         """Declare one object in each step.
 
         Raises:
-            DefinitionError: a definition is refused. The text contains its name and the reason.
+            DefinitionError: a definition is refused. The text contains the place of the definition and the reason.
         """
         host, policies = self._host, tuple(self._rules.policies)
         try:

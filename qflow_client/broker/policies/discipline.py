@@ -2,7 +2,7 @@
 
 The backlog of a connection has the messages that wait for room or for their confirms, and the messages that came on a
 blocked (flowed) channel. If the backlog exceeds its limit, all channels of the connection are blocked (flowed). A
-message that comes on a blocked channel after the grace time is late. Late messages are counted for the channel and for
+message is late if it comes on a blocked channel after the grace time. Late messages are counted for the channel and for
 the connection. At the limits of these counts, the connection is not read for a time (tarpit), or the channel or
 connection is closed.
 """

@@ -24,9 +24,9 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     """Return all marks that operators have set for a queue: new marks, and earlier ones.
 
     Args:
-        marks: new values by the names in `MARKS`. The other marks keep their values. ``None`` for a resume mark means
-            7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0 also turns its
-            resume mark off.
+        marks: new values by the names in `MARKS`. A mark that is not in this mapping keeps its value. ``None`` for a
+            resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0
+            also turns off its resume mark.
 
     Raises:
         ChannelException: 406 if the marks contradict each other or the queue's maximum. The text contains both values.

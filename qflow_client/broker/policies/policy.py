@@ -359,7 +359,7 @@ class Policy:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The text contains it.
+        ValueError: a value is not allowed. The text contains the value.
     """
 
     name: str

@@ -39,12 +39,12 @@ class RateLimit:
         name: name of the exchange, the queue or the user. It need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the messages that the rate allows in this time may be published together. At
-            least one message may be published.
+        burst: seconds. After a pause, the messages that the rate allows in this time may be published together. If
+            this is less than one message, one message may be published.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text contains it.
+        ValueError: a value is not allowed. The text contains the value.
     """
 
     apply_to: RateScope

@@ -177,8 +177,9 @@ class Journal:
         # Number of messages, and body bytes, that are not written yet.
         self.backlog = 0
         self.backlog_size = 0
-        # Called with a message whose body on disk is damaged. And the number of damaged rows in the store.
+        # Called with a message whose body on disk is damaged.
         self.on_lost: Callable[[StoredMessage], None] | None = None
+        # Number of damaged rows in the store.
         self.damaged = 0
         # Total numbers of written messages, and of transactions.
         self.written = 0

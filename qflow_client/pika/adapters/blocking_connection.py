@@ -582,8 +582,8 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             TypeError: `republish` is not a channel of this class.
-            ValueError: `republish` is open, was closed by the broker, or had no pipelined confirms. Or this channel is
-                already in confirm mode, or `pipelined` is False.
+            ValueError: `republish` is open, was closed by the broker, or had no pipelined confirms. This error is also
+                raised if this channel is already in confirm mode, or `pipelined` is False.
         """
         if republish is not None:
             self._check_republish(republish, pipelined)
