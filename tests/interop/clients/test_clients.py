@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def go() -> list[str]:
     return [str(folder / "client")]
 
 
-def java() -> list[str]:
+def java(program: str = "Client") -> list[str]:
     runs, javac, maven = (
         tool("java", "default-jdk-headless"),
         tool("javac", "default-jdk-headless"),
@@ -56,10 +57,10 @@ def java() -> list[str]:
         HERE / "java",
         [
             [maven, "-B", "-q", "dependency:copy-dependencies", "-DincludeScope=runtime", "-DoutputDirectory=jars"],
-            [javac, "--release", "11", "-cp", "jars/*", "-d", ".", "Client.java"],
+            [javac, "--release", "11", "-cp", "jars/*", "-d", ".", "Client.java", "Features.java"],
         ],
     )
-    return [runs, "-cp", os.pathsep.join([str(folder), str(folder / "jars" / "*")]), "Client"]
+    return [runs, "-cp", os.pathsep.join([str(folder), str(folder / "jars" / "*")]), program]
 
 
 @dataclass(frozen=True)
@@ -280,3 +281,18 @@ def test_a_foreign_client_gets_confirms_and_deliveries_and_obeys_alarms_and_stop
     if expected.pinned is None:
         with until_release(**expected.known):
             assert not ended, f"{report['lost']} when it was stopped"
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.parametrize("is_ours", [True, False], ids=["qflow", "RabbitMQ"])
+def test_the_java_client_logs_in_with_amqplain_and_uses_shared_prefetch_direct_reply_to_and_dead_letters(
+    is_ours: bool, installed: Callable[..., list[str]], request: pytest.FixtureRequest
+) -> None:
+    command = installed(partial(java, "Features"))
+    with Broker() if is_ours else nullcontext(request.getfixturevalue("rabbitmq")) as broker:
+        run = subprocess.run([*command, broker.url], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert (sum(found["shares"]), min(found["shares"]) >= 20) == (99, True), found["shares"]
+    assert found["answer"] == "7 42"
+    assert found["death"] == {"entries": 1, "reason": "rejected", "count": 3, "class": "Long"}
