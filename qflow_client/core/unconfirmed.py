@@ -183,7 +183,8 @@ class Unconfirmed:
                 if size + len(body) > limit and batch:
                     break
                 frames = encoder.frames(route, body, receipt._prepared, number)
-                if size + len(frames[0]) > limit and batch:
+                end = size + (len(frames[0]) if len(frames) == 1 else sum(map(len, frames)))
+                if end > limit and batch:
                     break
                 if len(frames) > 1 and borders is ends:
                     borders = ends.copy()

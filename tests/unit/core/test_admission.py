@@ -840,6 +840,17 @@ def test_a_write_exceeds_its_limit_only_if_one_message_exceeds_it(limit: int, he
     assert outbound.finished == len(sizes)
 
 
+@pytest.mark.parametrize("body", [MAX_BODY, 3 * MAX_BODY])
+def test_a_message_is_written_with_the_one_before_it_only_if_all_its_frames_have_room(body: int) -> None:
+    for lack in (0, 1, 2, 20):
+        protocol = make()
+        send(protocol, b"first")
+        first = protocol.unwritten
+        send(protocol, Message(bytes(body), headers={"k": 1}))
+        data = protocol.data_to_write(protocol.unwritten - lack)
+        assert len(data) == (first if lack else protocol.unwritten)
+
+
 # The end of admission.
 
 
