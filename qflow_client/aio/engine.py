@@ -264,7 +264,9 @@ class Engine(BaseEngine):
 
     @property
     def is_in_callback(self) -> bool:
-        return self.deliveries is not None and self.dispatcher is not None and self.dispatcher.is_running
+        dispatcher = self.dispatcher
+        # Another thread may send while a callback runs.
+        return self.deliveries is not None and dispatcher is not None and dispatcher.is_running and self.may_step
 
     @property
     def may_step(self) -> bool:

@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -125,6 +126,25 @@ def test_on_delivery_may_send_and_may_close_the_producer(run: Run, broker: Broke
 
     run(main())
     assert bodies(broker) == [b"%d" % number for number in range(10)]
+
+
+def test_a_send_of_another_thread_during_a_callback_is_no_send_of_the_callback(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        errors: list[BaseException | None] = []
+
+        def on_delivery(_receipt: Receipt) -> None:
+            with ThreadPoolExecutor(1) as other:
+                errors.append(other.submit(producer.send_nowait, b"2").exception())
+
+        async with AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery) as producer:
+            await producer.send(b"1")
+            producer.pause()
+            await soon(lambda: errors)
+            producer.resume()
+        assert [type(error) for error in errors] == [ProducerFlowed]
+
+    run(main())
+    assert bodies(broker) == [b"1"]
 
 
 def test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop(
