@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.amqp.frames import PublishEncoder
+from tests.collecting import collect
+
+
+def test_a_finalizer_may_wait_for_a_receipt_whose_waiters_are_being_woken() -> None:
+    class Waits:
+        """Waits for a receipt when the garbage collector finds it."""
+
+        def __init__(self, receipt: AsyncReceipt) -> None:
+            self.receipt = receipt
+            self.itself = self
+
+        def __del__(self) -> None:
+            self.receipt._settled()
+
+    async def main() -> None:
+        route = PublishEncoder(1, 4096).route("", "q")
+        before = gc.get_threshold()
+        for later in range(10):
+            receipt = AsyncReceipt(b"", route, "p-")
+            futures = [receipt._settled() for _ in range(30)]
+            waiters: Any = receipt._waiter
+            collect()
+            gc.set_threshold(10_000)
+            try:
+                Waits(receipt)
+                # Python 3.11 collects garbage when so many more objects are made.
+                gc.set_threshold(gc.get_count()[0] + later)
+                waiters.set_result(None)
+            finally:
+                gc.set_threshold(*before)
+            assert all(future.done() for future in futures)
+
+    asyncio.run(main())
