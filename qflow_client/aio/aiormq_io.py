@@ -213,13 +213,18 @@ class TapTransport(asyncio.Transport):
 
     def wake(self) -> None:
         """Schedule `pump` in the next iteration of the loop. Any thread may call this after it has added output."""
-        if get_ident() == self._thread:
-            self._loop.call_soon(self.pump)
-            # Set `awake` last, so that after an interrupt before this line the next sender wakes the loop.
-            self.awake = True
-        else:
-            # `pump` may have run before this call returns, so `awake` is not set.
-            self._loop.call_soon_threadsafe(self.pump)
+        try:
+            if get_ident() == self._thread:
+                self._loop.call_soon(self.pump)
+                # Set `awake` last, so that after an interrupt before this line the next sender wakes the loop.
+                self.awake = True
+            else:
+                # `pump` may have run before this call returns, so `awake` is not set.
+                self._loop.call_soon_threadsafe(self.pump)
+        except RuntimeError:
+            # A closed loop writes nothing.
+            if not self._loop.is_closed():
+                raise
 
     def received(self, size: int, *, for_library: bool) -> None:
         """Report changes and write output, after the tap has handled data. If `delay` is set, delay the next read.

@@ -375,8 +375,13 @@ class Engine(BaseEngine):
             if type(waiter) is Future and waiter.get_loop() is not running:
                 # A task of another loop waits for a receipt.
                 wake_in_its_loop(waiter)
-            else:
+                continue
+            try:
                 waiter.set_result(None)
+            except RuntimeError:
+                # A closed loop has no task that waits, and the other waiters may belong to other loops.
+                if self.loop is None or not self.loop.is_closed():
+                    raise
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
             # Events and receipts wait until the loop runs.

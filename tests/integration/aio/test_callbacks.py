@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import uvloop
 
 from qflow_client import (
     AsyncProducer,
@@ -361,6 +362,39 @@ def test_a_manager_may_stop_a_producer_whose_loop_is_closed(run: Run, broker: Br
     producers[0].on_flow(lambda _event: None)
     manager.stop_all("audit")
     assert [hold.detail for hold in producers[0].flow_state.holds if hold.kind == "paused"] == ["audit"]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_producer_whose_loop_was_closed_while_calls_waited_can_be_resumed_and_shut_down(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], broker: Broker
+) -> None:
+    async def main() -> tuple[AsyncProducer, list[Any]]:
+        producer = await AsyncProducer(broker.url, routing_key="q", manager=FlowManager()).connect()
+        broker.withhold_confirms()
+        receipt = await producer.send(b"1")
+        producer.pause()
+        calls = producer.send(b"2", timeout=None), producer.wait_unflowed(), producer.flush(), receipt.result()
+        waiting = [asyncio.ensure_future(call) for call in calls]
+        await in_line(producer, 1)
+        await soon(lambda: receipt._waiter)
+        return producer, waiting
+
+    loop = make_loop()
+    producer, waiting = loop.run_until_complete(main())
+    left = asyncio.all_tasks(loop)
+    loop.close()
+    for task in left:
+        # Otherwise asyncio logs that the task never ended.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    producer.resume()
+    producer.shutdown()
+    assert producer.closed
+    assert not any(task.done() for task in waiting)
+    # At the end of the process it would log the lost messages.
+    producer._engine.end_soon()
+    del producer, waiting, left, task
+    collect()
 
 
 def test_one_notice_covers_all_waiting_senders(run: Run, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
