@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from threading import get_ident
-from types import TracebackType
 from typing import Final, TypeVar
 
 from qflow_client.errors import NestedCall
@@ -166,9 +165,7 @@ class Guard:
         _inside.add(get_ident())
         self._lock.acquire()
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._lock.release()
         _inside.discard(get_ident())
 

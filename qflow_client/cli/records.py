@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import IO, Self, cast
 
 from qflow_client import Message
@@ -255,9 +254,7 @@ class RecordSource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stack.close()
 
     def __iter__(self) -> Iterator[Record]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from sqlalchemy import URL, Engine, create_engine, make_url
@@ -244,9 +243,7 @@ class OutboxRelay:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._report_end(self.close(2 * self._lease))
 
     async def __aenter__(self) -> Self:

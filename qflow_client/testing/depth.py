@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from types import TracebackType
 from typing import Self
 
 from qflow_client.broker import Broker
@@ -63,9 +62,7 @@ class DepthRecorder:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: object, *_error: object) -> None:
         self._is_over = True
         self._thread.join()
         if exc_type is None:

@@ -26,7 +26,7 @@ from qflow_client.testing.node import free_port
 from qflow_client.testing.relay import NO_RULES, Direction, ProxiedConnection, Relay, Relays
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 __all__ = ["Direction", "FaultProxy", "ProxiedConnection", "Schedule"]
 
@@ -166,9 +166,7 @@ class FaultProxy:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         loop, stopping = self._loop, self._stopping
         if loop is not None and stopping is not None:
             loop.call_soon_threadsafe(stopping.set)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import quote
 
@@ -90,18 +89,14 @@ class EmbeddedBroker:
         self._runner.run(self._start, self._stop)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._runner.end(self._stop)
 
     async def __aenter__(self) -> Self:
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self._stop()
 
     async def _start(self) -> None:
