@@ -224,7 +224,7 @@ class Channel(pyamqp.Channel):
         confirms = connection.confirm_publish
         if confirms:
             self._select_confirms()
-        receipt = self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
+        receipt = self._send(msg, exchange, routing_key, mandatory, immediate, timeout, argsig)
         if confirms and confirms != PIPELINED:
             self._confirm(receipt, confirm_timeout or timeout)
         return _kept()
@@ -236,21 +236,9 @@ class Channel(pyamqp.Channel):
         if not connection:
             raise RecoverableConnectionError("basic_publish: connection closed")
         self._select_confirms()
-        receipt = self._publish_as_told(*args, **kwargs)
+        receipt = self._send(*args, **kwargs)
         self._confirm(receipt, confirm_timeout or kwargs.get("timeout"))
         return _kept()
-
-    def _publish_as_told(
-        self,
-        msg: Any,
-        exchange: str = "",
-        routing_key: str = "",
-        mandatory: bool = False,
-        immediate: bool = False,
-        timeout: float | None = None,
-        argsig: str = "Bssbb",
-    ) -> Receipt:
-        return self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
 
     def _select_confirms(self) -> None:
         if not self._confirm_selected:
@@ -263,12 +251,13 @@ class Channel(pyamqp.Channel):
 
     def _send(
         self,
-        message: Any,
-        exchange: str,
-        routing_key: str,
-        bits: tuple[Any, Any],
-        timeout: float | None,
-        argsig: str,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        immediate: bool = False,
+        timeout: float | None = None,
+        argsig: str = "Bssbb",
     ) -> Receipt:
         connection = self.connection
         wire = connection.transport
@@ -280,7 +269,7 @@ class Channel(pyamqp.Channel):
         if flow.protocol.reports.failures:
             self._raise_failures("they were published before; the message of this call was not sent")
         protocol = flow.protocol
-        encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
+        encoded = flow.encode(msg, exchange, routing_key, (mandatory, immediate), argsig, connection.frame_max)
         if protocol.unwritten:
             # Write the output of earlier calls that could not wait.
             flow.write()

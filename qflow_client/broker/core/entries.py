@@ -27,7 +27,6 @@ __all__ = [
     "Consumer",
     "DropReason",
     "DroppableEntries",
-    "Owner",
     "QueueEntry",
     "QueueView",
     "Record",
@@ -208,14 +207,6 @@ class QueueEntry:
         self.is_gone = False
 
 
-class Owner(Protocol):
-    """The connection that an exclusive queue belongs to."""
-
-    @property
-    def name(self) -> str:
-        """The name for logs and reports."""
-
-
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
@@ -377,9 +368,6 @@ class QueueView(Protocol):
     @property
     def droppable(self) -> DroppableEntries | None:
         """The entries that may be dropped for memory; ``None`` if no entry may."""
-
-    def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Return the reason why messages are refused now; ``None`` if they may enter."""
 
     def trim(self) -> None:
         """After a requeue, drop the messages beyond the maximum. See `Queue.trim`."""

@@ -38,10 +38,6 @@ class MethodSession(Protocol):
     dialect: Dialect
     output: Output
 
-    @property
-    def name(self) -> str:
-        """The name for logs and reports."""
-
 
 class MethodChannel(Protocol):
     """The part of the channel that these methods need."""

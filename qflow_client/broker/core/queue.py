@@ -38,7 +38,6 @@ from qflow_client.broker.core.entries import (
     Consumer,
     DroppableEntries,
     DropReason,
-    Owner,
     QueueEntry,
     StoredMessage,
 )
@@ -146,7 +145,7 @@ class Queue:
         options: QueueOptions = _NO_OPTIONS,
         rule: QueueRule | None = None,
         durable: bool = False,
-        exclusive_owner: Owner | None = None,
+        exclusive_owner: object | None = None,
         auto_delete: bool = False,
         arguments: dict[str, object] | None = None,
         flow_options: FlowOptions = _NO_FLOW_OPTIONS,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qflow_client.amqp.fields import MAX_DEPTH
-from qflow_client.broker.core.entries import Owner
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.core.ports import TopologyJournal
@@ -178,7 +177,7 @@ class Topology:
         source: str,
         routing_key: str,
         arguments: Mapping[str, object] | None,
-        owner: Owner | None = None,
+        owner: object | None = None,
     ) -> None:
         """Undo `bind`. If the binding or the source exchange does not exist, nothing changes, as in RabbitMQ.
 
@@ -247,7 +246,7 @@ def check_same(what: str, **settings: tuple[object, object]) -> None:
             )
 
 
-def check_owner(queue: Queue, owner: Owner | None) -> None:
+def check_owner(queue: Queue, owner: object | None) -> None:
     """Check that a connection may use a queue.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pamqp.commands
 
 from qflow_client.broker.core.deadletter import DeadLetters
-from qflow_client.broker.core.entries import DropReason, Owner, StoredMessage
+from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Exchange, Target
 from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
@@ -108,7 +108,7 @@ class VirtualHost:
 
     # Queues.
 
-    def queue(self, name: str, owner: Owner | None = None) -> Queue:
+    def queue(self, name: str, owner: object | None = None) -> Queue:
         """Return a queue by name.
 
         Args:
@@ -131,7 +131,7 @@ class VirtualHost:
         exclusive: bool = False,
         auto_delete: bool = False,
         arguments: Mapping[str, object] | None = None,
-        owner: Owner | None = None,
+        owner: object | None = None,
         number: int = 0,
         prefix: str = "amq.gen-",
     ) -> Queue:
@@ -227,7 +227,7 @@ class VirtualHost:
         if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
-    def owner_gone(self, owner: Owner) -> None:
+    def owner_gone(self, owner: object) -> None:
         """Delete the exclusive queues of a connection that has ended."""
         for queue in [queue for queue in self.queues.values() if queue.exclusive_owner is owner]:
             self.delete_queue(queue)

@@ -16,6 +16,7 @@ from itertools import chain
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.snapshots import MemorySnapshot, QueueSnapshot
 from qflow_client.broker.http.turns import Turns
+from qflow_client.broker.policies.marks import MARKS
 
 __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 
@@ -59,14 +60,6 @@ _MEMORY_COUNTERS = (
     ("written", "qflow_store_written_messages", "Messages that were written to disk"),
     ("commits", "qflow_store_commits", "Commits of the message store"),
 )
-_THRESHOLDS = (
-    "flow_stop_count",
-    "flow_resume_count",
-    "flow_stop_size",
-    "flow_resume_size",
-    "capacity",
-    "flow_resume_capacity",
-)
 
 
 class _Head:
@@ -100,7 +93,7 @@ def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
         family += line.encode(errors="replace")
-    for mark in _THRESHOLDS:
+    for mark in MARKS:
         value = getattr(queue.thresholds, mark)
         line = f'qflow_queue_threshold{{mark="{mark}",queue={label}}} {value:d}\n'
         families[-1] += line.encode(errors="replace")

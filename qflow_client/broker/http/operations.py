@@ -26,6 +26,7 @@ from qflow_client.broker.http.models import (
     Binding,
     BindingRequest,
     Channel,
+    ChannelFlowState,
     Connection,
     Counters,
     DefinitionsDocument,
@@ -39,6 +40,7 @@ from qflow_client.broker.http.models import (
     PolicyAnswer,
     PolicyRequest,
     Queue,
+    QueueFlowState,
     QueueRequest,
     RateLimitAnswer,
     RateLimitRequest,
@@ -87,19 +89,8 @@ _SUMS = (
     "consumers",
 )
 # The fields of a queue and of a channel in the flow states.
-_FLOW_STATE = (
-    "name",
-    "flowState",
-    "flowStopped",
-    "flowStoppedCount",
-    "depth",
-    "bytes",
-    "thresholds",
-    "enforcement",
-    "blocked",
-    "heldConfirms",
-)
-_CHANNEL_FLOW_STATE = ("name", "connection", "blockedBy", "flowOk", "timesFlowed", "flowedSeconds")
+_FLOW_STATE = tuple(map(to_camel, QueueFlowState.model_fields))
+_CHANNEL_FLOW_STATE = tuple(map(to_camel, ChannelFlowState.model_fields))
 
 
 # Status of the broker.
