@@ -115,32 +115,19 @@ __all__ = [
 
 # A producer imports its client library, so each producer is imported on first use. So are rarely used modules.
 _LATER = {
-    "AsyncProducer": "qflow_client.aio",
-    "AsyncReceipt": "qflow_client.aio",
-    "Binding": "qflow_client.topology",
-    "DeduplicationError": "qflow_client.dedup",
-    "Deduplicator": "qflow_client.dedup",
-    "Exchange": "qflow_client.topology",
-    "FlowLog": "qflow_client.flowlog",
-    "NotDurable": "qflow_client.outbox",
-    "Outbox": "qflow_client.outbox",
-    "OutboxError": "qflow_client.outbox",
-    "OutboxFull": "qflow_client.outbox",
-    "OutboxInUse": "qflow_client.outbox",
-    "Position": "qflow_client.position",
-    "Producer": "qflow_client.sync",
-    "Queue": "qflow_client.topology",
-    "StoredMessage": "qflow_client.outbox",
-    "SyncReceipt": "qflow_client.sync",
-    "Topology": "qflow_client.topology",
-    "connect": "qflow_client.sync",
-    "connect_async": "qflow_client.aio",
-    "may_be_second_copy": "qflow_client.dedup",
+    "aio": ("AsyncProducer", "AsyncReceipt", "connect_async"),
+    "dedup": ("DeduplicationError", "Deduplicator", "may_be_second_copy"),
+    "flowlog": ("FlowLog",),
+    "outbox": ("NotDurable", "Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"),
+    "position": ("Position",),
+    "sync": ("Producer", "SyncReceipt", "connect"),
+    "topology": ("Binding", "Exchange", "Queue", "Topology"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        value = globals()[name] = getattr(import_module(_LATER[name]), name)
-        return value
+    for module, names in _LATER.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from qflow_client.database import Database
 from qflow_client.errors import QflowError
@@ -41,16 +41,6 @@ def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = Fa
         redelivered: flag ``redelivered`` of the delivery.
     """
     return redelivered or (headers is not None and bool(headers.get(REPUBLISHED)))
-
-
-class _Memory(Protocol):
-    def __contains__(self, message_id: str) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def add(self, message_id: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _InProcess:
@@ -239,7 +229,7 @@ class Deduplicator:
         if max_age is not None and not max_age > 0:
             raise ValueError(f"max_age must be more than 0 seconds, not {shown(max_age)}")
         age = math.inf if max_age is None else max_age
-        self._memory: _Memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
+        self._memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()
         # The messages that blocks handle now, by message id.
         self._handling: dict[str, _Handling] = {}

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from qflow_client.events import HoldKind
-from qflow_client.flow import Gate, WindowLimiter
 from qflow_client.forks import after_fork_in_child
 from qflow_client.logs import log
 from qflow_client.message import Message, copy_position
@@ -31,6 +30,8 @@ from qflow_client.settings import ProducerSettings
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Histogram, Observation
     from opentelemetry.trace import Span
+
+    from qflow_client.core.protocol import ProducerProtocol
 
 __all__ = [
     "MAX_DESTINATIONS",
@@ -62,44 +63,6 @@ _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "s
 _DELIVERED = (Outcome.CONFIRMED, Outcome.SENT)
 
 _monotonic = time.monotonic
-
-
-class _Outbound(Protocol):
-    begun: int
-
-
-class _Controller(Protocol):
-    waiting: int
-
-
-class _Admission(Protocol):
-    observer: Any
-
-
-class _Line(Protocol):
-    flowed_errors: dict[str, int]
-
-
-class _Watched(Protocol):
-    """The parts of a producer's protocol that this module reads."""
-
-    gate: Gate
-    window: WindowLimiter
-
-    @property
-    def admission(self) -> _Admission: ...
-
-    @property
-    def line(self) -> _Line: ...
-
-    @property
-    def controller(self) -> _Controller: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def unsettled(self) -> int: ...
 
 
 def _version() -> str:
@@ -149,7 +112,7 @@ class _Traced(Message):
 class Observer:
     """Observes the messages of one producer. The protocol makes one call at a time."""
 
-    def __init__(self, protocol: _Watched, name: str, url: str, histogram: Histogram) -> None:
+    def __init__(self, protocol: ProducerProtocol, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
         #: The attributes of the producer in all metrics.
         self.attributes: dict[str, Any] = {"messaging.system": "rabbitmq", "qflow.producer.name": name} | _server(url)
@@ -541,7 +504,11 @@ _making = threading.Lock()
 
 
 def watch(
-    producer: object, protocol: _Watched, settings: ProducerSettings, url: str, peer: tuple[str, int] | None = None
+    producer: object,
+    protocol: ProducerProtocol,
+    settings: ProducerSettings,
+    url: str,
+    peer: tuple[str, int] | None = None,
 ) -> Observer:
     """Measure a producer until `unwatch` is called or the producer is collected.
 

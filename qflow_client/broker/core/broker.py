@@ -7,16 +7,19 @@ broker. The class `qflow_client.broker.Broker` adds policies, the store and HTTP
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import pamqp.commands
 
+from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.embedding import on_loop
 from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.exchange import Exchange
 from qflow_client.broker.core.inspection import InspectableBroker
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.server import Connection
+from qflow_client.broker.core.session import Session
 from qflow_client.broker.core.snapshots import (
     BrokerMessage,
     ExchangeSnapshot,
@@ -28,12 +31,7 @@ from qflow_client.broker.core.snapshots import (
 __all__ = ["Broker"]
 
 
-class _HasName(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Named = TypeVar("_Named", bound=_HasName)
+_Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -74,13 +74,7 @@ class RateLimit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the limit as JSON types."""
-        return {
-            "apply_to": self.apply_to.value,
-            "name": self.name,
-            "messages": self.messages,
-            "bytes": self.bytes,
-            "burst": self.burst,
-        }
+        return asdict(self) | {"apply_to": self.apply_to.value}
 
 
 class _Rate(FlowController):

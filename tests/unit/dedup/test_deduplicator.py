@@ -337,7 +337,7 @@ class Model(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.deduplicator = Deduplicator(self.path, max_count=self.max_count, max_age=self.max_age)
-        self.deduplicator._memory.clock = lambda: self.now  # type: ignore[attr-defined]
+        self.deduplicator._memory.clock = lambda: self.now
 
     def known(self) -> dict[str, float]:
         return {each: at for each, at in self.handled.items() if self.max_age is None or at > self.now - self.max_age}
