@@ -91,29 +91,21 @@ class Limiter(ABC):
         """
 
 
-class WindowLimiter(Limiter):
-    """Limits the number of elements inside to `capacity`. Their sizes do not matter (F2 C6).
-
-    Args:
-        capacity: maximum number of elements, at least 1.
-        kind: kind of the hold while the window is full.
-
-    Raises:
-        ValueError: the capacity is below 1.
-    """
+class _CapacityLimiter(Limiter):
+    """Limits what is inside to `capacity`: the number of elements, or their total size."""
 
     __slots__ = ("_capacity", "kind", "used")
 
     def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
         self.capacity = capacity
-        #: Kind of the hold while the window is full.
+        #: Kind of the hold while the limiter is full.
         self.kind = kind
-        #: Number of elements inside.
+        #: Number of elements inside, or their total size.
         self.used = 0
 
     @property
     def capacity(self) -> int:
-        """The maximum number of elements inside. After a reduction, no element enters until enough have left.
+        """The maximum inside. After it is reduced, no element enters until enough elements have left.
 
         Raises:
             ValueError: the new value is below 1.
@@ -124,6 +116,27 @@ class WindowLimiter(Limiter):
     def capacity(self, capacity: int) -> None:
         check_at_least_1("capacity", capacity)
         self._capacity = capacity
+
+    @property
+    def resumable(self) -> bool:
+        return self.used <= self._capacity
+
+    def ready_at(self, size: int, now: float) -> float | None:
+        return now if self.refusal(size, now) is None else None
+
+
+class WindowLimiter(_CapacityLimiter):
+    """Limits the number of elements inside to `capacity`. Their sizes do not matter (F2 C6).
+
+    Args:
+        capacity: maximum number of elements, at least 1.
+        kind: kind of the hold while the window is full.
+
+    Raises:
+        ValueError: the capacity is below 1.
+    """
+
+    __slots__ = ()
 
     def refusal(self, size: int, now: float) -> str | None:
         return None if self.used < self._capacity else self.kind
@@ -144,15 +157,8 @@ class WindowLimiter(Limiter):
             raise ValueError(f"{count} elements cannot leave a window with {self.used} elements")
         self.used -= count
 
-    @property
-    def resumable(self) -> bool:
-        return self.used <= self._capacity
 
-    def ready_at(self, size: int, now: float) -> float | None:
-        return now if self.refusal(size, now) is None else None
-
-
-class SizeLimiter(Limiter):
+class SizeLimiter(_CapacityLimiter):
     """Limits the total size of the elements inside to `capacity`. A larger element has to be alone inside (F2 C6).
 
     Args:
@@ -163,28 +169,7 @@ class SizeLimiter(Limiter):
         ValueError: the capacity is below 1.
     """
 
-    __slots__ = ("_capacity", "kind", "used")
-
-    def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
-        self.capacity = capacity
-        #: Kind of the hold while the limiter is full.
-        self.kind = kind
-        #: The total size of the elements inside.
-        self.used = 0
-
-    @property
-    def capacity(self) -> int:
-        """The maximum total size inside. After it is reduced, no element enters until enough elements have left.
-
-        Raises:
-            ValueError: the new value is below 1.
-        """
-        return self._capacity
-
-    @capacity.setter
-    def capacity(self, capacity: int) -> None:
-        check_at_least_1("capacity", capacity)
-        self._capacity = capacity
+    __slots__ = ()
 
     def refusal(self, size: int, now: float) -> str | None:
         return None if self.used + size <= self._capacity or not self.used else self.kind
@@ -197,13 +182,6 @@ class SizeLimiter(Limiter):
         if size > self.used:
             raise ValueError(f"a size of {size} cannot leave a limiter that contains {self.used}")
         self.used -= size
-
-    @property
-    def resumable(self) -> bool:
-        return self.used <= self._capacity
-
-    def ready_at(self, size: int, now: float) -> float | None:
-        return now if self.refusal(size, now) is None else None
 
 
 class RateLimiter(Limiter):
