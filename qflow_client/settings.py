@@ -120,8 +120,9 @@ class OutboxSynchronous(StrEnum):
     FULL = "full"
 
 
-def _seconds(text: str) -> float | None:
-    return None if text.lower() in ("none", "forever", "") else float(text)
+def _optional(parse: Callable[[str], Any], *none: str) -> Callable[[str], Any]:
+    """Return a function that parses a text. It returns ``None`` for an empty text, ``none`` and the words of `none`."""
+    return lambda text: None if text.lower() in ("none", "", *none) else parse(text)
 
 
 def _capacity(text: str) -> int | str:
@@ -139,24 +140,12 @@ def _comma_list(text: str) -> str | tuple[str, ...]:
     return urls[0] if len(urls) == 1 else tuple(urls)
 
 
-def _optional_path(text: str) -> str | None:
-    return None if text.lower() in ("none", "") else text
-
-
-def _optional_int(text: str) -> int | None:
-    return None if text.lower() in ("none", "") else int(text)
-
-
 def _boolean(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     try:
         return known[text.lower()]
     except KeyError:
         raise ValueError("use true or false") from None
-
-
-def _optional_boolean(text: str) -> bool | None:
-    return None if text.lower() in ("none", "") else _boolean(text)
 
 
 def _setting(default: Any, parse: Callable[[str], Any], allowed: str, check: Callable[[Any], bool]) -> Any:
@@ -196,7 +185,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
         return (value is None and none != "") or (_is_int(value) and value >= 1)
 
     allowed = f"a whole number of {unit}, at least 1"
-    return (_optional_int, f"{none} or {allowed}", is_allowed) if none else (int, allowed, is_allowed)
+    return (_optional(int), f"{none} or {allowed}", is_allowed) if none else (int, allowed, is_allowed)
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
@@ -206,7 +195,7 @@ def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
 
     allowed = f"{unit}, {'at least' if or_0 else 'more than'} 0"
-    return (_seconds, f"{none} or {allowed}", is_allowed) if none else (float, allowed, is_allowed)
+    return (_optional(float, "forever"), f"{none} or {allowed}", is_allowed) if none else (float, allowed, is_allowed)
 
 
 def _member_of(kind: type[StrEnum]) -> _Rule:
@@ -372,7 +361,7 @@ class ProducerSettings:
     confirms: bool = _setting(True, *_BOOL)
     mandatory: bool | None = _setting(
         None,
-        _optional_boolean,
+        _optional(_boolean),
         "None (as message_ids), True or False",
         lambda v: v is None or isinstance(v, bool),
     )
@@ -403,7 +392,7 @@ class ProducerSettings:
     delivery_timeout: float | None = _setting(None, *_number("seconds", "None (for never)"))
     retry_delay: float = _setting(0.1, *_number("seconds"))
     retry_delay_max: float = _setting(5.0, *_number("seconds"))
-    outbox: str | os.PathLike[str] | None = _setting(None, _optional_path, "None or the path of a file", _is_path)
+    outbox: str | os.PathLike[str] | None = _setting(None, _optional(str), "None or the path of a file", _is_path)
     outbox_max_bytes: int = _setting(1 << 30, *_whole("bytes"))
     outbox_max_age: float | None = _setting(None, *_number("seconds", "None (for ever)"))
     outbox_full: OnOutboxFull = _setting(OnOutboxFull.BLOCK, *_member_of(OnOutboxFull))

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
+from operator import attrgetter
 
 from qflow_client.core.refusals import Pauses, Refusals
 from qflow_client.core.suspects import PoisonDetector, Suspects
@@ -95,7 +96,7 @@ class Resending:
         if not again or again[-1]._number < number:
             again.append(receipt)
         else:
-            again.insert(bisect_left(again, number, key=_number_of), receipt)
+            again.insert(bisect_left(again, number, key=attrgetter("_number")), receipt)
         return True
 
     def refused_too_long(self, now: float) -> list[Receipt]:
@@ -208,7 +209,3 @@ class Resending:
             if receipt is not None and not receipt.done and not tag_of(receipt):
                 # The interrupt came before it was sent.
                 self.forget_sent(receipt)
-
-
-def _number_of(receipt: Receipt) -> int:
-    return receipt._number

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from qflow_client.core.protocol import ProducerProtocol
@@ -36,10 +37,6 @@ __all__ = ["OutboxStore"]
 
 def _size(payload: bytes | Message) -> int:
     return len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
-
-
-def _number_of(receipt: Receipt) -> int:
-    return receipt._number
 
 
 class _Room(Limiter):
@@ -294,7 +291,7 @@ class OutboxStore:
         while waiting:
             number = next(iter(waiting))
             if waiting[number] > durable:
-                count = bisect_left(unsent, number, key=_number_of)
+                count = bisect_left(unsent, number, key=attrgetter("_number"))
                 break
             del waiting[number]
         if count:

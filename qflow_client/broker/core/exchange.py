@@ -74,6 +74,8 @@ class Exchange(ABC):
     """
 
     type: ExchangeType
+    #: Whether its routing depends on more than the routing key.
+    needs_headers = False
 
     def __init__(
         self,
@@ -93,11 +95,6 @@ class Exchange(ABC):
         self.bindings: dict[object, Binding] = {}
         #: The exchanges that are destinations of its bindings, by the key of the binding.
         self.next_exchanges: dict[object, Exchange] = {}
-
-    @property
-    def needs_headers(self) -> bool:
-        """Whether its routing depends on more than the routing key."""
-        return False
 
     def bind(self, binding: Binding) -> None:
         """Add a binding. If the binding exists, nothing changes.
@@ -305,11 +302,8 @@ class HeadersExchange(Exchange):
     """
 
     type = ExchangeType.HEADERS
+    needs_headers = True
     _MATCHES = ("all", "any", "all-with-x", "any-with-x")
-
-    @property
-    def needs_headers(self) -> bool:
-        return True
 
     def bind(self, binding: Binding) -> None:
         how = binding.arguments.get("x-match", "all")

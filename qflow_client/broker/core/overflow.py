@@ -9,6 +9,7 @@ enters, and `Overflow.trim` after the message was offered to consumers. A policy
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qflow_client.broker.core.contents import LastValueMap
 from qflow_client.broker.core.entries import QueueView
@@ -25,6 +26,13 @@ class Overflow:
         max_size: maximum body bytes; ``None`` for no maximum.
     """
 
+    #: Whether a refused message without a confirm is only counted. Otherwise it closes the publisher's channel.
+    is_silent: ClassVar[bool] = False
+    #: Whether the maximum applies only to ready messages. A requeue may then exceed it.
+    counts_ready: ClassVar[bool] = False
+    #: Whether bodies of the queue may be only on disk (A2).
+    pages_bodies: ClassVar[bool] = False
+
     max_count: int | None = None
     max_size: int | None = None
 
@@ -38,23 +46,8 @@ class Overflow:
         return False
 
     @property
-    def is_silent(self) -> bool:
-        """Whether a refused message without a confirm is only counted. Otherwise it closes the publisher's channel."""
-        return False
-
-    @property
     def dead_letters_refused(self) -> bool:
         """Whether refused messages go to the dead-letter exchange."""
-        return False
-
-    @property
-    def counts_ready(self) -> bool:
-        """Whether the maximum applies only to ready messages. A requeue may then exceed it."""
-        return False
-
-    @property
-    def pages_bodies(self) -> bool:
-        """Whether bodies of the queue may be only on disk (A2)."""
         return False
 
     def last_values(self) -> LastValueMap | None:

@@ -16,13 +16,11 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 class FlowToDisk(Overflow):
     """Accept every message. Keep bodies up to the maximum in memory, and the others on disk (A2)."""
 
+    pages_bodies = True
+
     @property
     def name(self) -> str:
         return QueuePolicy.FLOW_TO_DISK
-
-    @property
-    def pages_bodies(self) -> bool:
-        return True
 
     def trim(self, queue: QueueView) -> None:
         pager = queue.pager
@@ -133,13 +131,11 @@ class Conflate(Ring):
 class DropHead(_Dropping):
     """Drop the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Only ready messages are counted."""
 
+    counts_ready = True
+
     @property
     def name(self) -> str:
         return "drop-head"
-
-    @property
-    def counts_ready(self) -> bool:
-        return True
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
         contents = queue.contents
@@ -155,15 +151,13 @@ class RejectPublish(Overflow):
         dead_letters: whether refused messages go to the dead-letter exchange (``reject-publish-dlx``).
     """
 
+    is_silent = True
+
     dead_letters: bool = False
 
     @property
     def name(self) -> str:
         return "reject-publish-dlx" if self.dead_letters else "reject-publish"
-
-    @property
-    def is_silent(self) -> bool:
-        return True
 
     @property
     def dead_letters_refused(self) -> bool:
