@@ -101,10 +101,14 @@ def publish(channel: Any, *bodies: bytes) -> None:
         channel.basic_publish("", "q", body)
 
 
-def publish_all(channel: Any, *bodies: bytes) -> None:
-    """Publish to an empty queue, and wait until it has them; RabbitMQ may answer while they are on the way to it."""
+def publish_all(channel: Any, *bodies: bytes) -> Any:
+    """Publish to an empty queue, wait until it has them and return the channel.
+
+    RabbitMQ may answer while they are on the way to the queue.
+    """
     publish(channel, *bodies)
-    until(channel, lambda: channel.queue_declare("q", passive=True).method.message_count == len(bodies))
+    until(channel, lambda: declared(channel).method.message_count == len(bodies))
+    return channel
 
 
 def get(channel: Any) -> Any:
@@ -122,6 +126,88 @@ def get(channel: Any) -> Any:
 
 def recorder(log: list[Any], name: str) -> Callable[..., None]:
     return lambda *arguments: log.append([name, *map(normal, arguments)])
+
+
+def of_expressions(**expressions: Callable[[Any], Any]) -> None:
+    """Add scenarios that are one expression of the channel each."""
+    for name, expression in expressions.items():
+        SCENARIOS[name] = _scenario_of(expression)
+
+
+def _scenario_of(expression: Callable[[Any], Any]) -> Scenario:
+    return lambda _pika, channel, _log: expression(channel)
+
+
+def declared(channel: Any) -> Any:
+    """What the broker says of ``q``."""
+    return channel.queue_declare("q", passive=True)
+
+
+def tag_of_first(channel: Any, *bodies: bytes) -> Any:
+    """Publish to the empty queue, get the first message and return its tag."""
+    return publish_all(channel, *bodies).basic_get("q")[0].delivery_tag
+
+
+of_expressions(
+    basic_ack=lambda channel: (channel.basic_ack(tag_of_first(channel, b"one", b"two")), declared(channel)),
+    basic_ack__of_an_unknown_tag=lambda channel: (channel.basic_ack(99), declared(channel)),
+    basic_consume__of_no_queue=lambda channel: channel.basic_consume("missing", print),
+    basic_consume__of_a_tag_twice=lambda channel: [
+        channel.basic_consume("q", print, consumer_tag="tag") for _ in range(2)
+    ],
+    basic_consume__without_a_callback=lambda channel: channel.basic_consume("q", None),
+    basic_nack=lambda channel: (channel.basic_nack(tag_of_first(channel, b"one"), requeue=True), get(channel)),
+    basic_publish=lambda channel: (channel.basic_publish("", "q", b"body"), get(channel)),
+    basic_publish__of_text=lambda channel: (
+        channel.basic_publish(exchange="", routing_key="q", body="bödy"),
+        get(channel),
+    ),
+    basic_publish__of_nothing=lambda channel: (channel.basic_publish("", "q", b""), get(channel)),
+    basic_publish__of_much=lambda channel: (channel.basic_publish("", "q", bytes(range(256)) * 2000), get(channel)),
+    basic_publish__of_other_bytes=lambda channel: (channel.basic_publish("", "q", bytearray(b"body")), get(channel)),
+    basic_publish__to_no_exchange_with_confirms=lambda channel: (
+        channel.confirm_delivery(),
+        channel.basic_publish("missing", "q", b"body"),
+    ),
+    basic_publish__on_a_closed_channel=lambda channel: (channel.close(), channel.basic_publish("", "q", b"body")),
+    basic_publish__on_a_closed_connection=lambda channel: (
+        channel.connection.close(),
+        channel.basic_publish("", "q", b"body"),
+    ),
+    basic_recover=lambda channel: (tag_of_first(channel, b"one"), channel.basic_recover(requeue=True), get(channel)),
+    basic_reject=lambda channel: (
+        channel.basic_reject(tag_of_first(channel, b"one"), requeue=False),
+        declared(channel),
+    ),
+    channel_number=lambda channel: (channel.channel_number, int(channel), channel.connection.channel(7).channel_number),
+    close__twice=lambda channel: (channel.close(), channel.close()),
+    confirm_delivery=lambda channel: (
+        channel.confirm_delivery(),
+        channel.confirm_delivery(),
+        channel.basic_publish("", "q", b"body"),
+    ),
+    exchange_declare=lambda channel: (
+        channel.exchange_declare("x", "topic"),
+        channel.exchange_declare("x", passive=True),
+    ),
+    exchange_declare__otherwise=lambda channel: (
+        channel.exchange_declare("x", "topic"),
+        channel.exchange_declare("x", "fanout"),
+    ),
+    exchange_delete=lambda channel: (
+        channel.exchange_declare("x", "topic"),
+        channel.exchange_delete("x", if_unused=True),
+    ),
+    flow=lambda channel: channel.flow(True),
+    is_open=lambda channel: (channel.is_open, channel.close(), channel.is_open),
+    is_closed=lambda channel: (channel.is_closed, channel.close(), channel.is_closed),
+    queue_declare=lambda channel: (publish_all(channel, b"one").queue_declare("q"), declared(channel)),
+    queue_declare__of_none=lambda channel: channel.queue_declare("missing", passive=True),
+    queue_delete=lambda channel: (publish_all(channel, b"one").queue_delete("q"), channel.queue_delete("q")),
+    queue_purge=lambda channel: publish_all(channel, b"one", b"two").queue_purge("q"),
+    tx_select=lambda channel: channel.tx_select(),
+    tx_select__with_confirms=lambda channel: (channel.confirm_delivery(), channel.tx_select()),
+)
 
 
 @scenario
@@ -155,19 +241,6 @@ def add_on_return_callback__with_confirms(pika: Any, channel: Any, log: list[Any
 
 
 @scenario
-def basic_ack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one", b"two")
-    method, _, _ = channel.basic_get("q")
-    return channel.basic_ack(method.delivery_tag), channel.queue_declare("q", passive=True)
-
-
-@scenario
-def basic_ack__of_an_unknown_tag(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.basic_ack(99)
-    channel.queue_declare("q", passive=True)
-
-
-@scenario
 def basic_cancel(_pika: Any, channel: Any, log: list[Any]) -> Any:
     publish(channel, b"one", b"two")
     channel.basic_consume("q", recorder(log, "message"), auto_ack=True, consumer_tag="tag")
@@ -185,22 +258,6 @@ def basic_consume(_pika: Any, channel: Any, log: list[Any]) -> Any:
 
 
 @scenario
-def basic_consume__of_no_queue(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    channel.basic_consume("missing", recorder(log, "message"))
-
-
-@scenario
-def basic_consume__of_a_tag_twice(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
-    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
-
-
-@scenario
-def basic_consume__without_a_callback(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.basic_consume("q", None)
-
-
-@scenario
 def basic_get(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     empty = channel.basic_get("q")
     channel.basic_publish(
@@ -212,38 +269,6 @@ def basic_get(_pika: Any, channel: Any, _log: list[Any]) -> Any:
         ),
     )
     return empty, get(channel)
-
-
-@scenario
-def basic_nack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    method, _, _ = channel.basic_get("q")
-    return channel.basic_nack(method.delivery_tag, requeue=True), get(channel)
-
-
-@scenario
-def basic_publish(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.basic_publish("", "q", b"body"), get(channel)
-
-
-@scenario
-def basic_publish__of_text(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.basic_publish(exchange="", routing_key="q", body="bödy"), get(channel)
-
-
-@scenario
-def basic_publish__of_nothing(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.basic_publish("", "q", b""), get(channel)
-
-
-@scenario
-def basic_publish__of_much(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.basic_publish("", "q", bytes(range(256)) * 2000), get(channel)
-
-
-@scenario
-def basic_publish__of_other_bytes(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.basic_publish("", "q", bytearray(b"body")), get(channel)
 
 
 @scenario
@@ -281,24 +306,6 @@ def basic_publish__that_is_nacked(_pika: Any, channel: Any, _log: list[Any]) -> 
 def basic_publish__to_no_exchange(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.basic_publish("missing", "q", b"body")
     until(channel, lambda: channel.is_closed)
-    channel.basic_publish("", "q", b"body")
-
-
-@scenario
-def basic_publish__to_no_exchange_with_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.confirm_delivery()
-    channel.basic_publish("missing", "q", b"body")
-
-
-@scenario
-def basic_publish__on_a_closed_channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.close()
-    channel.basic_publish("", "q", b"body")
-
-
-@scenario
-def basic_publish__on_a_closed_connection(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close()
     channel.basic_publish("", "q", b"body")
 
 
@@ -347,21 +354,7 @@ def basic_qos(_pika: Any, channel: Any, log: list[Any]) -> Any:
     publish_all(channel, b"one", b"two")
     channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
     until(channel, lambda: log)
-    return result, channel.queue_declare("q", passive=True), channel.connection.process_data_events()
-
-
-@scenario
-def basic_recover(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    channel.basic_get("q")
-    return channel.basic_recover(requeue=True), get(channel)
-
-
-@scenario
-def basic_reject(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    method, _, _ = channel.basic_get("q")
-    return channel.basic_reject(method.delivery_tag, requeue=False), channel.queue_declare("q", passive=True)
+    return result, declared(channel), channel.connection.process_data_events()
 
 
 @scenario
@@ -375,25 +368,9 @@ def cancel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def channel_number(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.channel_number, int(channel), channel.connection.channel(7).channel_number
-
-
-@scenario
 def close(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.basic_consume("q", print, consumer_tag="tag")
     return channel.close(), channel.is_closed, channel.consumer_tags
-
-
-@scenario
-def close__twice(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.close()
-    channel.close()
-
-
-@scenario
-def confirm_delivery(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.confirm_delivery(), channel.confirm_delivery(), channel.basic_publish("", "q", b"body")
 
 
 @scenario
@@ -454,33 +431,11 @@ def exchange_bind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def exchange_declare(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.exchange_declare("x", "topic"), channel.exchange_declare("x", passive=True)
-
-
-@scenario
-def exchange_declare__otherwise(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.exchange_declare("x", "topic")
-    channel.exchange_declare("x", "fanout")
-
-
-@scenario
-def exchange_delete(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.exchange_declare("x", "topic")
-    return channel.exchange_delete("x", if_unused=True)
-
-
-@scenario
 def exchange_unbind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.exchange_declare("x", "fanout")
     channel.exchange_declare("y", "fanout")
     channel.exchange_bind("y", "x")
     return channel.exchange_unbind("y", "x")
-
-
-@scenario
-def flow(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.flow(True)
 
 
 @scenario
@@ -493,48 +448,11 @@ def get_waiting_message_count(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def is_open(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    before = channel.is_open
-    channel.close()
-    return before, channel.is_open
-
-
-@scenario
-def is_closed(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    before = channel.is_closed
-    channel.close()
-    return before, channel.is_closed
-
-
-@scenario
 def queue_bind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.exchange_declare("x", "topic")
     bound = channel.queue_bind("q", "x", "a.*")
     channel.basic_publish("x", "a.b", b"body")
     return bound, get(channel)
-
-
-@scenario
-def queue_declare(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    return channel.queue_declare("q"), channel.queue_declare("q", passive=True)
-
-
-@scenario
-def queue_declare__of_none(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.queue_declare("missing", passive=True)
-
-
-@scenario
-def queue_delete(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    return channel.queue_delete("q"), channel.queue_delete("q")
-
-
-@scenario
-def queue_purge(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one", b"two")
-    return channel.queue_purge("q")
 
 
 @scenario
@@ -572,29 +490,18 @@ def stop_consuming(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def tx_select(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.tx_select()
-
-
-@scenario
-def tx_select__with_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.confirm_delivery()
-    channel.tx_select()
-
-
-@scenario
 def tx_commit(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.tx_select()
     publish(channel, b"one", b"two")
-    before = channel.queue_declare("q", passive=True)
-    return before, channel.tx_commit(), channel.queue_declare("q", passive=True)
+    before = declared(channel)
+    return before, channel.tx_commit(), declared(channel)
 
 
 @scenario
 def tx_rollback(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.tx_select()
     publish(channel, b"one", b"two")
-    return channel.tx_rollback(), channel.queue_declare("q", passive=True)
+    return channel.tx_rollback(), declared(channel)
 
 
 # The connection.
@@ -605,9 +512,52 @@ def closes(channel: Any) -> list[Any]:
     return [connection.is_open, connection.is_closed, channel.is_open, channel.is_closed]
 
 
-@scenario
-def connection__accept_consumer_cancel_ok_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return getattr(channel.connection, "accept_consumer_cancel_ok_supported", "not in this release")
+of_expressions(
+    connection__accept_consumer_cancel_ok_supported=lambda channel: getattr(
+        channel.connection, "accept_consumer_cancel_ok_supported", "not in this release"
+    ),
+    connection__add_callback_threadsafe__of_a_closed_one=lambda channel: (
+        channel.connection.close(),
+        channel.connection.add_callback_threadsafe(print),
+    ),
+    connection__add_on_connection_blocked_callback=lambda channel: (
+        channel.connection.add_on_connection_blocked_callback(print)
+    ),
+    connection__add_on_connection_unblocked_callback=lambda channel: (
+        channel.connection.add_on_connection_unblocked_callback(print)
+    ),
+    connection__basic_nack=lambda channel: channel.connection.basic_nack,
+    connection__basic_nack_supported=lambda channel: channel.connection.basic_nack_supported,
+    connection__consumer_cancel_notify=lambda channel: channel.connection.consumer_cancel_notify,
+    connection__consumer_cancel_notify_supported=lambda channel: channel.connection.consumer_cancel_notify_supported,
+    connection__exchange_exchange_bindings=lambda channel: channel.connection.exchange_exchange_bindings,
+    connection__exchange_exchange_bindings_supported=lambda channel: (
+        channel.connection.exchange_exchange_bindings_supported
+    ),
+    connection__publisher_confirms=lambda channel: channel.connection.publisher_confirms,
+    connection__publisher_confirms_supported=lambda channel: channel.connection.publisher_confirms_supported,
+    connection__call_later__into_the_past=lambda channel: channel.connection.call_later(-1, print),
+    connection__channel__with_a_number_that_is_taken=lambda channel: channel.connection.channel(channel.channel_number),
+    connection__channel__of_a_closed_one=lambda channel: (channel.connection.close(), channel.connection.channel()),
+    connection__close__twice=lambda channel: (channel.connection.close(200, "good-bye"), channel.connection.close()),
+    connection__close__before_its_channel=lambda channel: (channel.connection.close(), channel.close()),
+    connection__is_closed=lambda channel: (
+        channel.connection.is_closed,
+        channel.connection.close(),
+        channel.connection.is_closed,
+    ),
+    connection__is_open=lambda channel: (
+        channel.connection.is_open,
+        channel.connection.close(),
+        channel.connection.is_open,
+    ),
+    connection__process_data_events__of_a_closed_one=lambda channel: (
+        channel.connection.close(),
+        channel.connection.process_data_events(),
+    ),
+    connection__sleep__less_than_nothing=lambda channel: channel.connection.sleep(-1),
+    connection__update_secret=lambda channel: channel.connection.update_secret("guest", "time"),
+)
 
 
 @scenario
@@ -623,32 +573,6 @@ def connection__add_callback_threadsafe(_pika: Any, channel: Any, log: list[Any]
 
 
 @scenario
-def connection__add_callback_threadsafe__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close()
-    channel.connection.add_callback_threadsafe(print)
-
-
-@scenario
-def connection__add_on_connection_blocked_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    return channel.connection.add_on_connection_blocked_callback(recorder(log, "blocked"))
-
-
-@scenario
-def connection__add_on_connection_unblocked_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    return channel.connection.add_on_connection_unblocked_callback(recorder(log, "unblocked"))
-
-
-@scenario
-def connection__basic_nack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.basic_nack
-
-
-@scenario
-def connection__basic_nack_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.basic_nack_supported
-
-
-@scenario
 def connection__call_later(_pika: Any, channel: Any, log: list[Any]) -> Any:
     connection = channel.connection
     timers = [
@@ -658,11 +582,6 @@ def connection__call_later(_pika: Any, channel: Any, log: list[Any]) -> Any:
     ]
     until(channel, lambda: len(log) == 3)
     return timers
-
-
-@scenario
-def connection__call_later__into_the_past(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    channel.connection.call_later(-1, recorder(log, "late"))
 
 
 @scenario
@@ -684,11 +603,6 @@ def connection__channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def connection__channel__with_a_number_that_is_taken(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.channel(channel.channel_number)
-
-
-@scenario
 def connection__channel__with_a_number_that_is_free_again(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     other = channel.connection.channel(5)
     other.close()
@@ -697,28 +611,10 @@ def connection__channel__with_a_number_that_is_free_again(_pika: Any, channel: A
 
 
 @scenario
-def connection__channel__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close()
-    channel.connection.channel()
-
-
-@scenario
 def connection__close(_pika: Any, channel: Any, log: list[Any]) -> Any:
     channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
     publish(channel, b"to nobody")
     return channel.connection.close(), closes(channel)
-
-
-@scenario
-def connection__close__twice(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close(200, "good-bye")
-    channel.connection.close()
-
-
-@scenario
-def connection__close__before_its_channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close()
-    channel.close()
 
 
 @scenario
@@ -749,40 +645,6 @@ def connection__close__by_an_error_in_a_with_block(_pika: Any, channel: Any, log
 
 
 @scenario
-def connection__consumer_cancel_notify(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.consumer_cancel_notify
-
-
-@scenario
-def connection__consumer_cancel_notify_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.consumer_cancel_notify_supported
-
-
-@scenario
-def connection__exchange_exchange_bindings(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.exchange_exchange_bindings
-
-
-@scenario
-def connection__exchange_exchange_bindings_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.exchange_exchange_bindings_supported
-
-
-@scenario
-def connection__is_closed(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    before = channel.connection.is_closed
-    channel.connection.close()
-    return before, channel.connection.is_closed
-
-
-@scenario
-def connection__is_open(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    before = channel.connection.is_open
-    channel.connection.close()
-    return before, channel.connection.is_open
-
-
-@scenario
 def connection__process_data_events(_pika: Any, channel: Any, log: list[Any]) -> Any:
     connection = channel.connection
     connection.call_later(0, recorder(log, "timer"))
@@ -810,22 +672,6 @@ def connection__process_data_events__in_a_callback(_pika: Any, channel: Any, log
 
 
 @scenario
-def connection__process_data_events__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.close()
-    channel.connection.process_data_events()
-
-
-@scenario
-def connection__publisher_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.publisher_confirms
-
-
-@scenario
-def connection__publisher_confirms_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.publisher_confirms_supported
-
-
-@scenario
 def connection__remove_timeout(_pika: Any, channel: Any, log: list[Any]) -> Any:
     connection = channel.connection
     timer = connection.call_later(0, recorder(log, "never"))
@@ -843,16 +689,6 @@ def connection__sleep(_pika: Any, channel: Any, log: list[Any]) -> Any:
     while not log:
         results.append(channel.connection.sleep(0.05))
     return set(map(normal, results))
-
-
-@scenario
-def connection__sleep__less_than_nothing(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.connection.sleep(-1)
-
-
-@scenario
-def connection__update_secret(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.update_secret("guest", "time")
 
 
 all_scenarios = pytest.mark.parametrize("name", SCENARIOS)
