@@ -93,10 +93,14 @@ def publish(channel: Any, *bodies: Any, **keywords: Any) -> None:
         channel.basic_publish(message, exchange="", routing_key="q", **keywords)
 
 
-def publish_all(channel: Any, *bodies: Any) -> None:
-    """Publish to an empty queue, and wait until it has them; RabbitMQ may answer while they are on the way to it."""
+def publish_all(channel: Any, *bodies: Any) -> Any:
+    """Publish to an empty queue, wait until it has them and return the channel.
+
+    RabbitMQ may answer while they are on the way to the queue.
+    """
     publish(channel, *bodies)
-    eventually(lambda: channel.queue_declare("q", passive=True).message_count == len(bodies))
+    eventually(lambda: declared(channel).message_count == len(bodies))
+    return channel
 
 
 def until(connection: Any, condition: Callable[[], object]) -> None:
@@ -130,6 +134,94 @@ def tried(log: list[Any], call: Callable[..., Any], *arguments: Any, **keywords:
         log.append(["raised", normal(error)])
 
 
+def of_expressions(**expressions: Callable[[Any, Any], Any]) -> None:
+    """Add scenarios that are one expression of the connection and its channel each."""
+    for name, expression in expressions.items():
+        SCENARIOS[name] = _scenario_of(expression)
+
+
+def _scenario_of(expression: Callable[[Any, Any], Any]) -> Scenario:
+    return lambda connection, channel, _log: expression(connection, channel)
+
+
+def declared(channel: Any) -> Any:
+    """What the broker says of ``q``."""
+    return channel.queue_declare("q", passive=True)
+
+
+def tag_of_first(channel: Any, *bodies: Any) -> Any:
+    """Publish to the empty queue, get the first message and return its tag."""
+    return publish_all(channel, *bodies).basic_get("q").delivery_tag
+
+
+def over(connection: Any, channel: Any) -> str:
+    """What a publish comes to that cannot be; its words are not everywhere the same in py-amqp."""
+    with pytest.raises(connection.recoverable_connection_errors) as caught:
+        publish(channel, b"never")
+    return type(caught.value).__name__
+
+
+of_expressions(
+    Message=lambda connection, channel: (channel.Message.__name__, issubclass(channel.Message, base.Message)),
+    after_reply_message_received=lambda connection, channel: channel.after_reply_message_received("q"),
+    get_bindings=lambda connection, channel: channel.get_bindings(),
+    prepare_message=lambda connection, channel: channel.prepare_message(
+        "body", 5, "text/plain", "utf-8", {"a": 1}, {"app_id": "a"}
+    ),
+    prepare_queue_arguments=lambda connection, channel: channel.prepare_queue_arguments(
+        {"x-a": 1}, max_length=3, expires=1.5
+    ),
+    auto_decode=lambda connection, channel: channel.auto_decode,
+    basic_ack=lambda connection, channel: (channel.basic_ack(tag_of_first(channel, b"one", b"two")), declared(channel)),
+    basic_ack__of_an_unknown_tag=lambda connection, channel: (channel.basic_ack(99), declared(channel)),
+    basic_publish__on_a_closed_channel=lambda connection, channel: (channel.close(), over(connection, channel)),
+    basic_publish__on_a_closed_connection=lambda connection, channel: (connection.release(), over(connection, channel)),
+    basic_recover=lambda connection, channel: (
+        tag_of_first(channel, b"one"),
+        channel.basic_recover(requeue=True),
+        get(channel),
+    ),
+    basic_recover_async=lambda connection, channel: (
+        tag_of_first(channel, b"one"),
+        channel.basic_recover_async(requeue=True),
+        get(channel),
+    ),
+    basic_reject=lambda connection, channel: (
+        channel.basic_reject(tag_of_first(channel, b"one"), requeue=True),
+        get(channel),
+    ),
+    close__twice=lambda connection, channel: (channel.close(), channel.close()),
+    collect=lambda connection, channel: (channel.collect(), channel.connection, sorted(connection.connection.channels)),
+    connection=lambda connection, channel: (channel.connection.connected, sorted(channel.connection.channels)),
+    exchange_declare=lambda connection, channel: (
+        channel.exchange_declare("x", "topic", auto_delete=False),
+        channel.exchange_declare("x", "topic", passive=True),
+    ),
+    exchange_delete=lambda connection, channel: (
+        channel.exchange_declare("x", "topic", auto_delete=False),
+        channel.exchange_delete("x", if_unused=True),
+    ),
+    flow=lambda connection, channel: (channel.flow(True), channel.active),
+    is_closing=lambda connection, channel: (channel.is_closing, channel.close(), channel.is_closing),
+    method_queue=lambda connection, channel: channel.method_queue,
+    open=lambda connection, channel: (channel.open(), channel.is_open),
+    queue_declare=lambda connection, channel: (
+        publish_all(channel, b"one").queue_declare("q", auto_delete=False),
+        declared(channel),
+    ),
+    queue_declare__of_none=lambda connection, channel: channel.queue_declare("missing", passive=True),
+    queue_delete=lambda connection, channel: (
+        publish_all(channel, b"one").queue_delete("q"),
+        channel.queue_delete("q"),
+    ),
+    queue_purge=lambda connection, channel: publish_all(channel, b"one", b"two").queue_purge("q"),
+    send_method=lambda connection, channel: channel.send_method(
+        spec.Basic.Qos, "lBb", (0, 5, False), wait=spec.Basic.QosOk
+    ),
+    tx_select=lambda connection, channel: channel.tx_select(),
+)
+
+
 # What kombu's channels have.
 
 
@@ -142,7 +234,7 @@ def Consumer(connection: Any, channel: Any, log: list[Any]) -> Any:
     publish(channel, b"one", b"two")
     with channel.Consumer([kombu.Queue("q", durable=False)], callbacks=[hear], tag_prefix="tag"):
         until(connection, lambda: len(log) == 2)
-    return channel.queue_declare("q", passive=True)
+    return declared(channel)
 
 
 @scenario
@@ -190,21 +282,6 @@ def Producer__to_no_exchange(_connection: Any, channel: Any, log: list[Any]) -> 
 
 
 @scenario
-def Message(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.Message.__name__, issubclass(channel.Message, base.Message)
-
-
-@scenario
-def after_reply_message_received(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.after_reply_message_received("q")
-
-
-@scenario
-def get_bindings(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.get_bindings()
-
-
-@scenario
 def message_to_python(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     message = channel.prepare_message(b"body", headers={"a": 1}, properties={"message_id": "m"})
     message.delivery_info = {"delivery_tag": 7}
@@ -217,35 +294,7 @@ def no_ack_consumers(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     return sorted(channel.no_ack_consumers)
 
 
-@scenario
-def prepare_message(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.prepare_message("body", 5, "text/plain", "utf-8", {"a": 1}, {"app_id": "a"})
-
-
-@scenario
-def prepare_queue_arguments(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.prepare_queue_arguments({"x-a": 1}, max_length=3, expires=1.5)
-
-
 # What py-amqp's have.
-
-
-@scenario
-def auto_decode(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.auto_decode
-
-
-@scenario
-def basic_ack(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one", b"two")
-    message = channel.basic_get("q")
-    return channel.basic_ack(message.delivery_tag), channel.queue_declare("q", passive=True)
-
-
-@scenario
-def basic_ack__of_an_unknown_tag(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.basic_ack(99)
-    channel.queue_declare("q", passive=True)
 
 
 @scenario
@@ -275,7 +324,7 @@ def basic_consume(connection: Any, channel: Any, log: list[Any]) -> Any:
 @scenario
 def basic_consume__of_no_queue(_connection: Any, channel: Any, log: list[Any]) -> Any:
     tried(log, channel.basic_consume, "missing", callback=print)
-    return channel.is_open, channel.queue_declare("q", passive=True)
+    return channel.is_open, declared(channel)
 
 
 @scenario
@@ -317,25 +366,6 @@ def basic_publish__that_is_nacked(_connection: Any, channel: Any, log: list[Any]
 
 
 @scenario
-def basic_publish__on_a_closed_channel(connection: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.close()
-    return over(connection, channel)
-
-
-@scenario
-def basic_publish__on_a_closed_connection(connection: Any, channel: Any, _log: list[Any]) -> Any:
-    connection.release()
-    return over(connection, channel)
-
-
-def over(connection: Any, channel: Any) -> str:
-    """What a publish comes to that cannot be; its words are not everywhere the same in py-amqp."""
-    with pytest.raises(connection.recoverable_connection_errors) as caught:
-        publish(channel, b"never")
-    return type(caught.value).__name__
-
-
-@scenario
 def basic_publish__of_what_cannot_be_encoded(_connection: Any, channel: Any, log: list[Any]) -> Any:
     for body in None, 5, ["text"]:
         with pytest.raises((TypeError, struct.error)):
@@ -369,7 +399,7 @@ def basic_publish__in_a_callback(connection: Any, channel: Any, log: list[Any]) 
 @scenario
 def basic_publish_confirm(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     results = [channel.basic_publish_confirm(channel.prepare_message(b"x"), "", "q") for _ in range(3)]
-    return normal(results), channel.queue_declare("q", passive=True)
+    return normal(results), declared(channel)
 
 
 @scenario
@@ -384,28 +414,7 @@ def basic_qos(connection: Any, channel: Any, log: list[Any]) -> Any:
     publish_all(channel, b"one", b"two")
     channel.basic_consume("q", callback=recorder(log, "message"), consumer_tag="tag")
     until(connection, lambda: log)
-    return result, channel.queue_declare("q", passive=True)
-
-
-@scenario
-def basic_recover(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    channel.basic_get("q")
-    return channel.basic_recover(requeue=True), get(channel)
-
-
-@scenario
-def basic_recover_async(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    channel.basic_get("q")
-    return channel.basic_recover_async(requeue=True), get(channel)
-
-
-@scenario
-def basic_reject(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    message = channel.basic_get("q")
-    return channel.basic_reject(message.delivery_tag, requeue=True), get(channel)
+    return result, declared(channel)
 
 
 @scenario
@@ -427,29 +436,14 @@ def close(connection: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def close__twice(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.close(), channel.close()
-
-
-@scenario
-def collect(connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.collect(), channel.connection, sorted(connection.connection.channels)
-
-
-@scenario
 def confirm_select(_connection: Any, channel: Any, log: list[Any]) -> Any:
     publish(channel, b"before")
     channel.events["basic_ack"].add(recorder(log, "ack"))
     results = [channel.confirm_select(), channel.confirm_select(nowait=True)]
     publish(channel, b"after")
     # Which is told of it, a publish or the next that reads, is the library's.
-    eventually(lambda: channel.queue_declare("q", passive=True).message_count == 2 and log)
+    eventually(lambda: declared(channel).message_count == 2 and log)
     return results
-
-
-@scenario
-def connection(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.connection.connected, sorted(channel.connection.channels)
 
 
 @scenario
@@ -471,22 +465,10 @@ def exchange_bind(_connection: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def exchange_declare(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    first = channel.exchange_declare("x", "topic", auto_delete=False)
-    return first, channel.exchange_declare("x", "topic", passive=True)
-
-
-@scenario
 def exchange_declare__otherwise(_connection: Any, channel: Any, log: list[Any]) -> Any:
     channel.exchange_declare("x", "topic", auto_delete=False)
     tried(log, channel.exchange_declare, "x", "fanout", auto_delete=False)
     return channel.is_open
-
-
-@scenario
-def exchange_delete(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.exchange_declare("x", "topic", auto_delete=False)
-    return channel.exchange_delete("x", if_unused=True)
 
 
 @scenario
@@ -495,28 +477,6 @@ def exchange_unbind(_connection: Any, channel: Any, _log: list[Any]) -> Any:
         channel.exchange_declare(name, "fanout", auto_delete=False)
     channel.exchange_bind("y", "x")
     return channel.exchange_unbind("y", "x")
-
-
-@scenario
-def flow(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.flow(True), channel.active
-
-
-@scenario
-def is_closing(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    before = channel.is_closing
-    channel.close()
-    return before, channel.is_closing
-
-
-@scenario
-def method_queue(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.method_queue
-
-
-@scenario
-def open(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.open(), channel.is_open
 
 
 @scenario
@@ -535,38 +495,10 @@ def queue_bind(_connection: Any, channel: Any, _log: list[Any]) -> Any:
 
 
 @scenario
-def queue_declare(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    return channel.queue_declare("q", auto_delete=False), channel.queue_declare("q", passive=True)
-
-
-@scenario
-def queue_declare__of_none(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    channel.queue_declare("missing", passive=True)
-
-
-@scenario
-def queue_delete(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one")
-    return channel.queue_delete("q"), channel.queue_delete("q")
-
-
-@scenario
-def queue_purge(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    publish_all(channel, b"one", b"two")
-    return channel.queue_purge("q")
-
-
-@scenario
 def queue_unbind(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     channel.exchange_declare("x", "topic", auto_delete=False)
     channel.queue_bind("q", "x", "a.*")
     return channel.queue_unbind("q", "x", "a.*")
-
-
-@scenario
-def send_method(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.send_method(spec.Basic.Qos, "lBb", (0, 5, False), wait=spec.Basic.QosOk)
 
 
 @scenario
@@ -578,20 +510,15 @@ def then(_connection: Any, channel: Any, log: list[Any]) -> Any:
 def tx_commit(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     channel.tx_select()
     channel.basic_publish(channel.prepare_message(b"one"), "", "q")
-    before = channel.queue_declare("q", passive=True)
-    return before, channel.tx_commit(), channel.queue_declare("q", passive=True)
+    before = declared(channel)
+    return before, channel.tx_commit(), declared(channel)
 
 
 @scenario
 def tx_rollback(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     channel.tx_select()
     channel.basic_publish(channel.prepare_message(b"one"), "", "q")
-    return channel.tx_rollback(), channel.queue_declare("q", passive=True)
-
-
-@scenario
-def tx_select(_connection: Any, channel: Any, _log: list[Any]) -> Any:
-    return channel.tx_select()
+    return channel.tx_rollback(), declared(channel)
 
 
 @scenario
