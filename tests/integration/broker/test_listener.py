@@ -7,7 +7,6 @@ import errno
 import logging
 import socket
 import ssl
-import subprocess
 import threading
 from pathlib import Path
 
@@ -15,15 +14,12 @@ import pytest
 
 from qflow_client.broker import Broker
 from qflow_client.broker.core.listener import Listener
+from tests.certificates import certify
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> list[str]:
-    files = [str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-out", files[0], "-keyout", files[1], "-days", "2", "-subj", "/CN=localhost"]
-    subprocess.run(command, check=True, capture_output=True)
-    return files
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    return certify(tmp_path)
 
 
 def is_cut(connection: socket.socket) -> bool:
@@ -72,7 +68,7 @@ def test_E9_if_no_file_descriptor_is_free_the_broker_pauses_accepting_and_logs_i
     assert "Too many open files; raise the limit of open files (ulimit -n)" in record.getMessage()
 
 
-def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certificate: list[str]) -> None:
+def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certificate: tuple[Path, Path]) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     with Broker(ssl_context=context, max_unauthenticated=3, unauthenticated_timeout=600) as broker:
@@ -90,7 +86,7 @@ def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certi
             each.close()
 
 
-def test_E9_a_tls_handshake_counts_towards_the_time_to_open_a_connection(certificate: list[str]) -> None:
+def test_E9_a_tls_handshake_counts_towards_the_time_to_open_a_connection(certificate: tuple[Path, Path]) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     made: list[float] = []

@@ -4,7 +4,6 @@ import gc
 import random
 import socket
 import ssl
-import subprocess
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from pamqp import body, commands, frame, header
 from qflow_client.broker import Broker
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.session import Session
+from tests.certificates import certify
 from tests.collecting import collect
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
@@ -331,13 +331,7 @@ def test_E6_a_client_that_requests_more_than_it_reads_gets_answers_as_it_reads(b
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+    return certify(tmp_path_factory.mktemp("tls"))
 
 
 def server_context(certificate):

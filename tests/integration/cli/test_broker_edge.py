@@ -7,8 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import pika
 import pytest
 
 from qflow_client.cli import main
+from tests.certificates import certify
+from tests.integration.producer.tools import eventually
 
 
 def _certificates(folder: Path) -> None:
@@ -25,9 +26,8 @@ def _certificates(folder: Path) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
 
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    for name, extra in (("server", names), ("ca", [])):
-        openssl("req", "-x509", *new, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}", *extra)
+    certify(folder, "server")
+    certify(folder, "ca", "DNS:ca")
     openssl("req", *new, "-keyout", "client.key", "-out", "client.csr", "-subj", "/CN=client")
     openssl("x509", "-req", "-in", "client.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "client.crt")
     (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
@@ -98,7 +98,7 @@ def test_E9_the_broker_reports_a_low_file_descriptor_limit_at_its_start_and_surv
     with running_broker(tmp_path, prefix=limit) as (url, _):
         port = int(url.rpartition(":")[2].partition("/")[0])
         crowd = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(300)]
-        waited(lambda: "no connection can be accepted" in (tmp_path / "log").read_text())
+        eventually(lambda: "no connection can be accepted" in (tmp_path / "log").read_text(), timeout=60)
         for each in crowd:
             each.close()
         pika.BlockingConnection(pika.URLParameters(url)).close()
@@ -121,10 +121,3 @@ def running_broker(folder: Path, *options: str, prefix: Sequence[str] = ()) -> I
     finally:
         process.terminate()
         process.communicate(timeout=60)
-
-
-def waited(predicate: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not predicate():
-        assert time.monotonic() < end
-        time.sleep(0.01)

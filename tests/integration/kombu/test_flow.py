@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from qflow_client.broker import Broker
 from qflow_client.kombu.transport import kept
 from qflow_client.logs import flush_logs
 from qflow_client.testing.proxy import Direction, FaultProxy
+from tests.certificates import certify
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 
 # Of a connection whose socket takes nothing for longer than two waits, on a busy machine: Linux is not to end it.
@@ -540,22 +540,10 @@ def test_clients_can_connect_with_tls(stack, certificate, confirms):
 @pytest.fixture(scope="module")
 def localhost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ssl.SSLContext]:
     """A certificate for the name localhost, and not for 127.0.0.1; and a broker's context with it."""
-    folder = tmp_path_factory.mktemp("localhost")
-    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
-    # fmt: off
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-            "-keyout", key, "-out", certificate,
-        ],
-        check=True,
-        capture_output=True,
-    )
-    # fmt: on
+    certificate, key = certify(tmp_path_factory.mktemp("localhost"), subject="DNS:localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    return certificate, context
+    return str(certificate), context
 
 
 def tls_connection(broker: Broker, host: str, options: Any) -> Connection:

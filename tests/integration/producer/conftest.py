@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import uvloop
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.certificates import certify
 from tests.effort import COMPLETE
 
 from .bridge import Bridged
@@ -168,17 +168,4 @@ def proxy(broker: Broker, stack: ExitStack) -> Proxy:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    # fmt: off
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
-            "-keyout", str(key), "-out", str(certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    # fmt: on
-    return certificate, key
+    return certify(tmp_path_factory.mktemp("tls"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,9 @@ import pytest
 
 from qflow_client import ConnectionFailed, Outcome, Producer
 from qflow_client.broker import Broker
+from tests.certificates import certify
 
 Pair = tuple[Path, Path]
-
-
-def certify(folder: Path, name: str, subject: str) -> Pair:
-    """A certificate that vouches for itself, and its key."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    # fmt: off
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName={subject}",
-            "-keyout", str(key), "-out", str(certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    # fmt: on
-    return certificate, key
 
 
 @pytest.fixture(scope="module")

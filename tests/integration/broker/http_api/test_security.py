@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from qflow_client.broker import Broker
 from qflow_client.broker.http.openapi import Operation
 from qflow_client.broker.http.operations import api
+from tests.certificates import certify
 
 from .tools import Client
 
@@ -141,11 +141,7 @@ def test_no_page_of_another_origin_may_read_an_answer_or_show_it_in_a_frame(ask:
 
 
 def test_if_amqp_uses_tls_http_also_uses_tls(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
+    certificate, key = certify(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(certificate, key)
     with Broker(ssl_context=server, http_port=0) as broker:

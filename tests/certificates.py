@@ -1,0 +1,18 @@
+"""Certificates for the tests of TLS."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+OF_LOCALHOST = "IP:127.0.0.1,DNS:localhost"
+
+
+def certify(folder: Path, name: str = "localhost", subject: str = OF_LOCALHOST) -> tuple[Path, Path]:
+    """Make a certificate that vouches for itself, and its key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName={subject}"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
