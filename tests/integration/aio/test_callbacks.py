@@ -4,7 +4,6 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -29,9 +28,7 @@ from qflow_client.logs import flush_logs
 from tests.collecting import collect
 from tests.integration.producer.tools import bodies
 
-from .tools import held, in_line, kinds, soon
-
-Run = Callable[..., Any]
+from .tools import Run, held, in_line, kinds, soon
 
 
 def test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_calls(run: Run, broker: Broker) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +14,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.integration.producer.tools import bodies
 
-from .tools import held, in_line, soon
-
-Run = Callable[..., Any]
+from .tools import Run, held, in_line, soon
 
 
 def test_a_send_that_is_cancelled_in_the_waiting_line_sends_nothing_and_the_next_send_is_admitted(

@@ -28,9 +28,7 @@ from qflow_client.logs import flush_logs
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-from .tools import held, in_line, kinds, soon
-
-Run = Callable[..., Any]
+from .tools import Run, held, in_line, kinds, soon
 
 
 def channels(broker: Broker) -> list[int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -27,9 +27,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, message_ids
 
-from .tools import soon
-
-Run = Callable[..., Any]
+from .tools import Run, soon
 
 
 def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> None:

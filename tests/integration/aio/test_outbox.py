@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +15,7 @@ from qflow_client.broker import Broker
 from qflow_client.outbox.storage import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
 
-from .tools import in_line
-
-Run = Callable[..., Any]
+from .tools import Run, in_line
 
 
 @pytest.fixture

@@ -30,9 +30,7 @@ from qflow_client.broker import Broker
 from tests.effort import COMPLETE
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-from .tools import soon
-
-Run = Callable[..., Any]
+from .tools import Run, soon
 
 
 @asynccontextmanager

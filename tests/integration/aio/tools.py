@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from qflow_client import AsyncProducer
 from tests.integration.producer.tools import PATIENCE
+
+#: The fixture that runs a test's coroutine.
+Run = Callable[..., Any]
 
 
 async def soon(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:

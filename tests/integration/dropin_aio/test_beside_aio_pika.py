@@ -12,9 +12,8 @@ import pytest
 import qflow_client.aio_pika as drop_in
 from qflow_client import FlowControlTimeout
 from qflow_client.broker import Broker
-from tests.integration.aio.tools import soon
+from tests.integration.aio.tools import Run, soon
 
-Run = Callable[..., Any]
 COUNT = 500
 
 

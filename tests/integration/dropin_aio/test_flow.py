@@ -29,10 +29,9 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from tests.integration.aio.tools import soon
+from tests.integration.aio.tools import Run, soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-Run = Callable[..., Any]
 WAIT = 0.1
 
 

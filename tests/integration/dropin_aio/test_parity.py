@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,12 +15,11 @@ import qflow_client.aio_pika as drop_in
 from qflow_client.aio_pika.flow import ChannelFlow
 from qflow_client.broker import Broker
 from tests.effort import EFFORT
+from tests.integration.aio.tools import Run
 from tests.integration.parity import members, parameters, until_release
 from tests.integration.producer.tools import PATIENCE
 
 from .scenarios import SCENARIOS, of, outcome_on_its_own
-
-Run = Callable[..., Any]
 
 CLASSES = {
     name: (getattr(original, name), getattr(drop_in, name))

@@ -14,12 +14,11 @@ from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
-from tests.integration.aio.tools import soon
+from tests.integration.aio.tools import Run, soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, bodies, message_ids
 
 from .test_flow import held, in_line, kinds, publish, stop
 
-Run = Callable[..., Any]
 FAST = {"on_disconnect": "republish", "reconnect_interval": 0.05, "max_producer_flow_control_wait": PATIENCE}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import aio_pika as original
@@ -12,12 +11,10 @@ import pytest
 import qflow_client.aio_pika as aio_pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.broker import Broker
-from tests.integration.aio.tools import soon
+from tests.integration.aio.tools import Run, soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .test_flow import held, in_line, kinds, publish, stop
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
