@@ -429,65 +429,6 @@ def test_an_invalid_close_code_is_refused_and_changes_nothing(broker, connect):
     client.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
 
 
-def test_connections_can_be_blocked_and_unblocked(broker, connect):
-    early = connect(broker).open()
-    broker.block("low on memory")
-    assert early.expect(commands.Connection.Blocked).reason == "low on memory"
-    late = connect(broker).open()
-    late.expect(commands.Connection.Blocked)
-    assert all(connection.blocked for connection in broker.connections())
-    broker.unblock()
-    for client in (early, late):
-        client.expect(commands.Connection.Unblocked)
-
-
-def test_confirms_can_be_withheld_and_released(broker, connect):
-    broker.declare_queue("q")
-    client = connect(broker).open().channel(confirms=True)
-    broker.withhold_confirms()
-    for _ in range(3):
-        client.publish()
-    broker.wait_until(lambda b: b.queue("q").depth == 3)
-    assert broker.producers()[0].unconfirmed == 3
-    broker.release_confirms()
-    ack = client.expect(commands.Basic.Ack)
-    assert (ack.delivery_tag, ack.multiple) == (3, True)
-
-
-def test_messages_are_nacked_while_the_broker_is_set_to_nack(broker, connect):
-    broker.declare_queue("q")
-    client = connect(broker).open().channel(confirms=True)
-    broker.nack_publishes()
-    client.publish()
-    assert client.expect(commands.Basic.Nack).delivery_tag == 1
-    broker.nack_publishes(False)
-    client.publish()
-    assert client.expect(commands.Basic.Ack).delivery_tag == 2
-    assert broker.queue("q").published == 1
-
-
-def test_channels_and_connections_can_be_closed_with_any_code(broker, connect):
-    client = connect(broker).open().channel()
-    broker.close_channels(404, "gone")
-    close = client.expect(commands.Channel.Close)
-    assert (close.reply_code, close.reply_text) == (404, "gone")
-    client.send(1, commands.Channel.CloseOk())
-    client.channel()
-    broker.close_connections()
-    close = client.expect(commands.Connection.Close)
-    assert close.reply_code == 320
-    client.send(0, commands.Connection.CloseOk())
-    assert client.is_over()
-
-
-def test_connections_can_be_dropped_without_a_close(broker, connect):
-    client = connect(broker).open().channel()
-    broker.drop_connections()
-    with pytest.raises((ConnectionResetError, EOFError)):
-        client.read()
-    broker.wait_until(lambda b: not b.connections())
-
-
 def test_a_broker_that_stops_sends_close_even_to_clients_that_do_not_read(connect):
     with Broker() as broker:
         client = connect(broker).open()
