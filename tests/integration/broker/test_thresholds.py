@@ -20,20 +20,6 @@ def test_D4_a_higher_stop_threshold_turns_a_queue_off_and_unflows_its_publishers
     assert not broker.channels()[0].flowed
 
 
-def test_D4_a_lower_stop_threshold_turns_a_queue_on_for_the_next_publisher(broker, connect):
-    broker.declare_queue("q", arguments={"qpid.flow_stop_count": 10})
-    client = connect(broker).open().channel()
-    for _ in range(3):
-        client.publish()
-    broker.wait_until(lambda b: b.queue("q").depth == 3)
-    assert broker.set_thresholds("q", flow_stop_count=2, flow_resume_count=1).flow_stopped
-    assert not broker.channels()[0].flowed
-    client.publish()
-    assert client.expect(commands.Channel.Flow).active is False
-    broker.purge("q")
-    assert client.expect(commands.Channel.Flow).active is True
-
-
 @pytest.mark.parametrize("scope", ["offender", "publishers"])
 def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope):
     with Broker(flow_scope=scope) as broker:
@@ -58,18 +44,6 @@ def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope)
         for _ in range(5):
             client.publish(b"12345")
             assert client.expect(commands.Basic.Ack)
-
-
-def test_D12_every_channel_that_has_published_since_the_thresholds_were_set_is_flowed(connect):
-    with Broker(flow_scope="publishers") as broker:
-        broker.declare_queue("q")
-        broker.set_thresholds("q", flow_stop_count=1)
-        one, two = connect(broker).open().channel(), connect(broker).open().channel()
-        one.publish()
-        broker.wait_until(lambda b: b.queue("q").depth == 1)
-        two.publish()
-        assert one.expect(commands.Channel.Flow).active is False
-        assert two.expect(commands.Channel.Flow).active is False
 
 
 def test_D4_setting_one_threshold_changes_neither_the_other_thresholds_nor_the_declared_arguments(broker):
