@@ -24,13 +24,6 @@ def works(client):
     return True
 
 
-def test_a_wrong_protocol_header_is_answered_with_the_right_one_and_a_disconnect(broker, connect):
-    client = connect(broker)
-    client.send_bytes(b"HTTP/1.1 GET /\r\n\r\n")
-    assert client.read_bytes(8) == PROTOCOL_HEADER
-    assert client.is_over()
-
-
 def test_garbage_on_one_connection_does_not_disturb_another(broker, connect):
     good = connect(broker).open().channel()
     for data, code in (
@@ -96,14 +89,6 @@ def test_a_half_open_connection_is_closed_in_time(connect):
         assert silent.is_over()
         assert greeting.is_over()
         assert works(opened)
-
-
-def test_a_peer_that_does_not_answer_close_is_disconnected(connect):
-    with Broker(close_timeout=0.1) as broker:
-        client = connect(broker).open()
-        client.send_bytes(b"\3\0\0\0\0\0\1x\xce")
-        client.expect(commands.Connection.Close)
-        assert client.is_over()
 
 
 def test_a_peer_that_does_not_answer_a_close_by_the_operator_is_disconnected_even_without_heartbeats(connect):

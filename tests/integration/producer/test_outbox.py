@@ -31,7 +31,6 @@ from qflow_client import (
     WhenFlowed,
 )
 from qflow_client.broker import Broker
-from qflow_client.logs import flush_logs
 from tests.collecting import collect
 from tests.effort import rounds
 
@@ -454,24 +453,6 @@ def test_a_disk_failure_fails_the_send_and_the_write_is_retried(
     broker.release_confirms()
     producer.flush(timeout=PATIENCE)
     assert bodies(broker) == [b"one", b"two", b"three"]
-
-
-def test_a_damaged_message_stays_and_does_not_block_the_others(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    leave_behind(make_producer, path, 3)
-    with closing(sqlite3.connect(path)) as file, file:
-        file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
-    producer = make_producer(outbox=path)
-    producer.send(b"new")
-    producer.flush(timeout=PATIENCE)
-    assert producer.stored == 0
-    producer.close(timeout=PATIENCE)
-    assert bodies(broker) == [b"left 0", b"left 2", b"new"]
-    assert list(Outbox.look_damaged(path)) == [2]
-    assert flush_logs(PATIENCE)
-    (told,) = (record for record in caplog.records if "message 2 is damaged, and set aside: " in record.message)
-    assert told.levelname == "ERROR"
 
 
 def test_an_unreadable_backlog_affects_no_commit_and_is_retried(

@@ -173,20 +173,6 @@ def test_E13_a_message_that_waited_for_admission_keeps_its_position(
     assert bodies(broker) == [b"1"]
 
 
-def test_E13_a_spilled_message_keeps_its_position(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
-) -> None:
-    producer = make_producer(outbox=path, when_flowed="spill")
-    producer.pause()
-    producer.send(b"1", position=Position(ROWS, 1))
-    assert leave(producer).stored == 1
-    producer = make_producer(outbox=path)
-    assert producer.position(ROWS) == 1
-    producer.flush(timeout=PATIENCE)
-    assert bodies(broker) == [b"1"]
-    assert marked(broker) == []
-
-
 @pytest.mark.parametrize("timeout", [None, 1.0], ids=["commits itself", "the writer commits"])
 def test_E13_a_message_is_sent_immediately_after_it_is_on_disk_and_not_before(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, timeout: float | None
