@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,17 @@ from qflow_client.broker import Broker
 from qflow_client.sync.pika_io import _TapContext
 from tests.effort import rounds
 
-from .tools import PATIENCE, Proxy, Wire, bodies, fill_transport, start, wait_done, wait_held
+from .tools import (
+    Proxy,
+    Wire,
+    bodies,
+    fill_transport,
+    send_until_heartbeat_with_a_full_socket,
+    send_until_heartbeat_with_a_slow_peer,
+    start,
+    wait_done,
+    wait_held,
+)
 
 
 @pytest.fixture
@@ -121,32 +130,14 @@ def test_heartbeats_and_messages_are_interleaved_while_the_tls_socket_is_full(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1", max_unwritten_bytes=10_000)
-    sent = 0
-    while not wire.count("in", "Heartbeat"):
-        tls_proxy.stop_reading()
-        for _ in range(5):
-            try:
-                producer.send(bytes(100_000), timeout=0.02)
-                sent += 1
-            except FlowControlTimeout:
-                break
-        tls_proxy.go_on_reading()
-    producer.flush(timeout=20)
-    assert tls_broker.queue("q").depth == sent
-    assert wire.count("out", "Connection.Close") == 0
+    send_until_heartbeat_with_a_full_socket(producer, tls_broker, tls_proxy, wire, 100_000)
 
 
 def test_heartbeats_are_sent_while_the_tls_socket_always_has_input(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1")
-    tls_proxy.slow_down(0.01)
-    end = time.monotonic() + PATIENCE
-    while not wire.count("in", "Heartbeat"):
-        producer.send(bytes(150_000))
-        assert time.monotonic() < end
-    tls_proxy.slow_down(0)
-    producer.flush(timeout=20)
+    send_until_heartbeat_with_a_slow_peer(producer, tls_proxy, wire, 150_000)
 
 
 @pytest.mark.usefixtures("one_connection")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +20,8 @@ from .tools import (
     eventually,
     fill_transport,
     holds,
+    send_until_heartbeat_with_a_full_socket,
+    send_until_heartbeat_with_a_slow_peer,
     start,
     wait_done,
     wait_held,
@@ -194,20 +195,7 @@ def test_heartbeats_and_messages_are_interleaved_at_frame_boundaries(
 ) -> None:
     """pika must send its own frames while the socket is full, and the broker can read every frame."""
     producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", max_unwritten_bytes=10_000)
-    body = bytes(size)
-    sent = 0
-    while not wire.count("in", "Heartbeat"):
-        proxy.stop_reading()
-        for _ in range(5):
-            try:
-                producer.send(body, timeout=0.02)
-                sent += 1
-            except FlowControlTimeout:
-                break
-        proxy.go_on_reading()
-    producer.flush(timeout=20)
-    assert broker.queue("q").depth == sent
-    assert wire.count("out", "Connection.Close") == 0
+    send_until_heartbeat_with_a_full_socket(producer, broker, proxy, wire, size)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +208,4 @@ def test_heartbeats_are_sent_while_the_socket_always_has_input(
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and pika may write only at the end of a frame."""
     producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", capacity=10_000)
-    proxy.slow_down(0.01)
-    end = time.monotonic() + PATIENCE
-    while not wire.count("in", "Heartbeat"):
-        producer.send(bytes(size))
-        assert time.monotonic() < end
-    proxy.slow_down(0)
-    producer.flush(timeout=20)
+    send_until_heartbeat_with_a_slow_peer(producer, proxy, wire, size)

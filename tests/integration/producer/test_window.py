@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -100,15 +101,12 @@ def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there
     assert producer.available == 2
 
 
-def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
-    producer = make_producer(capacity=50)
+def under_load(producer: Producer, broker: Broker) -> Iterator[None]:
+    """Send from four threads, yield while they send, and check that the broker has all messages."""
     count = rounds(1500)
     jobs = [start(lambda: [producer.send(b"") for _ in range(count)]) for _ in range(4)]
-    capacities = [1, 200, 3, 17, 1000, 2]
-    turn = 0
     while any(job.is_alive() for job in jobs):
-        producer.capacity = capacities[turn % len(capacities)]
-        turn += 1
+        yield
         before = broker.queue("q").published
         broker.wait_until(lambda b, before=before: b.queue("q").published > min(before, 4 * count - 1))  # type: ignore[misc]
     for job in jobs:
@@ -116,6 +114,13 @@ def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[...
     producer.flush(timeout=20)
     assert broker.queue("q").depth == 4 * count
     assert producer.available == producer.capacity
+
+
+def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=50)
+    capacities = itertools.cycle([1, 200, 3, 17, 1000, 2])
+    for _ in under_load(producer, broker):
+        producer.capacity = next(capacities)
     assert not producer.flow_state.flowed
 
 
@@ -123,17 +128,8 @@ def test_an_adaptive_capacity_loses_no_message_and_stops_adapting_when_a_number_
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity="auto", capacity_max=64)
-    count = rounds(1500)
-    jobs = [start(lambda: [producer.send(b"") for _ in range(count)]) for _ in range(4)]
-    while any(job.is_alive() for job in jobs):
+    for _ in under_load(producer, broker):
         assert 8 <= producer.capacity <= 64
-        before = broker.queue("q").published
-        broker.wait_until(lambda b, before=before: b.queue("q").published > min(before, 4 * count - 1))  # type: ignore[misc]
-    for job in jobs:
-        job.result()
-    producer.flush(timeout=20)
-    assert broker.queue("q").depth == 4 * count
-    assert producer.available == producer.capacity
     producer.capacity = 500
     assert (producer.capacity, producer.available) == (500, 500)
 

@@ -495,3 +495,33 @@ def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 
                 return
             continue
         number += 1
+
+
+def send_until_heartbeat_with_a_full_socket(
+    producer: Producer, broker: Broker, proxy: Proxy, wire: Wire, size: int
+) -> None:
+    """Fill the socket again and again until the broker has got a heartbeat between the messages, and then flush."""
+    sent = 0
+    while not wire.count("in", "Heartbeat"):
+        proxy.stop_reading()
+        for _ in range(5):
+            try:
+                producer.send(bytes(size), timeout=0.02)
+                sent += 1
+            except FlowControlTimeout:
+                break
+        proxy.go_on_reading()
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == sent
+    assert wire.count("out", "Connection.Close") == 0
+
+
+def send_until_heartbeat_with_a_slow_peer(producer: Producer, proxy: Proxy, wire: Wire, size: int) -> None:
+    """Send to a peer that reads slowly until the broker has got a heartbeat, and then flush."""
+    proxy.slow_down(0.01)
+    end = time.monotonic() + PATIENCE
+    while not wire.count("in", "Heartbeat"):
+        producer.send(bytes(size))
+        assert time.monotonic() < end
+    proxy.slow_down(0)
+    producer.flush(timeout=20)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, insert, select
+import pytest
+from sqlalchemy import Engine, create_engine, insert, select
 
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
@@ -15,6 +17,16 @@ from qflow_client.sqlalchemy.tables import PARTITIONS
 PATIENCE = 30.0
 #: Settings of relays that begin again at once.
 FAST: dict[str, Any] = {"reconnect_delay": 0.02, "connect_timeout": 5.0}
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def engine_of_each_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """The fixture ``engine`` of modules whose tests run on SQLite and on PostgreSQL."""
+    is_sqlite = request.param == "sqlite"
+    url = f"sqlite:///{tmp_path}/application.db" if is_sqlite else request.getfixturevalue("postgresql").url
+    engine = create_engine(url)
+    yield engine
+    engine.dispose()
 
 
 def eventually(condition: Callable[[], object], what: str = "it") -> None:

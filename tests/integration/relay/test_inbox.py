@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, create_engine
@@ -15,17 +14,9 @@ from sqlalchemy.orm import Session
 from benchmarks.postgresql import PostgresqlServer
 from qflow_client.sqlalchemy import Inbox
 
-from .support import PATIENCE
+from .support import PATIENCE, engine_of_each_database
 
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    if request.param == "sqlite":
-        engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    else:
-        engine = create_engine(request.getfixturevalue("postgresql").url)
-    yield engine
-    engine.dispose()
+engine = engine_of_each_database
 
 
 @pytest.fixture

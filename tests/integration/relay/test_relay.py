@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,11 @@ from qflow_client.sqlalchemy.sessions import Session
 from qflow_client.sqlalchemy.tables import PARTITIONS
 from tests.integration.producer.tools import unused_port
 
-from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
+from .support import FAST, add, bodies, depth, engine_of_each_database, eventually, marks, permit, permitted
 
 ROOT = Path(__file__).parents[3]
 
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    if request.param == "sqlite":
-        engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    else:
-        engine = create_engine(request.getfixturevalue("postgresql").url)
-    yield engine
-    engine.dispose()
+engine = engine_of_each_database
 
 
 def session_of(engine: Engine, outbox: Outbox) -> Session:
