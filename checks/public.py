@@ -88,6 +88,9 @@ def _text(node: ast.AST, name: str) -> str:
         prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
         answer = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         return f"{prefix}{name}({ast.unparse(node.args)}){answer}"
+    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func)[0] == "_":
+        # The other arguments of a private function, such as the checks of a setting, are not public.
+        node.value = node.value.args[0] if node.value.args else None
     return " ".join(ast.unparse(node).split())
 
 
@@ -99,7 +102,7 @@ def api() -> Iterator[str]:
         if found is None:
             yield full
         elif isinstance(found[1], ast.ClassDef):
-            bases = ", ".join(map(ast.unparse, found[1].bases))
+            bases = ", ".join(name for name in map(ast.unparse, found[1].bases) if name[0] != "_")
             yield f"{full}({bases})" if bases else full
             yield from (f"    {text}" for _, text in sorted(_members(found[0], found[1]).items()))
         else:
