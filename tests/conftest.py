@@ -11,11 +11,11 @@ from checks.warm import cores
 from qflow_client.logs import flush_logs
 from qflow_client.manager import flow_manager
 from tests.effort import COMPLETE, load_profile
+from tests.trust import trust_nobody
 
 load_profile()
 
-# No test meets an authority that the system trusts, and an SSL context takes 55 ms to load them all.
-os.environ["SSL_CERT_FILE"] = os.environ["SSL_CERT_DIR"] = os.devnull
+trust_nobody()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Until all is collected: what is imported stays until the end.

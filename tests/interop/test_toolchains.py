@@ -8,6 +8,7 @@ import pytest
 
 from tests.interop import toolchains
 from tests.interop.toolchains import BuildFailed, ToolchainNotInstalled, built, tool
+from tests.trust import TRUSTED
 
 
 @pytest.fixture
@@ -34,6 +35,15 @@ def test_a_program_is_built_once_and_again_when_it_changes(sources: Path) -> Non
     (sources / "main").write_text("two", encoding="utf-8")
     assert (built(sources, steps) / "made").read_text(encoding="utf-8") == "twotwo"
     assert not (sources / "made").exists()
+
+
+def test_a_step_that_downloads_trusts_the_authorities_of_the_system(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRUSTED, "SSL_CERT_FILE", "the authorities")
+    monkeypatch.setitem(TRUSTED, "SSL_CERT_DIR", None)
+    folder = built(sources, [["sh", "-c", "echo $SSL_CERT_FILE ${SSL_CERT_DIR-not set} > made"]])
+    assert (folder / "made").read_text(encoding="utf-8") == "the authorities not set\n"
 
 
 def test_the_output_of_a_failed_step_is_reported_and_no_file_is_kept(sources: Path, tmp_path: Path) -> None:
