@@ -144,7 +144,7 @@ class Found:
                         history.write("nacked", sender=sender, number=number, end=at)
             answer(settling, tag, multiple, outcome, now)
 
-        Settling.answer = answer_and_note  # type: ignore[assignment,method-assign]
+        Settling.answer = answer_and_note  # type: ignore[assignment,method-assign]  # on purpose
 
     def trouble(self, who: str, error: BaseException) -> None:
         logging.getLogger(__name__).error("%s", who, exc_info=error)

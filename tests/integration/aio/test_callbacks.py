@@ -384,7 +384,7 @@ def test_a_producer_whose_loop_was_closed_while_calls_waited_can_be_resumed_and_
     loop.close()
     for task in left:
         # Otherwise asyncio logs that the task never ended.
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # as asyncio itself does
     producer.resume()
     producer.shutdown()
     assert producer.closed
