@@ -39,8 +39,13 @@ class Requests:
         #: backlog.
         self.read: ReadRequest | None = None
 
-    def request_commit(self) -> None:
-        if not self.commit:
+    def request_commit(self, *, ends_wait: bool = False) -> None:
+        """Request a commit of all noted changes.
+
+        Args:
+            ends_wait: whether a message waits for the commit. If so, the writer stops waiting for settled messages.
+        """
+        if not self.commit or ends_wait:
             # In this order, Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)
             self.commit = True

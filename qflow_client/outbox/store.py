@@ -251,11 +251,12 @@ class OutboxStore:
                 payload, exchange, routing_key, message_id, overdraw=self._blocks, position=position
             )
             if position is not None:
+                is_first = not self._not_on_disk
                 self._not_on_disk[number] = sequence
                 if not self._admission.unsent and not self._resending.again:
                     self.keeps_all_back = True
                 # The sender usually commits it. If an interrupt prevents that, the writer commits it.
-                self.requests.request_commit()
+                self.requests.request_commit(ends_wait=is_first)
         self._sequences[number] = sequence
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:

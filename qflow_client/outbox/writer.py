@@ -170,11 +170,17 @@ class Writer:
             if not is_woken:
                 continue
             if not self._is_urgent and self.store.requests.read is None and not self.store.has_waiting:
-                # Let settled messages gather, unless a sender waits.
-                self._wake.acquire(timeout=_GATHER_WAITED_FOR if self.store.waits_for_disk else _GATHER)
+                self._gather()
             if not self.work():
                 self._pause()
                 self.set()
+
+    def _gather(self) -> None:
+        """Wait, so that one commit deletes more settled messages. A request that cannot wait ends the call."""
+        if not self.store.waits_for_disk:
+            self._wake.acquire(timeout=_GATHER)
+        if self.store.waits_for_disk and not self._is_urgent:
+            self._wake.acquire(timeout=_GATHER_WAITED_FOR)
 
     def _pause(self) -> None:
         """Return early if a sender waits for a commit."""

@@ -349,6 +349,22 @@ def test_E13_a_message_that_is_settled_before_it_is_on_disk_delays_no_other_mess
     kept.outbox.close()
 
 
+def test_E13_a_message_that_waits_for_the_disk_wakes_a_writer_that_waits_for_more_settled_messages(path: Path) -> None:
+    kept = Kept(path)
+    kept.send(b"before")
+    kept.write()
+    kept.protocol.on_ack(1, False, kept.now)
+    wake = kept.protocol.reports.wake
+    assert wake == [kept.writer]
+    wake.clear()
+    send(kept, 1)
+    assert wake == [kept.writer]
+    # The writer needs only one call for all messages that wait for the same commit.
+    send(kept, 2)
+    assert wake == [kept.writer]
+    kept.outbox.close()
+
+
 def test_E13_an_interrupted_request_does_not_hide_the_next_one_from_the_writer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
