@@ -374,7 +374,7 @@ class PublishEncoder:
             self._routes[key] = route
         return route
 
-    def plain(self, route: Route, length: int, number: int) -> tuple[bytes, bytes]:
+    def plain(self, length: int, number: int) -> tuple[bytes, bytes, bytes]:
         """Return parts of the frames of a plain message. Its only properties are persistence and a message id.
 
         Args:
@@ -382,14 +382,14 @@ class PublishEncoder:
             number: number in the message id, below 2**48.
 
         Returns:
-            The bytes before the last two digits of the message id, and the bytes between these digits and the body.
-            These bytes are the same for all numbers that differ only in the last two digits. A frame end follows the
-            body.
+            The bytes between `Route.method` and the flags, the bytes from the flags to the last two digits of the
+            message id, and the bytes between these digits and the body. They are the same for all numbers that differ
+            only in the last two digits. A frame end follows the body.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
         head, tail = self._sizes.get(length) or self._next_size(length)
-        return b"".join((route.method, head, self._plain_middle)), tail
+        return head, self._plain_middle, tail
 
     def _next_hundreds(self, hundreds: int) -> None:
         self._id_start = b"%b%010x" % (self._id_head, hundreds)

@@ -24,8 +24,8 @@ class Outbound:
         # The bytes of the batch, the number of written bytes, and the offsets at which messages and frames end.
         self._data = b""
         self._at = 0
-        self._ends: list[int] = []
-        self._borders: list[int] = []
+        self._ends: Sequence[int] = ()
+        self._borders: Sequence[int] = ()
         # The further frames of the last message, if the data does not complete it, and how many of them were added to
         # the data.
         self._rest: Sequence[bytes] = ()
@@ -38,7 +38,9 @@ class Outbound:
         #: True while no further message may begin.
         self.stopped = False
 
-    def put(self, parts: Iterable[bytes], ends: list[int], borders: list[int], rest: Sequence[bytes] = ()) -> None:
+    def put(
+        self, parts: Iterable[bytes], ends: Sequence[int], borders: Sequence[int], rest: Sequence[bytes] = ()
+    ) -> None:
         """Set the next batch of messages. The previous batch must be completely written.
 
         Args:
@@ -170,4 +172,4 @@ class Outbound:
         if not self._at or self._at < len(self._data):
             return
         goes_on, done = self._has_rest, self._done + len(self._ends)
-        self._goes_on, self._done, self._data, self._at, self._ends, self._borders = goes_on, done, b"", 0, [], []
+        self._goes_on, self._done, self._data, self._at, self._ends, self._borders = goes_on, done, b"", 0, (), ()

@@ -12,7 +12,7 @@ When the socket accepts more bytes, the frames of the next batch are made. If th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import Any
@@ -146,6 +146,53 @@ class Unconfirmed:
         """
         if most == 1 and self.make_one(source, is_written=False):
             return
+        if not self._make_run(source, limit, most):
+            self._make_each(source, limit, most)
+
+    def _make_run(self, source: deque[Receipt], limit: int, most: int) -> bool:
+        """Do the same as `make` in two thirds of the time. This is for plain messages of one route and one length.
+
+        Returns:
+            False if nothing was done, because the messages differ, or their numbers do not follow one another.
+        """
+        encoder, first = self.encoder, source[0]
+        route = first._route
+        if first._prepared is not None or route.made_by is not encoder.mark:
+            return False
+        length, number = first.size, first._number
+        size = route.cost + length
+        count = min(most, limit // size) or 1
+        # Not an iterator over `source`, because other threads may append to it.
+        batch = [source[at] for at in range(count)]
+        given = self.outbound.given
+        tags = list(range(given + 1, given + count + 1))
+        bodies: list[bytes] = []
+        for receipt, tag in zip(batch, tags, strict=True):
+            if receipt._prepared is not None or receipt._route is not route or receipt._number != number:
+                return False
+            body: Any = receipt._payload
+            if len(body) != length:
+                return False
+            bodies.append(body)
+            receipt._tag = tag
+            number += 1
+        parts: list[bytes] = []
+        number -= count
+        while bodies:
+            # The other digits of these numbers are the same.
+            digits = LAST_DIGITS[number & 255 :][: len(bodies)]
+            head, middle, tail = encoder.plain(length, number)
+            frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
+            frames[1::5] = digits
+            frames[3::5] = bodies[: len(digits)]
+            parts += frames
+            number += len(digits)
+            del bodies[: len(digits)]
+        ends = range(size, size * count + 1, size)
+        self._put(source, batch, tags, parts, ends, ends)
+        return True
+
+    def _make_each(self, source: deque[Receipt], limit: int, most: int) -> None:
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
@@ -155,9 +202,6 @@ class Unconfirmed:
         batch: list[Receipt] = []
         size = 0
         tag = given = self.outbound.given
-        hundreds = length = -1
-        made_for = None
-        head = tail = b""
         for at in range(most):
             receipt = source[at]
             route = receipt._route
@@ -170,10 +214,8 @@ class Unconfirmed:
                 end = size + route.cost + len(payload)
                 if end > limit and batch:
                     break
-                if number >> 8 != hundreds or len(payload) != length or route is not made_for:
-                    hundreds, length, made_for = number >> 8, len(payload), route
-                    head, tail = encoder.plain(route, length, number)
-                parts += (head, LAST_DIGITS[number & 255], tail, payload, _END)
+                head, middle, tail = encoder.plain(len(payload), number)
+                parts += (route.method, head, middle, LAST_DIGITS[number & 255], tail, payload, _END)
                 size = end
                 ends.append(size)
                 if borders is not ends:
@@ -201,9 +243,22 @@ class Unconfirmed:
             batch.append(receipt)
             tag += 1
             receipt._tag = tag
+        self._put(source, batch, range(given + 1, tag + 1), parts, ends, borders, rest)
+
+    def _put(
+        self,
+        source: deque[Receipt],
+        batch: Sequence[Receipt],
+        tags: Iterable[int],
+        parts: Iterable[bytes],
+        ends: Sequence[int],
+        borders: Sequence[int],
+        rest: Sequence[bytes] = (),
+    ) -> None:
+        """Move the messages of a batch from `source` to `flight`. The last arguments are those of `Outbound.put`."""
         self._note_order(batch)
         # In this order, so that `heal` can find out where an interrupt came.
-        self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
+        self.flight.update(zip(tags, batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
             source.popleft()

@@ -232,8 +232,8 @@ def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: i
 
 def plain(encoder: PublishEncoder, route: Route, body: bytes, number: int) -> bytes:
     """Return the frames of a persistent message with an id and no other property."""
-    head, tail = encoder.plain(route, len(body), number)
-    data = b"".join((head, LAST_DIGITS[number & 255], tail, body, b"\xce"))
+    head, middle, tail = encoder.plain(len(body), number)
+    data = b"".join((route.method, head, middle, LAST_DIGITS[number & 255], tail, body, b"\xce"))
     assert len(data) == (route.cost + len(body) if body else route.cost - FRAME_OVERHEAD)
     return data
 
