@@ -112,7 +112,6 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def _use_engine(self, engine: BaseEngine) -> None:
         """The engine must not refer to the producer."""
         self._engine = engine
-        self._admission = engine.protocol.admission
         producer, manager = weakref.ref(self), self._manager
 
         def unregister() -> None:

@@ -202,7 +202,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
                     extended, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
         try:
-            receipt = self._admission.send_at_once(payload, exchange, routing_key)
+            receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
                 link = self._engine.link
                 # A signal handler may send before `connect` has set the link. Then `connect` wakes the writer.

@@ -194,7 +194,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 return self.send(extended, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         receipt: Receipt | None
         try:
-            receipt = self._admission.send_at_once(payload, exchange, routing_key)
+            receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
                 if not self._services.awake:
                     self._services.wake()
