@@ -1,17 +1,19 @@
 """Admits messages. An admitted message has a number, and a receipt that will be settled.
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
-admitted now, it waits in line, and `SendLine` admits it later. Admission is one operation: it increments `next_number`
-and appends the message to `unsent`. It changes no shared state before that. Admission is limited by the window and the
-rate (see `limits`), by the holds of the gate, and by the number of unwritten bytes.
+admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
+message to `unsent`. If an interrupt ends an admission earlier, `heal` undoes its preparations, and the message is not
+admitted. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the unwritten
+bytes.
 
-`send_at_once` admits nearly every message. It takes no lock and is not a step. The limits that it checks are plain
+`send_at_once`, which admits nearly every message, takes no lock and is not a step. The limits that it checks are plain
 attributes, so it calls no function between its first check and its last assignment. CPython runs no other thread,
 signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy, builds without the
 GIL) do not guarantee this, so `send_at_once` admits nothing there.
 
-The *cost* of a message is the size of its frames. A *plain* message is a body of bytes that fits into one frame. It has
-no properties of its own. Its cost is its length plus `Route.cost`. For other messages the encoder computes the cost.
+The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
+least one byte that fits into one frame. The cost of a plain message is its length plus `Route.cost`. For other messages
+the encoder computes the cost.
 """
 
 from __future__ import annotations
@@ -41,13 +43,9 @@ def is_undisturbed() -> bool:
 
 
 class Admission:
-    """Moves messages from the application to `unsent`, where they wait for the socket.
+    """Moves messages from the application to `unsent`, where they wait for the socket."""
 
-    Args:
-        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
-    """
-
-    # CPython 3.11 is slower if an object has more than 30 attributes without slots.
+    # In CPython 3.11, an object without slots is slower if it has more than 30 attributes.
     __slots__ = (
         "_controller",
         "_is_simple",
@@ -93,20 +91,21 @@ class Admission:
         self.gate = limits.controller.gate
         self._returns = returns
         self.steps = steps
-        # Whether `send_at_once` may admit messages: the window is the only limit, and nothing can interrupt the change.
+        # Whether `send_at_once` can admit messages: the window is the only limit, and nothing can interrupt the method.
         self._is_simple = limits.is_plain and is_undisturbed()
-        #: True while `SendLine` admits waiting messages. A new message must not be admitted before them.
+        #: True while `SendLine` admits waiting messages. They must be admitted before a new message.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
-        #: The prefix of message ids that the producer assigns; ``None`` if it assigns none.
+        #: The prefix of message ids that the producer assigns; ``None`` if the producer assigns no ids.
         self.id_prefix = id_prefix
         #: The class of the receipts.
         self.receipt_type = receipt_type
-        #: The number of the next message. Its message id is `id_prefix` and this number.
+        #: The number of the next admitted message. A message id that the producer assigns is `id_prefix` and this
+        #: number.
         self.next_number = 1
         #: Admitted messages that were never written, in the order of admission.
         self.unsent: deque[Receipt] = deque()
-        #: How many bytes of messages and of replies on the channel are not written yet.
+        #: How many bytes of messages, and of replies to the broker, are not written yet.
         self.unwritten = 0
         #: Why nothing can be admitted any more; ``None`` while messages can be admitted.
         self.closed: str | None = None
@@ -120,9 +119,10 @@ class Admission:
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain
-        # message always contain one.
+        # message always contain an id.
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
-        # The last route and its names. The next message usually has the same names, which an identity check finds fast.
+        # The exchange, the routing key and the result of the last call of `route`. The next message usually has the
+        # same two strings.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
@@ -186,7 +186,7 @@ class Admission:
         """Admit a message if that is possible now.
 
         Returns:
-            The receipt. ``None`` if the producer is blocked (flowed) or other messages wait; nothing has changed then.
+            The receipt. ``None`` if the producer is blocked (flowed) or other messages wait, so nothing was admitted.
 
         Raises:
             ProducerClosed: no message can be admitted any more.
@@ -208,7 +208,7 @@ class Admission:
 
     def close(self, reason: str) -> None:
         """Admit no message from now on."""
-        # `send_at_once` checks the gate, so it does not have to check `closed`.
+        # This also stops `send_at_once`, which checks the gate and not `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
@@ -219,7 +219,7 @@ class Admission:
         """Admit a message. The caller has checked the limits.
 
         Args:
-            cost: the size of its frames in bytes.
+            cost: the size of the message's frames in bytes.
             since: when the message began to wait, in seconds.
         """
         if self.store is not None:
@@ -227,7 +227,7 @@ class Admission:
         self._returns.expect(receipt)
         if self.observer is not None:
             self.observer.began[self.next_number] = since
-        # Nothing is called from here on, as in `send_at_once`.
+        # No function is called from here to `append`, as in `send_at_once`.
         number = receipt._number = self.next_number
         self.next_number, self.unwritten = number + 1, self.unwritten + cost
         self.unsent.append(receipt)
@@ -295,7 +295,8 @@ class Admission:
         while True:
             before = self.unwritten
             size = written_to() + sum(map(self.cost, (*others(), *self.unsent)))
-            # Other threads may have admitted messages meanwhile. None runs between this check and the assignment.
+            # Another thread may have admitted messages meanwhile. No thread switch comes between this check and the
+            # assignment.
             if before == self.unwritten:
                 self.unwritten = size
                 break
@@ -305,7 +306,7 @@ class Admission:
             self.gate.lift(HoldKind.TRANSPORT, now=now)
 
     def heal(self, unsettled: Callable[[], Sequence[Receipt]]) -> None:
-        """Repair the state after an unfinished step. `unsettled` returns the admitted messages that are not settled."""
+        """Repair the state after an unfinished step. `unsettled` returns the receipts of the unsettled messages."""
         if self.observer is not None:
             self.observer.began.pop(self.next_number, None)
         self._returns.heal()

@@ -1,10 +1,10 @@
-"""The calls that may wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share them.
+"""The calls that can wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share these calls.
 
-Each call is a generator that takes steps of the protocol. When the call has to wait, it yields the time at which the
-wait ends. Each skin (a producer's engine or a drop-in) has its own driver for these generators, because threads, tasks
-and polled connections wait in different ways. The driver does the following:
+Each call is a generator that takes steps of the protocol. When a call has to wait, it yields the latest time for the
+next step of the call. Each skin (a producer's engine or a drop-in) has its own driver for these generators, because
+threads, tasks and polled connections wait in different ways. The driver does the following:
 
-1. It calls `resume` where steps of the protocol are allowed: under the lock, or in the loop.
+1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
 2. It waits until the call's waiter is set, or until the yielded time.
 3. It calls `resume` with the present time, and repeats steps 2 and 3 until the call has a result.
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
@@ -29,7 +29,7 @@ __all__ = ["Call", "CannotWait", "close", "drain", "flush", "resume", "send", "w
 
 _T = TypeVar("_T")
 
-#: Yields the time at which the wait ends, in seconds. Is resumed with the present time.
+#: A call yields the latest time for its next step, in seconds, and is resumed with the present time.
 Call = Generator[float, float, _T]
 
 # `drain` stops waiting for confirms if the broker has not answered for this many seconds.
@@ -51,7 +51,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
         now: the present time in seconds; ``None`` to begin.
 
     Returns:
-        The time at which the wait ends, and ``None``. If the call has ended: ``None``, and its result.
+        The latest time for the next call of `resume`, and ``None``. If the call has ended: ``None``, and its result.
     """
     try:
         return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
@@ -66,15 +66,16 @@ def send(
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
-        cannot_wait: the error if the message would have to wait; ``None`` if it is allowed to wait. Callbacks use this
-            argument. Their tickets have a timeout of 0, and go to the front of the line.
+        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. A call
+            inside a callback passes an error, because its ticket has a timeout of 0. This ticket goes to the front of
+            the line.
         notices: whether this call logs notices about the wait. If not, the skin calls `SendLine.notice`.
 
     Returns:
         The receipt.
 
     Raises:
-        FlowControlTimeout, ProducerFlowed, ProducerClosed: the message was not sent and never will be.
+        FlowControlTimeout, ProducerFlowed, ProducerClosed: the message was not sent and will never be sent.
     """
     line.stand_in_line(ticket, now)
     try:
@@ -91,7 +92,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait until all messages that are admitted now are settled. Return False at the deadline, in seconds."""
+    """Wait until all messages that are admitted now are settled. Return False if the deadline (seconds) comes first."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)
@@ -103,7 +104,7 @@ def wait_unflowed(
     """Wait until the producer is unflowed (not blocked).
 
     Args:
-        deadline: when the wait ends at the latest, in seconds.
+        deadline: the latest time at which the wait ends, in seconds.
         in_callback: see `Waiters.when_unflowed`.
 
     Returns:
@@ -127,8 +128,8 @@ def close(
     """Admit no message from now on, and wait until all messages are settled.
 
     Args:
-        deadline: when the wait ends at the latest, in seconds.
-        waits_for_holds: whether to wait although holds delay the messages. If not, the wait may end early, see `drain`.
+        deadline: the latest time at which the wait ends, in seconds.
+        waits_for_holds: whether to wait even if holds delay the messages. If not, the wait can end early, see `drain`.
     """
     protocol.close(reason, now)
     if waits_for_holds:
@@ -138,10 +139,10 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all messages are settled. Stop earlier if a hold delays them, or if the broker stops answering.
+    """Wait until all messages are settled. Stop earlier if a hold delays the messages, or if no answers come.
 
     Args:
-        deadline: when the wait ends at the latest, in seconds.
+        deadline: the latest time at which the wait ends, in seconds.
     """
     before = -1
     while now < deadline and not _has_stalled(protocol, before, now):
@@ -157,8 +158,9 @@ def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     """Return whether `drain` should stop waiting.
 
     A fast producer has the holds ``capacity`` and ``transport`` most of the time, and the next answers lift them. So
-    these two holds end the wait only if no message was settled since the last check. The holds ``disconnected`` and
-    ``refused`` delay all messages, so they end the wait. ``paused`` and ``rate`` do not delay admitted messages.
+    ``capacity`` and ``transport`` end the wait only if no message was settled since the last check. The holds
+    ``disconnected`` and ``refused``, and a stop by the broker, delay all messages, so they end the wait. The holds
+    ``paused`` and ``rate`` do not delay admitted messages.
 
     Args:
         before: how many messages were unsettled at the last check; -1 at the first check.

@@ -1,9 +1,9 @@
-"""Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` call it.
+"""Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` use `Channel`.
 
 If at least one byte of a message was written before its channel ended, the message may have arrived at the broker. With
-the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. They are
-sent in the order of admission, before all messages that were never written. With the setting ``"fail"``, every message
-is settled when the channel ends. Every message is also settled at the end of the producer.
+the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. Second
+copies are sent in the order of admission, before all messages that were never written. With the setting ``"fail"``,
+every message is settled when the channel ends. The end of the producer also settles every message.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["INTERRUPTED", "Channel"]
 
-# The class and method id in ``Channel.Close``; (0, 0) if it contains no method.
+# Class and method ids in ``Channel.Close``: those of ``Basic.Publish``, and those that stand for no method.
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-#: The text for the end of a channel or of the producer, if the real reason was lost by an interrupt.
+#: Reported as the reason for the end of a channel or the producer, if an interrupt lost the real reason.
 INTERRUPTED = "the connection is lost"
 
-# If a producer ends, and a message in its outbox would get one of these outcomes, the next producer sends the message.
+# At the end of a producer, its outbox keeps the messages with these outcomes. The next producer sends the messages.
 _SENT_BY_NEXT_PRODUCER = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
@@ -80,9 +80,9 @@ class Channel:
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
-        #: True while declarations of the program are being repeated. No message may be written then.
+        #: True while declarations of the program are being repeated, so that no message can be written.
         self.is_restoring = False
-        #: Whether there will be no further channel.
+        #: True if no further channel will be opened.
         self.is_over = False
         self._reset(0, 0)
 
@@ -100,7 +100,7 @@ class Channel:
         """Continue with a new channel on which no message was published yet.
 
         Args:
-            frame_max: the negotiated frame size in bytes; 0 for no limit.
+            frame_max: the negotiated maximum size of a frame in bytes; 0 for no limit.
         """
         self._opening = number, frame_max
         self._open(now)
@@ -117,14 +117,14 @@ class Channel:
 
     def _encode_all(self, now: float) -> None:
         """Encode the admitted messages. Settle those that do not fit into the frames of the channel."""
-        # An interrupted call may have settled some messages.
+        # An interrupted call may have settled some of these messages.
         self._discard_settled()
         unfit: list[tuple[Receipt, str]] = []
         for receipt in (*self._resending.again, *self._admission.unsent):
             try:
                 self._encode(receipt)
             except Exception as error:
-                # This broker accepts only smaller frames than the broker for which the message was admitted.
+                # This channel allows only smaller frames than the channel for which the message was admitted.
                 unfit.append((receipt, f"it cannot be encoded again: {error}"))
         for receipt, reason in unfit:
             self._settling.settle([receipt], self._outcome_at_end(receipt, ()), now, (0, reason))
@@ -147,10 +147,10 @@ class Channel:
     # Ending.
 
     def disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
-        """Continue without a channel, and lift the holds that the broker or the socket has caused.
+        """Continue without a channel, and lift the holds that the old channel or its connection has caused.
 
         Args:
-            held: whether to hold calls of `send`. `Consequences.review_holds` lifts the hold on the next channel.
+            held: whether to hold calls of `send`. `Consequences.review_holds` lifts this hold on the next channel.
         """
         self.number = None
         self._resending.refusals.stop_clock(now)
@@ -163,22 +163,19 @@ class Channel:
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str | None:
         """Handle a channel that the broker has closed because of a message. The broker does not report which message.
 
-        Args:
-            method: class and method id in the broker's ``Channel.Close``.
-
         Returns:
-            If the broker has no room, the reason to hold calls of `send`; otherwise ``None``.
+            The reason to hold calls of `send`, if the broker has no room; otherwise ``None``.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # The cause may be any message that was not returned. Without confirms, the cause may also be a message that is
-        # already settled.
+        # Any message that was not returned may be the cause. Without confirms, the cause may also be a settled message.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # A message is known to be the cause only if it was alone, and no other message was abandoned on this channel.
-        # If the close contains no method, an operator may have closed the channel. That is unlikely to happen twice.
+        # A message is known to be the cause only if it was alone in flight, and no other message was abandoned on this
+        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. Operators rarely do
+        # so twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []
@@ -202,14 +199,13 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # If a suspect is a second copy, the reply text is ignored, because it may have pointed to the wrong
-                # messages before.
+                # If a suspect is a second copy, an earlier reply text may have been misleading. So ignore the text.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """Handle the loss of the connection. Another connection will be made.
+        """Handle the loss of a connection, after which the owner will connect again.
 
         Args:
             shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
@@ -238,8 +234,8 @@ class Channel:
         """Keep the unsettled messages for the next channel, in the order of admission (E1).
 
         Args:
-            suspects: messages that are sent one at a time.
-            culprits: messages that are settled instead.
+            suspects: messages to be sent one at a time on the next channel.
+            culprits: messages that are settled with `outcome` and not kept.
         """
         unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
@@ -264,7 +260,7 @@ class Channel:
     def settle_all(
         self, reason: str, now: float, culprits: Collection[Receipt] = (), reply: Reply | None = None
     ) -> None:
-        """Settle every message with the outcome that is known now.
+        """Settle every unsettled message with the outcome that is known now.
 
         Args:
             culprits: the messages that made the broker close the channel.
@@ -280,9 +276,9 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now. These messages are not sent any more.
+        """Stop sending messages, and settle them with the outcomes that are known now.
 
-        The caller has taken back all frames whose message is not begun.
+        The caller has taken back the frames of all messages without a written byte.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
@@ -344,7 +340,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # Repeat the end of the channel, because the interrupt may have come too early. The same applies below.
+            # Here and below, repeat the end of the channel. The interrupt may have come before this end was complete.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

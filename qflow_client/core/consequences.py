@@ -1,7 +1,7 @@
 """The actions that follow a step: review holds, admit waiting messages, wake waiters, and settle expired messages.
 
-`ProducerProtocol` calls them when a step has settled messages, or has raised or lifted a hold. This module also repairs
-the state after an interrupted step, see `step`.
+`ProducerProtocol` starts these actions when a step has settled messages, or has raised or lifted a hold. This module
+also repairs the state after an interrupted step, see `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# If a message should be sent again now, but the socket is full: seconds until the next check.
+# Seconds until the next check if a message should be sent again now, but the socket is full.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -29,16 +29,16 @@ class Consequences:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        # Attributes for speed: every answer of the broker uses them.
+        # Copied for speed, because every answer of the broker uses these parts.
         self._gate, self._controller = parts.gate, parts.controller
         self._reports, self._unreported, self._waiters = parts.reports, parts.unreported, parts.waiters
         parts.gate.observer = self._hold_changed
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do the actions that follow when messages were settled or taken off the wire."""
+        """Do the actions that follow when messages were settled or have left `Unconfirmed.flight`."""
         if self._unreported.count and self._reports.settled:
-            # The hold must come before `proceed` admits senders.
+            # Raise the hold before `proceed` admits waiting messages.
             self.hold_unreported(now)
         if self._controller.waiting or not self._gate.is_open:
             self.proceed(now)
@@ -46,7 +46,7 @@ class Consequences:
             self._wake_settled()
 
     def proceed(self, now: float) -> None:
-        """Review the holds, then admit waiting messages and wake waiters if the gate and the limits allow it."""
+        """Review the holds, admit waiting messages, and wake the waiters for settled messages."""
         self.review_holds(now)
         self._parts.line.grant(now)
         self._wake_settled()
@@ -60,8 +60,8 @@ class Consequences:
     def review_holds(self, now: float) -> None:
         """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
-        After a loss, only this method lifts the hold ``disconnected``. Suspects are sent one at a time, before new
-        messages. So the hold stays on the new channel while suspects wait.
+        After a loss of the connection, only this method lifts the hold ``disconnected``. Suspects are sent one at a
+        time, before new messages. So the hold ``disconnected`` stays while suspects wait.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
@@ -81,14 +81,14 @@ class Consequences:
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def next_review(self, now: float) -> float | None:
-        """Return when a message can be sent again or is settled; ``None`` if that does not depend on time alone."""
+        """Return when a message can be sent again or must be settled; ``None`` if time alone changes nothing."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
         times = parts.resending.next_times(not parts.unconfirmed.flight, now)
         store, unsent = parts.admission.store, parts.admission.unsent
         if times and store is not None and not parts.resending.again and not store.count_writable(unsent):
-            # The next message is not on disk yet. It waits for the disk, not for a time.
+            # The next message is not on disk yet, so it waits for the disk and not for a time.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
             # The message should be sent now, but the socket is full. Wait before the next check, to avoid a busy loop.
@@ -113,12 +113,12 @@ class Consequences:
             self._unreported.hold_if_many(now)
 
     def lift_unreported(self, count: int, now: float) -> None:
-        """Record that `count` receipts were reported to the application. Lift the hold if few receipts are left."""
+        """Record that `count` receipts were reported to the application. Lift the hold if few are unreported."""
         if self._unreported.note_reported(count):
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
-        """Called by the gate."""
+        """Report a hold that was raised or lifted. The gate calls this method."""
         if hold.kind in _STOPS_WRITING:
             self.apply_stops(now)
         if self._waiters.unflowed and not raised:
@@ -160,11 +160,7 @@ class Consequences:
             parts.expiry.forget(before)
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now. These messages are not sent any more.
-
-        Args:
-            receipts: the receipts of unsettled messages, in the order of admission.
-        """
+        """Settle unsettled messages and stop sending them, see `Channel.abandon`."""
         self._parts.writing.take_back()
         self._parts.channel.abandon(receipts, reason, now)
         self.update(now)
@@ -183,7 +179,7 @@ class Consequences:
         """Settle every message, because no other channel will be opened."""
         parts = self._parts
         parts.channel.is_over = True
-        # If the application has closed the producer, this is not flow control, so there is no hold.
+        # If the application has closed the producer, the end is not flow control, so no hold is raised.
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
         self.close(reason)
         parts.channel.settle_all(reason, now)
@@ -197,7 +193,7 @@ class Consequences:
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
-        # `take_back` is not allowed here, because the I/O thread may be passing its bytes to the socket.
+        # `take_back` is not allowed here, because the I/O thread may be writing the bytes that it would remove.
         parts.writing.move_back()
         self.apply_stops(now)
         parts.admission.heal(parts.channel.unsettled)

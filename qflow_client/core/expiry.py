@@ -1,9 +1,9 @@
 """Finds the messages that are unsettled for longer than `delivery_timeout`. `Consequences` settles them.
 
-To keep admission fast, a message does not store its time of admission. Instead, a *mark* is set at intervals. A mark is
-a time, and the number of the next message at that time. All messages with lower numbers were admitted before. When a
-mark is as old as `delivery_timeout`, these messages have expired. So no message expires too early. A message expires at
-most one interval too late, if the owner calls in time.
+To keep admission fast, a message does not store its time of admission. Instead, a *mark* is set at intervals. A mark
+stores a time, and the number that the next message had at that time. All messages with lower numbers were admitted
+before that time. When a mark is as old as `delivery_timeout`, all messages with lower numbers have expired. So no
+message expires too early. A message expires at most one interval too late, if the owner calls `expired_before` in time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from collections import deque
 
 __all__ = ["Expiry"]
 
-# How many marks are set during one `delivery_timeout`, and the shortest interval between two marks in seconds.
+# How many marks are set during one `delivery_timeout`.
 _MARKS = 50
+# The shortest interval between two marks in seconds.
 _LEAST = 0.005
 
 
 class Expiry:
-    """The marks of one producer.
-
-    Args:
-        timeout: seconds from the admission of a message until it expires.
-    """
+    """The marks of one producer."""
 
     __slots__ = ("_marks", "_next_mark_at", "_period", "timeout")
 
@@ -30,7 +27,7 @@ class Expiry:
         #: Seconds from the admission of a message until it expires.
         self.timeout = timeout
         self._period = max(_LEAST, timeout / _MARKS)
-        # The marks, the oldest first. Their times and numbers increase.
+        # The marks, the oldest first. The times and numbers of the marks increase.
         self._marks: deque[tuple[float, int]] = deque()
         self._next_mark_at = now
 
@@ -47,8 +44,8 @@ class Expiry:
             next_number: the number of the next message.
 
         Returns:
-            The number below which all messages have expired; 0 if no mark is old enough. The same number is returned
-            until `forget` is called with it.
+            The number below which all messages have expired; 0 if no mark is old enough. Until `forget` is called with
+            this number, later calls return the same number or a higher one.
         """
         marks = self._marks
         if now >= self._next_mark_at:

@@ -1,7 +1,8 @@
 """The limits of admission: the window of messages, the window of bytes, and the rate.
 
 An admitted message uses room in both windows until it is settled. With ``capacity="auto"``, the window of messages
-adapts its size. The flow controller checks all limits before a message is admitted.
+adapts its size. The flow controller checks all limits. If the window of messages is the only limit,
+`Admission.send_at_once` can also check this limit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Limits:
         line: the order in which waiting messages are admitted; by default the order of their arrival.
 
     Raises:
-        TypeError: `line` has the wrong type.
+        TypeError: `line` does not have the methods of a `Line`.
     """
 
     __slots__ = ("adaptive", "byte_window", "controller", "is_plain", "max_capacity", "window")
@@ -59,14 +60,14 @@ class Limits:
             else WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
         )
         parts: list[Limiter] = [self.window]
-        #: Limits the bytes of unsettled messages; ``None`` without limit.
+        #: Limits the bytes of unsettled messages; ``None`` without such a limit.
         self.byte_window: SizeLimiter | None = None
         if settings.capacity_bytes is not None:
             self.byte_window = SizeLimiter(settings.capacity_bytes, kind=HoldKind.CAPACITY)
             parts.append(self.byte_window)
         if settings.rate is not None:
             parts.append(RateLimiter(settings.rate, burst=settings.burst, kind=HoldKind.RATE))
-        #: The window while it adapts its size; ``None`` if the size is fixed.
+        #: The window if it adapts its size; ``None`` if the size is fixed.
         self.adaptive = self.window if isinstance(self.window, AdaptiveWindow) else None
         #: The highest capacity that the window can reach.
         self.max_capacity = settings.capacity_max if self.adaptive is not None else self.window.capacity
@@ -78,12 +79,12 @@ class Limits:
         )
 
     def add(self, limiter: Limiter) -> None:
-        """Add a limit. No message may have been admitted before."""
+        """Add a limit. Call this before the first admission."""
         self.is_plain = False
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Fix the size of the window. If it is then full, admitted messages stay, and new ones wait for room (C6).
+        """Set a fixed size of the window. Admitted messages are not affected, and new messages wait for room (C6).
 
         Raises:
             SettingsError: the setting `capacity` cannot have this value.
@@ -113,7 +114,8 @@ class Limits:
             used = self.window.used
             receipts = unsettled()
             count = len(receipts)
-            # Other threads may have admitted messages meanwhile. None runs between this check and the assignment.
+            # Another thread may have admitted messages meanwhile. No thread switch comes between this check and the
+            # assignment.
             if used == self.window.used:
                 self.window.used = count
                 break

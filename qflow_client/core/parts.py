@@ -1,7 +1,7 @@
 """Makes the parts of one producer's protocol, and connects them. `ProducerProtocol` makes one `Parts`.
 
-The constructor of each part receives the parts that it uses. So a part cannot use another part that is made later. Code
-that needs all parts is in `consequences`.
+Each part gets the parts that it uses as arguments of its constructor. So a part can use only the parts that were made
+earlier. Code that needs all parts is in `consequences`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Parts:
         encoder: type[PublishEncoder],
     ) -> None:
         prefix = id_prefix if settings.message_ids else None
-        #: Whether the last step was completed, and its time.
+        #: Records whether the last step was completed, and when it was taken.
         self.steps = Steps(now)
         #: The limits of admission.
         self.limits = Limits(settings, line)

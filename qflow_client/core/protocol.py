@@ -1,49 +1,53 @@
 """Decides what happens to every message of one producer on its AMQP channel, without I/O (sans-I/O).
 
 The *owner* is the I/O thread or the event loop. It reports the events of the connection to `ProducerProtocol`: a
-channel opened, the broker acked, the socket accepted bytes, time passed. In return, it gets the bytes to write. It
-calls one method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the protocol:
-a producer's engine, or a drop-in for another library.
+channel opened, the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write.
+The owner calls one method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the
+protocol. It is a producer's engine or a drop-in for another library.
 
 The protocol has one part for each decision. A message reaches the parts in this order:
 
 * `line` keeps messages that cannot be admitted now. `admission` admits messages when `limits` and the gate allow it.
-* `Writing` makes the frames of messages. `unconfirmed` has the messages on the wire of the channel.
+* `Writing` makes the frames of messages. `unconfirmed` has the messages whose frames are made for the open channel.
 * `settling` applies the broker's answers. `returns` finds the message for a ``Basic.Return``.
 * `resending` has the messages to be sent again, and decides when they are sent.
-* `channel` moves messages when a channel opens or ends.
-* `reports` collects news for the application. `waiters` has the callers to wake. `unreported` counts settled receipts.
+* `channel` moves messages between these parts when a channel opens or ends.
+* `reports` collects news for the application. `waiters` has the calls that wait. `unreported` counts the settled
+  receipts that are not reported to the application yet.
 
 From its admission until it is settled, a message is in exactly one of three collections:
 
 * `admission.unsent`: no byte of the message was ever written.
 * `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel.
 * `resending.again`: the message was written before, and will be sent again, marked as a second copy. The first copy may
-  have arrived. If one queue refused this copy, another queue may have accepted it.
+  have arrived. Even if the broker refused the first copy, one of several queues may have accepted it.
 
-A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It leaves
-`flight` if the channel ends, if the broker has no room and refuses the message, or if its frames are taken back before
-their first byte is written (`Writing.take_back`), for example when the broker stops the channel. Then the message moves
-to `again` if it was ever written, and otherwise to `unsent`. `settling` removes settled messages. `unsent` and `again`
-are always in the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
+A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). A message
+leaves `flight` unsettled if the channel ends, or if the broker has no room and refuses the message. A message also
+leaves `flight` if `Writing.take_back` takes its frames back, for example when the broker stops the channel. Only frames
+without a written byte can be taken back. A message that leaves `flight` unsettled moves to `again` if it was ever
+written, and otherwise to `unsent`. `unsent` and `again` are always in the order of admission, and all messages of
+`again` are sent before those of `unsent`. So first copies are always sent in the order of admission.
 
 Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
 broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
-2. The loss raises the hold ``disconnected``, and stops the clock of `retry_for`. The pause continues.
-3. The next channel lifts ``disconnected``, and starts the clock. The message is encoded for this channel.
-4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When it ends, the clock continues.
-5. When the pause is over, the message moves into `flight` as a probe. No other message is sent until it is answered.
-6. The confirm of the probe lifts ``refused``. The other messages of `again` are sent, and then the unsent messages.
+2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
+3. The next channel lifts the hold ``disconnected``, and restarts the clock. The message is encoded for this channel.
+4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
+5. When the pause is over, the message moves into `flight` as a probe. No other message is sent before the broker's
+   answer.
+6. The confirm of the probe lifts the hold ``refused``. Then the rest of `again` is sent, and finally `unsent`.
 
-While there is a hold, calls of `send` wait. `flush` waits until the message is settled. If the connection is lost while
-the probe is in flight, the message moves back into `again`. If its retries end before the next answer, it is settled as
-*unknown* and not as *nacked*. With ``on_disconnect="fail"``, each loss settles all messages.
+While there is a hold, calls of `send` wait. `flush` waits until the message of the example is settled. If the
+connection is lost while the probe is in flight, the message moves back into `again`. If the time for its retries ends
+before the broker's next answer, the message is settled as *unknown* and not as *nacked*. With ``on_disconnect="fail"``,
+each loss of the connection settles all messages.
 
-The owner calls nothing between `data_to_write` and `advance`, and ends a channel before it opens the next one. An
-exception, such as ``KeyboardInterrupt``, may end a method early. Then the owner does not repeat the event. If the
-method handled an answer of the broker or returned bytes to write, the owner ends the channel.
+The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens the next one.
+If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If
+the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
 as E1, C6 and J7 refer to lines of the specification, see ``docs/sources.md``. The names of tests contain these ids.
@@ -73,12 +77,12 @@ class ProducerProtocol:
         id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
         wall_offset: the number to add to `now` to get seconds since 1970.
         line: the order in which waiting messages are admitted; by default the order of their arrival.
-        retries: the pauses before refused messages are sent again; ``None`` to settle refused messages. A message is
-            refused if the broker has no room for it.
+        retries: the pauses before refused messages are sent again; ``None`` if refused messages are settled instead.
+            The broker refuses messages if it has no room.
         encoder: the class of the encoders; each channel has its own encoder.
 
     Raises:
-        TypeError: `line` has the wrong type.
+        TypeError: `line` does not have the methods of a `Line`.
     """
 
     def __init__(
@@ -130,12 +134,12 @@ class ProducerProtocol:
 
     @property
     def unwritten(self) -> int:
-        """How many bytes of messages and of replies on the channel are not written yet."""
+        """How many bytes of messages, and of replies to the broker, are not written yet."""
         return self.admission.unwritten
 
     @property
     def has_output(self) -> bool:
-        """Whether there are unwritten bytes that do not wait for the disk. A stop or a pause may still delay them."""
+        """Whether some unwritten bytes need not wait for the disk. A stop or a pause may still delay these bytes."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -146,7 +150,7 @@ class ProducerProtocol:
 
     @property
     def settled_so_far(self) -> int:
-        """How many messages were settled so far; it never decreases."""
+        """How many messages were settled so far. This number never decreases."""
         return self.admission.admitted - self.window.used
 
     @property
@@ -156,14 +160,14 @@ class ProducerProtocol:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a channel is needed, because messages can be admitted or are not settled."""
+        """Whether a channel is needed, because messages can be admitted, are unsettled, or wait in the outbox."""
         if self.closed is None or self.window.used > 0:
             return True
         store = self.admission.store
         return store is not None and store.has_backlog and not self.channel.is_over
 
     def flow_seen(self, now: float) -> FlowState:
-        """Return the flow state as last computed. The call changes nothing, so it is not a step."""
+        """Return the flow state after the last step. This method changes nothing, so it is not a step."""
         since = self.gate.closed_since
         return FlowState(
             self.reports.holds,
@@ -182,7 +186,7 @@ class ProducerProtocol:
 
     @step
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Fix the size of the window, see `Limits.set_capacity`."""
+        """Set a fixed size of the window, see `Limits.set_capacity`."""
         self.limits.set_capacity(capacity)
         self.line.grant(now)
 
@@ -197,9 +201,9 @@ class ProducerProtocol:
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
-        """Return the settled receipts. The skin reports each to the application, and then calls `reported`."""
+        """Return the settled receipts. The skin reports each receipt to the application, and then calls `reported`."""
         self.consequences.hold_unreported(now)
-        # This is the last call. If an interrupt follows it, the receipts are settled but never reported.
+        # Call `take` last. If an interrupt comes after `take`, the receipts are settled but never reported.
         return self._unreported.take()
 
     @step
@@ -209,7 +213,7 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an admitted message as *failed*, unless a byte of it was written. The receipt is not reported.
+        """Settle an admitted message as *failed*, unless one of its bytes was written. The receipt is not reported.
 
         Returns:
             True if the message is withdrawn and will never be sent.
@@ -217,7 +221,7 @@ class ProducerProtocol:
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
-            # An interrupted call may have settled it.
+            # An interrupted call may have settled the message already.
             return receipt._outcome is Outcome.FAILED
         cost = self.admission.cost(receipt)
         self._settling.settle_silently(receipt, Outcome.FAILED, now)
@@ -230,18 +234,14 @@ class ProducerProtocol:
 
     @step
     def attach_store(self, store: Store, now: float) -> None:
-        """Keep messages in a store from now on. Call this before the first admission; senders may be waiting already.
-
-        Args:
-            store: an outbox.
-        """
+        """Keep messages in an outbox from now on. Call this before the first admission."""
         self.admission.use_store(store)
         self.line.check_room(store)
         self.line.grant(now)
 
     @step
     def close(self, reason: str, now: float) -> None:
-        """Admit no message from now on, and wake waiters. Admitted messages are still sent."""
+        """Admit no message from now on, and wake callers that wait for admission. Admitted messages are still sent."""
         self.consequences.close(reason)
 
     # Events of the connection.
@@ -258,16 +258,16 @@ class ProducerProtocol:
         The channel is in confirm mode if the setting `confirms` is on.
 
         Args:
-            frame_max: the negotiated frame size in bytes; 0 for no limit.
-            restores: whether declarations are being repeated. If so, calls of `send` are held and no message is written
-                until `restored` is called.
+            frame_max: the negotiated maximum size of a frame in bytes; 0 for no limit.
+            restores: whether the program's declarations are being repeated. If so, calls of `send` are held and no
+                message is written until `restored` is called.
         """
         self.channel.is_restoring = restores
         self.consequences.expire(now)
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        # This lifts the hold ``disconnected``. `proceed` comes later, because it may raise other holds.
+        # This may lift the hold ``disconnected``. `proceed` is called later, because it may raise other holds.
         self.consequences.review_holds(now)
         if not self.channel.was_open and self.gate.is_open:
             # The time before the first connection does not count as flow control.
@@ -293,7 +293,7 @@ class ProducerProtocol:
         self.channel.disconnect(reason, now)
         no_room = self.channel.closed_by_broker(code, text, method, now)
         if no_room is not None:
-            # If a probe was in flight, the end of the channel was its answer.
+            # If a probe was in flight, the end of the channel is the broker's answer to it. So a new pause begins.
             self._settling.hold_refused(no_room, now, new_pause=True)
         self.consequences.update(now)
 
@@ -303,18 +303,18 @@ class ProducerProtocol:
 
         Without `reconnects`, all unsettled messages are settled, and nothing is admitted any more. With `reconnects`,
         the setting `on_disconnect` decides: the unsettled messages are settled, or they are sent on the next
-        connection. On that connection they keep their order and come before new messages. Messages that may have
-        arrived are sent with the header `REPUBLISHED`.
+        connection. On the next connection, the unsettled messages keep their order and come before new messages.
+        Messages that may have arrived are sent with the header `REPUBLISHED`.
 
         Args:
-            reconnects: whether another connection will be made if one is wanted.
+            reconnects: whether the owner will connect again if this method returns True.
             shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
 
         Returns:
-            Whether another connection is wanted.
+            Whether another connection is needed, see `wants_channel`.
         """
         if reconnects and self.wants_channel:
-            # There is a hold even while the producer closes, because `flush` still waits.
+            # Raise the hold even while the producer closes, because `flush` still waits for the messages.
             self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
         else:
@@ -349,12 +349,12 @@ class ProducerProtocol:
 
     @step
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
-        """Handle ``Basic.Ack``: the broker has taken responsibility."""
+        """Handle ``Basic.Ack``: the broker has taken responsibility for messages."""
         self._settling.answer(tag, multiple, Outcome.CONFIRMED, now)
         self.consequences.update(now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """Handle the acks that were read together. `TapChannel` describes the list, and the effect of an interrupt."""
+        """Handle the acks of one read. `TapChannel` describes the list, and the effect of an interrupt."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
@@ -365,7 +365,7 @@ class ProducerProtocol:
 
     @step
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        """Handle ``Basic.Nack``: the broker has not taken responsibility."""
+        """Handle ``Basic.Nack``: the broker has not taken responsibility for messages."""
         self._settling.answer(tag, multiple, Outcome.NACKED, now)
         self.consequences.update(now)
 
@@ -375,7 +375,7 @@ class ProducerProtocol:
 
         Args:
             header: the payload of the content header frame.
-            body: the content.
+            body: the body of the returned message.
         """
         self._settling.note_return((code, text), decode_message(header, body), exchange, routing_key)
 
@@ -387,7 +387,7 @@ class ProducerProtocol:
     # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the next bytes to write, perhaps slightly more than `limit`; empty if nothing may be written now.
+        """Return the next bytes to write, up to one frame more than `limit`. Empty if nothing can be written now.
 
         "Now" is the time of the last step. So the owner may have to call `on_timer` before a probe can be written.
         """
@@ -403,7 +403,7 @@ class ProducerProtocol:
         """Record that the socket accepted `count` bytes of `data_to_write`.
 
         Returns:
-            True if these bytes end at a frame boundary. Frames of other channels may be written then.
+            True if these bytes end at a frame boundary. If so, frames of other channels can be written next.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -425,7 +425,8 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return all bytes to write, and record that they are written.
 
-        Owners that accept any number of bytes use this call. It takes half the time of `data_to_write` and `advance`.
+        Owners that can write any number of bytes call this method. It takes half the time of `data_to_write` and
+        `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -449,7 +450,7 @@ class ProducerProtocol:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no further message may be written now."""
+        """Whether no further message can be written now."""
         return self._unconfirmed.outbound.stopped
 
     @property

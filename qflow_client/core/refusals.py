@@ -1,4 +1,4 @@
-"""The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses it.
+"""The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses them.
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
 later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
@@ -7,10 +7,10 @@ the broker confirms the probe, the broker has room again, and all messages are s
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
 while no retry is possible: while there is no connection, or while the broker blocks the connection or stops the channel
-(E5). The pause before a probe does not stop.
+(E5). The pause before a probe continues during such a stop.
 
-When the time for retries is over, a message is settled as *nacked* if a refusal was the last answer. If its last copy
-was written on a channel that ended before the answer, the message is settled as *unknown*.
+When the time for retries is over, a message is settled as *nacked* if the broker has refused the last copy that was
+written. The message is settled as *unknown* if the channel of its last copy ended before the broker answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Pauses", "Refusals", "means_no_room"]
 
-# Words in the reply text of a broker without room. The codes 311 and 506 mean this with any text.
+# Words in the reply text of a broker without room. The reply codes 311 and 506 always mean that there is no room.
 _NO_ROOM = re.compile(r"\b(disk|memory|space|full|resources?)\b", re.IGNORECASE)
 
 
@@ -65,16 +65,17 @@ class Refusals:
     def __init__(self, pauses: Pauses | None, retry_for: float) -> None:
         self._pauses = pauses
         self._retry_for = retry_for
-        # The time of each message's first refusal, by number. The times are those of `_clock`.
+        # The time of each message's first refusal on `_clock`, by message number.
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: When the next or the present probe may be sent. ``None`` while the broker has room.
+        #: The earliest time of the next probe, or of the probe in flight. ``None`` while the broker has room.
         self.probe_at: float | None = None
         #: The probe, from its sending until its answer is handled; ``None`` if there is none.
         self.probe: Receipt | None = None
-        # When the clock stopped (``None`` while it runs), and how many seconds its earlier stops have lasted.
+        # When the clock stopped; ``None`` while it runs.
         self._stopped_at: float | None = None
+        # How many seconds the earlier stops of the clock have lasted.
         self._stopped_for = 0.0
 
     @property
@@ -104,7 +105,8 @@ class Refusals:
         """Record the refusal of a message, and decide whether the message is sent again.
 
         Returns:
-            False if the message is sent again. True if it must be settled, because its time is over or it was returned.
+            False if the message is sent again. True if the message must be settled, because its time is over or it was
+            returned.
         """
         self._first_refused.setdefault(receipt._number, self._clock(now))
         self._unanswered.discard(receipt._number)
@@ -125,7 +127,7 @@ class Refusals:
         """Record that a channel has ended.
 
         Args:
-            unsettled: numbers of the messages that may be sent again.
+            unsettled: numbers of the messages that can be sent again.
             unanswered: messages that were written on the channel, and that the broker has not answered.
         """
         self.forget_others(unsettled)
@@ -143,13 +145,13 @@ class Refusals:
         return Outcome.UNKNOWN if receipt._number in self._unanswered else Outcome.NACKED
 
     def is_over(self, receipt: Receipt, now: float) -> bool:
-        """Whether the retries of a message end, because its time is over or it was returned."""
+        """Whether a message is not sent again, because its time is over or it was returned."""
         since = self._first_refused.get(receipt._number, math.inf)
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return the next time at which the retries of a message other than the probe end; empty if there is none."""
-        # The dict is in the order of the first refusals. Entries of settled messages do no harm.
+        """Return the next time at which retries end, for messages other than the probe; a list of at most one time."""
+        # The dict is in the order of the first refusals. Entries of settled messages only cause early checks.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)
         ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)
@@ -171,14 +173,14 @@ class Refusals:
             new_pause: True after the refusal of a probe or the end of a channel. If False, a running pause continues.
 
         Returns:
-            True if the broker had room before.
+            True if this is the first refusal since the broker had room.
         """
         assert self._pauses is not None
         is_first = self.probe_at is None
         if is_first:
             self._pauses.begin(now)
         if is_first or new_pause:
-            # The pause ends at the latest when the retries of the oldest refused message end.
+            # The pause ends no later than the time for retries of the message that was refused first.
             clock = self._clock(now)
             oldest = min((self._first_refused[each._number] for each in again if self.is_refused(each)), default=clock)
             left = max(0.0, oldest + self._retry_for - clock)
@@ -186,7 +188,7 @@ class Refusals:
         return is_first
 
     def may_probe(self, now: float) -> bool:
-        """Whether a message may be sent, because the broker has room or because it is time for a probe."""
+        """Whether a message can be sent, because the broker has room or because it is time for a probe."""
         return self.probe_at is None or (self.probe is None and now >= self.probe_at)
 
     def note_sent(self, receipt: Receipt) -> None:
@@ -200,6 +202,6 @@ class Refusals:
             self.probe = None
 
     def check_probe(self) -> None:
-        """End the pauses if the broker has confirmed the probe."""
+        """End the pauses if the probe is settled, because the broker then has room again."""
         if self.probe is not None and self.probe.done:
             self.probe = self.probe_at = None

@@ -26,7 +26,7 @@ logger = logging.getLogger("qflow_client")
 # A level, a text, its arguments, the code object that logs the entry, and the line number.
 LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
-# Other holds begin and end with every burst of messages, so they are logged at the level DEBUG.
+# Holds that are not in this mapping may change with every burst of messages. They are logged at the level DEBUG.
 _LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
@@ -35,23 +35,24 @@ _LOG_LEVELS: dict[str, int] = {
     HoldKind.REFUSED: logging.WARNING,
 }
 
-# With fewer failures than this, a sweep is not worth its cost.
+# `Reports._sweep` is not worth its cost with fewer failures than this.
 _SWEEP_FROM = 64
 
 
 class MessageObserver(Protocol):
     """Receives every message, to measure or trace it."""
 
-    #: When each message was admitted, or began to wait for admission; in seconds, by number.
+    #: The time in seconds at which each message began to wait for admission, by message number. A message that did not
+    #: wait has the time of its admission.
     began: dict[int, float]
-    #: The address and the port of the present or last connection; ``None`` before the first.
+    #: The broker's address and port on the present or most recent connection; ``None`` before the first connection.
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
         """Called with receipts that are settled together.
 
         Args:
-            receipts: the receipts. The receipt of a second copy may come before the receipt of an older message.
+            receipts: the receipts, which are not always in the order of admission.
         """
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
@@ -63,7 +64,7 @@ class MessageObserver(Protocol):
         """
 
     def record(self, *, now: float) -> None:
-        """Called by the skin without a lock, after each action that may have settled receipts."""
+        """The skin calls this without a lock, after each action that may have settled receipts."""
 
 
 class Reports:
@@ -119,24 +120,23 @@ class Reports:
         self.events: list[FlowEvent] | None = None
         #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
         self.lost_events: dict[str | None, int] = {}
-        # The raised holds that are reported.
+        # The holds that were reported as raised, and not yet as lifted.
         self._reported: set[Hold] = set()
-        # Whether the application waits for the first connection. There is no event for the end of that wait.
+        # Whether the application waits for the first connection. The hold ``disconnected`` has no events meanwhile.
         self._is_starting = True
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
         #: Failed receipts that are not reported to the application yet, in the order of their failures.
         self.failures: deque[Receipt] = deque()
-        #: The number of unseen failed receipts that were dropped since `take_dropped`.
+        #: How many unseen failed receipts were dropped since the last call of `take_dropped`.
         self.dropped = 0
-        #: True when nothing is admitted any more. Then all failures are kept, because the number of unsettled messages
-        #: limits them.
+        #: True when nothing is admitted any more. Then all failures are kept, because no new messages can fail.
         self.is_ending = False
-        # The bytes of `failures`, and their limit.
+        # The size of `failures` in bytes.
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
         self._max_events = max_events
-        # How many failures may be added before the next sweep. A sweep removes the receipts that the application has
+        # How many failures can be added before the next sweep. A sweep removes the receipts that the application has
         # seen.
         self._sweep_in = _SWEEP_FROM
 
@@ -155,7 +155,7 @@ class Reports:
         self.add_settled((receipt,))
 
     def add_settled(self, receipts: Sequence[Receipt]) -> None:
-        """Add settled receipts to `settled`. If no listener needs all of them, add the failed ones to `failures`."""
+        """Add settled receipts to `settled`. If `settled` is ``None``, add the failed receipts to `failures`."""
         if self.settled is not None:
             self.settled += receipts
         else:
@@ -173,13 +173,13 @@ class Reports:
             self._sweep()
         if not self.is_ending:
             self._make_room(size)
-        # Nothing is called from here on, so an interrupt leaves all or none of the changes.
+        # No function is called from here on, so an interrupt comes before or after all of the changes.
         self._sweep_in -= count
         self._failed_bytes += size
         self.failures += failures
 
     def _sweep(self) -> None:
-        """Forget the receipts that the application has seen. Otherwise a producer that never flushes would keep them.
+        """Forget the receipts that the application has seen. Otherwise a producer without flushes would keep them.
 
         The next sweep comes when the number of failures has doubled, so the average cost of a failure stays constant.
         """
@@ -252,7 +252,7 @@ class Reports:
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
-        # The first wait for a connection has no events, so the listeners do not count its hold.
+        # The hold of the first wait for a connection has no events, so the listeners do not count this hold.
         count = len(self._gate.holds) - (self._is_starting and self._gate.is_held_by(HoldKind.DISCONNECTED))
         if raised:
             logs = _entries(level, "%s: blocked (flowed): %s", self.name, hold)
@@ -268,7 +268,7 @@ class Reports:
         is_start = self._is_starting and hold.kind == HoldKind.DISCONNECTED
         events = [] if self.events is None or is_start else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
-        # Nothing is called from here on, so an interrupt leaves all or none of the changes.
+        # No function is called from here on, so an interrupt comes before or after all of the changes.
         self.logs += logs
         if self.events is not None:
             self.events += events
@@ -292,10 +292,10 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer, and begin with the changes of holds that it has not reported.
+        """Continue the reports of another producer, and begin with the holds that changed without a report.
 
         Args:
-            other: the reports of that producer, which stay unchanged.
+            other: the reports of the other producer, which stay unchanged.
         """
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
@@ -337,7 +337,7 @@ class Reports:
             capacity,
         )
         if len(self.events) >= 2 * self._max_events:
-            # The skin has not taken the events, for example because the event loop does not run. Half of them are
+            # The skin has not taken the events, for example because the event loop does not run. Half of the events are
             # dropped together, so the average cost of an event stays constant.
             for old in self.events[: self._max_events]:
                 hold_kind = None if old.hold is None else old.hold.kind
@@ -354,8 +354,9 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
     """Return an entry for the log.
 
     Args:
-        arguments: values for the format string `text`, which must not change later.
-        depth: which line is recorded: 1 for the caller of this function, 2 for the caller of that function, and so on.
+        arguments: values for the format string `text`. The values must not change later.
+        depth: which line of code is recorded: 1 for the caller of this function, 2 for the caller of that caller, and
+            so on.
     """
     frame = sys._getframe(depth)
     return level, text, arguments, frame.f_code, frame.f_lineno
@@ -365,7 +366,7 @@ def is_logged(level: int) -> bool:
     """Return whether the logger is enabled for a level.
 
     The result is that of `logging.Logger.isEnabledFor`, but this function takes no lock. `isEnabledFor` takes the lock
-    of `logging`. Another thread may hold that lock and run a signal handler or a finalizer that waits for this step.
+    of `logging`. Another thread may have this lock, and run a signal handler or a finalizer that waits for this step.
     """
     return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 

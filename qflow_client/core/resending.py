@@ -1,14 +1,15 @@
-"""The messages to be sent again: their order, and how many of them may be sent now. `Writing` sends them.
+"""The messages to be sent again: their order, and how many of them can be sent now. `Writing` sends them.
 
 `again` contains two kinds of messages: messages without an answer when their channel ended, and messages that the
-broker refused. All of them were written before. So all of them are sent as second copies, in the order of admission,
+broker refused. Both kinds were written before. So the messages are sent as second copies, in the order of admission,
 before all messages that were never written (E1). If the frames of a message are made but not begun, they can be taken
 back. Then `put_back` returns the message to `again`, if the message was written before.
 
-`count_sendable` decides how many messages may be sent now. It has three rules:
+`count_sendable` decides how many messages can be sent now. It has three rules:
 
-1. While a suspect is on the wire, no other message is sent. A suspect is sent only if the wire is empty (`suspects`).
-2. The candidate for a poisonous message waits until the connection has been open for a while (`PoisonDetector`).
+1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
+   (`suspects`).
+2. A message that may be poisonous (`PoisonDetector.candidate`) waits until the connection has been open for a while.
 3. While the broker has no room, only one message is sent after each pause, the probe (`refusals`).
 """
 
@@ -42,18 +43,18 @@ class Resending:
         #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
         #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message has
-        #: frames now, these are its second copy. Some of the messages may be settled.
+        #: frames now, they are a second copy. Some of these messages may be settled by now.
         self.written_before: set[int] = set()
         #: The messages that are sent one at a time.
         self.suspects = Suspects()
         #: Finds the message that causes lost connections.
         self.poison = PoisonDetector(hold_time)
-        #: The messages that the broker has refused, and the time of the next try.
+        #: The messages that the broker has refused, and the time of the next probe.
         self.refusals = Refusals(pauses, retry_for)
 
     @property
     def is_idle(self) -> bool:
-        """Whether unsent messages may be sent: `again` is empty, the broker has room, and no suspect is on the wire."""
+        """Whether unsent messages can be sent: `again` is empty, the broker has room, and no suspect is on the wire."""
         return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.
@@ -61,7 +62,7 @@ class Resending:
     def end_channel(
         self, written: Iterable[Receipt], suspects: Iterable[Receipt], unanswered: Iterable[Receipt] = ()
     ) -> None:
-        """Record that a channel has ended, and add its messages without an answer.
+        """Record that a channel has ended, and add its unanswered messages to `again`.
 
         Args:
             written: messages that were written before, on this channel or an earlier one.
@@ -71,7 +72,7 @@ class Resending:
         # The dict adds no message twice if an interrupted call is repeated.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # This comes first. If the call is repeated after `again` was changed, `unanswered` is incomplete.
+        # `refusals` comes first. If a call is repeated after `again` was changed, `unanswered` is incomplete.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))
@@ -83,10 +84,10 @@ class Resending:
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
-        """Put back a message that leaves the wire.
+        """When a message leaves the wire, return it to `again` if it was written before.
 
         Returns:
-            True if it will be sent again as a second copy; False if it was never written.
+            True if the message will be sent again as a second copy; False if it was never written.
         """
         self.forget_sent(receipt)
         number = receipt._number
@@ -100,7 +101,7 @@ class Resending:
         return True
 
     def refused_too_long(self, now: float) -> list[Receipt]:
-        """Return the messages of `again` whose retries end, see `Refusals.is_over`."""
+        """Return the messages of `again` whose time for retries is over, see `Refusals.is_over`."""
         return [each for each in self.again if self.refusals.is_over(each, now)]
 
     def discard_settled(self) -> None:
@@ -114,7 +115,7 @@ class Resending:
         self.end_channel((), ())
 
     def end_refusals(self, unsettled: Collection[int]) -> None:
-        """Record that the broker has room again, or that no message is left for a probe.
+        """Record that the broker has room again, or that there is no message to send as a probe.
 
         Args:
             unsettled: the numbers of all unsettled messages.
@@ -131,33 +132,28 @@ class Resending:
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
-        """Return the times at which the next message may be sent, or at which refused messages are settled.
-
-        Args:
-            is_flight_empty: whether `Unconfirmed.flight` is empty.
-        """
+        """Return the times at which the next message can be sent, or at which refused messages are settled."""
         if self.refusals.probe is not None:
             return self.refusals.next_over(now)
         times = [at for at in (self.refusals.probe_at, self.candidate_at()) if at is not None]
         if len(times) > 1:
-            # The message waits for both times. A refused message may be settled at the first time, so keep that time
-            # until it has passed.
+            # The next message waits until both times have passed. At the earlier time a refused message may be settled,
+            # so keep that time until it has passed.
             times = [max(times), *(at for at in times if at > now)]
         if not is_flight_empty and self.again and self.again[0]._number in self.suspects.numbers:
-            # The next message is a suspect, which waits until the wire is empty. A time in the past changes nothing.
+            # The next message is a suspect. It waits for an empty wire, so a past time does not matter.
             times = [at for at in times if at > now]
         return times
 
     def candidate_at(self) -> float | None:
-        """Return when the next message may be sent if it is the candidate for poison; ``None`` if it is not."""
+        """Return when the next message can be sent if it is the candidate for poison; ``None`` if it is not."""
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:
-        """Return how many messages may be sent now.
+        """Return how many messages can be sent now.
 
         Args:
             source: the next messages: `again`, or the unsent messages if `again` is empty.
-            is_flight_empty: whether `Unconfirmed.flight` is empty.
         """
         candidate_at = self.candidate_at()
         if (
@@ -191,7 +187,7 @@ class Resending:
         self.suspects.forget_sent(receipt)
 
     def is_probing_over(self, has_unsent: bool) -> bool:
-        """Whether no probe is needed, because the broker has room again or no message is left to send.
+        """Whether no probe is needed, because the broker has room again or there is no message to send.
 
         Args:
             has_unsent: whether there are messages that were never written.
@@ -200,12 +196,8 @@ class Resending:
         return refusals.probe_at is None or not (self.again or refusals.probe or has_unsent)
 
     def heal(self, tag_of: Callable[[Receipt], int]) -> None:
-        """Repair the state after an unfinished step.
-
-        Args:
-            tag_of: returns the tag of a message; 0 if the message is not on the wire.
-        """
+        """Repair the state after an unfinished step. `tag_of` returns 0 for a message that is not on the wire."""
         for receipt in (self.refusals.probe, self.suspects.alone):
             if receipt is not None and not receipt.done and not tag_of(receipt):
-                # The interrupt came before it was sent.
+                # The interrupt came before the message was sent.
                 self.forget_sent(receipt)

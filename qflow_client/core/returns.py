@@ -1,7 +1,7 @@
 """Finds the message for a ``Basic.Return``. `Settling` calls it.
 
 A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
-message's number. If the application has assigned the id, `by_id` has a mandatory message until it is settled.
+message's number. `by_id` has the unsettled mandatory messages whose ids the application has assigned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Returns"]
 
 
 class Returns:
-    """Finds unsettled mandatory messages by the data of a return.
+    """Finds the unsettled mandatory message that a return refers to.
 
     Args:
         is_mandatory: whether messages can be returned at all.
@@ -32,11 +32,11 @@ class Returns:
         self._id_prefix = id_prefix
         self._unconfirmed = unconfirmed
         self._resending = resending
-        #: The unsettled mandatory messages with ids that the application assigned, by these ids.
+        #: The unsettled mandatory messages whose ids the application has assigned; the keys are these ids.
         self.by_id: dict[str, list[Receipt]] = {}
 
     def has_own_id(self, payload: bytes | Message) -> bool:
-        """Whether a return would identify a message by an id that the application assigned."""
+        """Whether a message can be returned, and has an id that the application has assigned."""
         return self._is_mandatory and isinstance(payload, Message) and payload.message_id is not None
 
     def expect(self, receipt: Receipt) -> None:
@@ -66,7 +66,7 @@ class Returns:
         """Return the written, unsettled message for a return; ``None`` if there is none."""
         if message_id is None:
             return None
-        # A message with a reply was returned before.
+        # A message with a reply was already returned.
         own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
             # Messages with the same id may have different routes, and only some of the routes have a queue.
@@ -91,7 +91,7 @@ class Returns:
         return found if found is not None and found.message_id == message_id else None
 
     def _is_written(self, receipt: Receipt) -> bool:
-        """Whether an unsettled message is completely written on this channel, or was refused there."""
+        """Whether an unsettled message is completely written on this channel, or refused on it."""
         tag = self._unconfirmed.tag_of(receipt)
         if not tag:
             return receipt._number in self._resending.written_before

@@ -1,9 +1,9 @@
 """The line of messages that wait to be admitted.
 
-If a message cannot be admitted immediately, its caller puts a `SendTicket` into the line of the flow controller (see
-`calls.send`). `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A
-ticket is decided once: it gets a receipt with a number, or gets an error, or is cancelled. Then its waiter is added to
-`Reports.wake`. `look_at` compares the deadline of a ticket with the time that its caller passes (A4).
+If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
+`grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
+*decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
+`Reports.wake`. `look_at` compares the deadline of a ticket with the time that the caller passes (A4).
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class SendLine:
     """The waiting messages of one producer.
 
     Args:
-        controller: the flow controller, which keeps the order of the line.
-        reports: collects the waiters to wake.
-        notice_period: seconds between two notices about waiting calls of `send`.
+        notice_period: the shortest time in seconds between two notices about waiting calls of `send`.
     """
 
     __slots__ = (
@@ -71,7 +69,7 @@ class SendLine:
         # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: How many calls of `send` failed because the producer was blocked (flowed), by the kind of the oldest hold.
+        #: For each kind of hold: how many calls of `send` failed because of it. Only the oldest hold of a call counts.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -120,7 +118,7 @@ class SendLine:
 
     @step
     def stand_in_line(self, ticket: SendTicket, now: float) -> None:
-        """Put a ticket into the line. The ticket stays there until it is decided."""
+        """Put a ticket into the line. The ticket stays in the line until it is decided."""
         if self._admission.closed is not None:
             # The producer was closed after the ticket was made.
             ticket.error = ticket.closed_error(self._admission.closed)
@@ -134,10 +132,10 @@ class SendLine:
         self.grant(now)
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
-        """End the wait of a message if its deadline has passed. Log a notice if it is time for one.
+        """End the wait of a message if its deadline has passed. Log a notice if one is due.
 
         Returns:
-            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or is cancelled.
+            When to call again; ``None`` if the ticket is decided.
 
         Raises:
             FlowControlTimeout: the deadline has passed, and the message will not be sent.
@@ -164,12 +162,12 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting calls of `send` if it is time for one. Skins that do not poll `look_at` use this.
+        """Log a notice for waiting calls of `send` if one is due. Skins that do not poll `look_at` call this.
 
         Returns:
             When to call again; ``None`` if no call of `send` waits.
         """
-        # One notice covers all waiting calls of `send`. It contains the longest wait.
+        # One notice covers all waiting calls of `send`, and contains the longest wait.
         ticket = next(iter(self.tickets), None)
         if ticket is None:
             return None
@@ -185,7 +183,7 @@ class SendLine:
         ticket.notice_at = self._notice_at
 
     def count_flowed_error(self) -> tuple[Hold, ...]:
-        """Count a call of `send` that fails because the producer is flowed. Return the holds for its error."""
+        """Count a call of `send` that fails because of holds. Return the holds, for the error of the call."""
         holds = self._gate.holds
         # Without a hold, the message waits only because other messages are before it.
         kind = holds[0].kind if holds else "line"
@@ -199,7 +197,7 @@ class SendLine:
         """Withdraw a waiting message.
 
         Returns:
-            True if the message is withdrawn and will never be admitted; False if the ticket was decided before.
+            True if the message is withdrawn and will never be admitted; False if the ticket was already decided.
         """
         return self._withdraw(ticket, now)
 
@@ -216,13 +214,13 @@ class SendLine:
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Withdraw all waiting messages in one step. In several steps, `grant` would admit messages between them.
+        """Withdraw all waiting messages in one step. In several steps, `grant` would admit messages between two steps.
 
         Args:
             reason: the text of the `ProducerClosed` error that the senders get.
         """
         self.close(reason)
-        # Lift the hold of the limiter, because no message waits any more.
+        # This lifts the hold of the limiter, because no message waits any more.
         self.grant(now)
 
     def close(self, reason: str) -> None:
@@ -232,7 +230,7 @@ class SendLine:
         self._leave()
 
     def check_room(self, store: Store) -> None:
-        """End the wait of messages for which a new store has no room. Their senders get the error of the store."""
+        """End the wait of messages for which a new store has no room. The senders get the error of the store."""
         for ticket in self.tickets:
             try:
                 store.check_room(ticket.payload, ticket.exchange, ticket.routing_key)
@@ -285,7 +283,7 @@ class SendLine:
             ticket.receipt, ticket.error = None, error
         else:
             if is_given_up:
-                # The sender has withdrawn the message without a step, because it could not wait for one.
+                # The sender has withdrawn the message outside a step, see `SendTicket.claim`.
                 self._admission.limits.give_back(ticket.size)
                 ticket.cancelled = True
         self._reports.wake.append(ticket.waiter)

@@ -1,7 +1,9 @@
-"""Settles messages. `ProducerProtocol` calls it with the broker's answers, and `Channel` at the end of a channel.
+"""Settles messages.
 
-Every receipt is settled once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome, the
-batch is reported, and its room is freed. After an interrupt, `heal` continues with the stored batch.
+`ProducerProtocol` passes the broker's answers to `Settling`. `Channel` uses `Settling` when a channel ends. Every
+receipt is settled exactly once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome,
+the batch is reported, and the room of the messages is freed. After an interrupt, `heal` continues with the stored
+batch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ class Settling:
     """Matches the broker's answers with messages, and settles the messages.
 
     Args:
-        admission: the admission, which has the unwritten bytes, the store and the observer.
         confirms: whether the broker confirms messages.
         keeps_undelivered: whether messages that are not delivered stay in the outbox (E13).
     """
@@ -68,9 +69,10 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # The batch that is being settled, and its stage. The batch has the receipts, one outcome for all or one for
-        # each, the reply for receipts without a reply, and the time. ``None`` if there is no batch.
+        # The batch that is being settled; ``None`` if there is none. The batch has the receipts, one outcome for all or
+        # one for each, the reply for receipts without a reply, and the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
+        # The next stage of `_finish`: 0 sets the outcomes, 1 adds the receipts to the reports, 2 calls the observer.
         self._stage = 0
 
     # Settling.
@@ -82,12 +84,12 @@ class Settling:
         now: float,
         reply: Reply | None = None,
     ) -> None:
-        """Settle admitted messages. The caller removes them afterwards from the collection that contains them.
+        """Settle admitted messages. The caller then removes the messages from their collection.
 
         Args:
             receipts: the receipts of the messages, in the order of admission.
-            outcome: one for all messages, or one for each message. For a returned message, ``CONFIRMED`` becomes
-                ``RETURNED``.
+            outcome: one outcome for all messages, or one for each message. For a returned message, ``CONFIRMED``
+                becomes ``RETURNED``.
             reply: the reply for receipts without a reply.
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
@@ -117,7 +119,7 @@ class Settling:
             self._finish()
 
     def _finish(self) -> None:
-        """Settle the batch. After an interrupt, another call continues at the stored stage."""
+        """Settle the batch. After an interrupt, another call continues at `_stage`."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
         reports = self._reports
@@ -131,7 +133,8 @@ class Settling:
         if self._stage == 1:
             if not all_confirmed or reports.settled is not None:
                 reports.add_settled(receipts)
-            # Nothing is called between the last instruction of `add_settled` and this one.
+            # No function is called between the last change in `add_settled` and this line, so no interrupt comes in
+            # between.
             self._stage = 2
         if self._stage == 2:
             self._stage = 3
@@ -144,7 +147,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Return True if no message was returned."""
+        """Set the outcomes of confirmed messages. Return True if no message was returned."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
@@ -162,7 +165,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # If the message stays in the outbox, its reply contains the other outcome as the reason.
+                # If the message stays in the outbox, its reply contains the outcome of a message without an outbox.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -190,7 +193,7 @@ class Settling:
             words = "%s: the broker answered delivery tag %d, but %d messages were written; ignored"
             reports.log(logging.WARNING, words, reports.name, tag, written)
             return
-        # Tag 0 means all messages (AMQP 0-9-1, Basic.Ack).
+        # With `multiple`, tag 0 means all messages (AMQP 0-9-1, Basic.Ack).
         first, stop = (self._unconfirmed.oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
         if outcome is Outcome.NACKED and self._resending.refusals.retries:
             self._refuse(first, stop, now)
@@ -200,7 +203,7 @@ class Settling:
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
         """Settle the messages that the acks of one read confirm.
 
-        The result is the same as with one call of `answer` for each ack, but acks in a row are handled together.
+        The result is that of one call of `answer` for each ack, but acks with consecutive tags are handled together.
 
         Args:
             acks: see `TapChannel.on_acks`.
@@ -229,11 +232,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record in the receipt of a message that it was returned. The ack of the message follows.
-
-        Args:
-            message: the returned message, as the broker sent it.
-        """
+        """Record in a receipt that the message was returned. The ack of the message follows."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:
@@ -262,7 +261,7 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Plan to send the unsettled messages with these tags again. Settle those that were tried for long enough."""
+        """Plan to send the unsettled messages with these tags again. Settle those whose time is over."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)
@@ -275,10 +274,11 @@ class Settling:
                 try:
                     self._encode_again(receipt)
                 except Exception as error:
-                    # With the header of a second copy, the properties do not fit into a frame.
+                    # The header of a second copy makes the properties too large for a frame.
                     is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
-            # A refused probe shows that there is no room, even if it is not sent again. A returned probe does not.
+            # A refused probe shows that the broker has no room, even if the probe is not sent again. If the broker has
+            # also returned the probe, the refusal does not show that.
             has_no_room = not is_over or (was_probe and receipt._reply is None)
             if is_over:
                 resending.forget_sent(receipt)
@@ -293,7 +293,7 @@ class Settling:
         admission = self._admission
         admission.prepare_again(receipt)
         cost = admission.cost(receipt)
-        # Nothing is called while the sum is computed, see `step`.
+        # No function is called while the sum is computed, see `step`.
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, new_pause: bool) -> None:
@@ -302,7 +302,7 @@ class Settling:
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def give_up_refused(self, now: float) -> None:
-        """Settle the messages of `again` whose retries end, see `Refusals.is_over`."""
+        """Settle the messages of `again` whose time for retries is over, see `Refusals.is_over`."""
         expired = self._resending.refused_too_long(now)
         for receipt in expired:
             cost = self._admission.cost(receipt)

@@ -1,17 +1,18 @@
-"""Keeps a producer's state correct, although ``KeyboardInterrupt`` may end a change of the state at any point.
+"""Keeps a producer's state correct, even if ``KeyboardInterrupt`` interrupts a change of the state.
 
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
-a signal may end a step that an asyncio loop or a drop-in executes. Any other exception has the same effect. The changes
-that were made before are not undone. The step leaves a mark, and the next step of the same producer first repairs the
-state (`Consequences._heal`). Two rules make that possible:
+a signal may interrupt a step that an asyncio loop or a drop-in executes. Any other exception has the same effect. The
+changes before the interrupt are not undone. An interrupted step leaves `Steps.is_unfinished` set. The next step of the
+same producer first repairs the state (`Consequences._heal`). Two rules make that possible:
 
-1. A step adds an object to its new place before it removes it from its old place. So a move can be repeated.
-2. A repair recounts the used window, the unwritten bytes and the tickets in line. If a step adds a value to such a
-   count, it computes the value first, because other threads may admit messages during a function call.
+1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move
+   can be repeated.
+2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a value completely
+   before it adds the value to such a count. Otherwise another thread could change the count during the computation.
 
-A step never calls another step. It calls the plain methods that the other step consists of. The decorator `step` costs
-0.2 µs for each call, which is too much for the most frequent steps. These steps set the mark themselves
-(`Steps.is_unfinished`), and call `Steps.resume` if the mark is already set.
+A step never calls another step. Instead, both steps call the same plain methods. The decorator `step` costs 0.2 µs for
+each call, which is too much for the most frequent steps. These steps set `Steps.is_unfinished` themselves, and call
+`Steps.resume` if it was already set.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Steps:
 
     #: Repairs the state after an unfinished step; set by `Consequences`.
     heal: Callable[[], None]
-    #: Does what should have followed an unfinished step; set by `Consequences`.
+    #: Does the actions that were due after an unfinished step; set by `Consequences`.
     follow_up: Callable[[], None]
 
     def __init__(self, now: float) -> None:
-        #: The time of the last step with a parameter `now`. Steps without this parameter, and repairs, use it.
+        #: The time of the last step with a parameter `now`. Steps without this parameter, and repairs, use this time.
         self.now = now
-        #: True while a step runs, and after one that was interrupted.
+        #: True while a step runs, and after a step that was interrupted.
         self.is_unfinished = False
 
     def resume(self) -> None:
@@ -61,9 +62,9 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a method a step: repair the state before it, if necessary. A parameter `now` must be passed by position."""
+    """Make a method a step, which may first repair the state. A parameter `now` must be passed by position."""
     parameters = tuple(signature(method).parameters)
-    # The index of `now` after `self`; -1 if the method has no such parameter.
+    # The index of `now` in the arguments after `self`; -1 if the method has no such parameter.
     at = parameters.index("now") - 1 if "now" in parameters else -1
 
     def take(self: _Self, *arguments: _P.args, **named: _P.kwargs) -> _R:
@@ -76,8 +77,8 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = True
         result = method(self, *arguments, **named)
         if heals:
-            # Not before the method: it may repeat an interrupted withdrawal of a message, and `follow_up` could admit
-            # this message.
+            # Do this after the method, not before. The method may repeat an interrupted withdrawal of a message, and
+            # `follow_up` could admit this message.
             steps.follow_up()
         steps.is_unfinished = False
         return result

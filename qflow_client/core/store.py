@@ -1,8 +1,8 @@
-"""The interface of an outbox, which keeps messages on disk. `qflow_client.outbox` implements it for the core.
+"""The interface of an outbox, which keeps messages on disk. `qflow_client.outbox` implements this interface.
 
-A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted.
-They are the *backlog*, and use no room in the window. Messages of the backlog are admitted before messages that wait in
-line. The core calls these methods inside its steps, so no method is allowed to wait for a disk.
+A store keeps each admitted message until it is settled. Messages that wait in the store without being admitted are the
+*backlog*, which uses no room in the window. Messages of the backlog are admitted before messages that wait in line. The
+core calls the methods of a store inside its steps, so no method is allowed to wait for a disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Store(Protocol):
         """Limits admission by the room on disk; ``None`` if messages are rejected when there is no room."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        """Reject a message that has no room and cannot wait for room.
+        """Reject a message if there is no room and the message cannot wait.
 
         Raises:
             OutboxFull: there is no room, and the message cannot wait for room.
@@ -37,7 +37,7 @@ class Store(Protocol):
     # Admitted messages.
 
     def admitting(self, receipt: Receipt, number: int) -> None:
-        """Keep a message that will be admitted next, with this number.
+        """Store the message that will be admitted next, as number `number`.
 
         Raises:
             OutboxFull: there is no room.
@@ -45,15 +45,12 @@ class Store(Protocol):
 
     @property
     def keeps_all_back(self) -> bool:
-        """True if no message can be written before the next step of the store. The owner need not be woken then."""
+        """True if no message can be written before the store's next commit, so that the owner need not be woken."""
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
-        """Return how many of the first messages of `unsent` may be written now.
+        """Return how many of the first messages of `Admission.unsent` can be written now.
 
         When this number rises, the owner has to call `data_to_write` again.
-
-        Args:
-            unsent: the messages that were never written, in the order of admission.
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
@@ -63,7 +60,7 @@ class Store(Protocol):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether messages wait on disk."""
+        """Whether messages wait in the backlog."""
 
     def admit_backlog(self, now: float) -> None:
         """Admit messages of the backlog, and settle messages of the backlog that have waited for too long."""
@@ -75,7 +72,7 @@ class Store(Protocol):
         """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter of `when_flushed`. Return False if it was dropped or woken before."""
+        """Drop a waiter of `when_flushed`. Return False if the waiter was already dropped or woken."""
 
     def next_timer(self, now: float) -> float | None:
         """Return when the limits admit the next message of the backlog; ``None`` if time alone changes nothing."""

@@ -1,9 +1,9 @@
 """Messages that may be the cause of a closed channel or of lost connections.
 
-If a broker closes a channel because of a message, it does not report which message. So all messages that were in flight
-become *suspects*. Suspects are sent *alone*: one at a time, with no other message on the wire. If the broker then
-closes the channel again, the cause is known, and the message is settled as *rejected*. The reply text may contain an
-exchange or a routing key. If so, only the messages with these names are suspects.
+If a broker closes a channel because of a message, the broker does not identify the message. So all messages that were
+in flight become *suspects*. Suspects are sent *alone*: one at a time, with no other message on the wire. If the broker
+then closes the channel again, the cause is known, and the message is settled as *rejected*. The reply text may contain
+an exchange or a routing key. If so, only the messages with these names are suspects.
 
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
@@ -12,7 +12,8 @@ becomes the *candidate*. The candidate is sent only after the connection has sta
 broker that is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
 sent, the candidate is settled as *unknown*.
 
-This module sends and settles nothing. `resending` decides with it which messages may be sent. `channel` settles them.
+This module sends and settles nothing. `resending` uses this module to decide which messages can be sent. `channel`
+settles messages.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ _QUOTED = re.compile(r"'([^']*)'")
 # RabbitMQ's name of the default exchange.
 _DEFAULT_EXCHANGE = "amq.default"
 
-# After this many losses in a row the messages in flight become suspects.
+# After this number of lost connections in a row, the messages in flight become suspects.
 _SUSPICIOUS = 3
-# After this many losses soon after the candidate was sent, the candidate is proven to be poison.
+# If this number of connections are lost soon after the candidate was sent, the candidate is proven to be poison.
 _PROOF = 5
 
 
 def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
-    """Return the suspects whose exchange or routing key is in the reply text; all suspects if there is none.
+    """Return the suspects whose exchange and routing key are in the reply text.
+
+    If there are none, return the suspects whose exchange is in the text. If no exchange is in the text, return all
+    suspects.
 
     Args:
-        suspects: messages that may be the cause of a closed channel.
         text: the reply text, with names in single quotes.
     """
     named = set(_QUOTED.findall(text))
@@ -55,19 +58,20 @@ class Suspects:
     def __init__(self) -> None:
         #: The numbers of unsettled messages that may have caused the end of an earlier channel.
         self.numbers: set[int] = set()
-        #: The last suspect that was sent. Nothing else is sent until it is settled. ``None`` if there is none.
+        #: The last suspect that was sent. No other message is sent until this suspect is settled. ``None`` without such
+        #: a suspect.
         self.alone: Receipt | None = None
 
     @property
     def is_one_on_wire(self) -> bool:
-        """Whether a suspect is on the wire. No other message may be sent then."""
+        """Whether a suspect is on the wire, so that no other message can be sent."""
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
         """Record the end of a channel: remove settled suspects, and add new ones.
 
         Args:
-            unsettled: numbers of the messages that may still be suspects.
+            unsettled: numbers of the messages that can still be suspects.
             suspects: the new suspects.
         """
         self.numbers = self.numbers.intersection(unsettled).union(each._number for each in suspects)
@@ -97,12 +101,14 @@ class PoisonDetector:
 
     def __init__(self, hold_time: float) -> None:
         self._hold_time = hold_time
-        # Losses in a row with messages in flight, and how many messages were settled before them.
+        # How many connections were lost in a row with messages in flight.
         self._losses = 0
+        # How many messages were settled before the losses that `_losses` counts.
         self._settled = -1
         #: The number of the message that was alone in flight when a connection was lost; 0 if there is none.
         self.candidate = 0
-        # When the connection will have been open for the hold time, and when the last suspect was sent.
+        # `_send_at` is when the connection will have been open for the hold time, and `_sent_at` when the last suspect
+        # was sent.
         self._send_at = self._sent_at = 0.0
         # How many connections were lost soon after the candidate was sent.
         self._candidate_losses = 0
@@ -148,5 +154,5 @@ class PoisonDetector:
         return in_flight
 
     def send_at(self, receipt: Receipt) -> float | None:
-        """Return when this message may be sent; ``None`` if it is not the candidate and may be sent at any time."""
+        """Return when this message can be sent; ``None`` if it is not the candidate and can be sent at any time."""
         return self._send_at if receipt._number == self.candidate else None

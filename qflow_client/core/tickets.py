@@ -44,21 +44,21 @@ class SendTicket(Ticket):
         self.since = since
         #: Whether the ticket goes to the front of the line, because a callback sends the message.
         self.first = False
-        #: When the wait ends, in seconds.
+        #: The latest time at which the wait ends, in seconds.
         self.deadline = math.inf
         #: When to log a notice about the wait.
         self.notice_at = math.inf
-        #: The receipt. It has a number when the message is admitted.
+        #: The receipt, which gets its number when the message is admitted.
         self.receipt: Receipt | None = None
         #: The reason why the message will never be admitted.
         self.error: BaseException | None = None
-        #: The object by which the skin wakes the sender.
+        #: The object with which the skin wakes the sender.
         self.waiter: Any = None
         # The claims to decide about the message: True for the sender, False for the line. The first claim wins.
         self._claims: list[bool] = []
 
     def claim(self, *, for_sender: bool = False) -> bool:
-        """Claim the right to decide about the message. Any thread may call this, even outside a step.
+        """Claim the right to decide about the message. Any thread can call this, even outside a step.
 
         Args:
             for_sender: True for the sender, to withdraw the message; False for the line, to admit the message.
@@ -71,7 +71,7 @@ class SendTicket(Ticket):
 
     @property
     def decided(self) -> bool:
-        """Whether the message was admitted, or never will be."""
+        """Whether the message was admitted, or will never be admitted."""
         receipt = self.receipt
         return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
 

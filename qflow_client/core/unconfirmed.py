@@ -1,9 +1,9 @@
-"""The messages on the wire of the channel, and their encoded bytes. `Writing` adds them, and `Settling` removes them.
+"""The messages on the wire of the channel, and their encoded bytes.
 
-A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
-when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
-`flight` is in the order of the tags. The dict has only unsettled messages. A message in it is *on the wire*, even if no
-byte is written yet.
+`Writing` adds messages, and `Settling` removes them. A message gets its *number* when it is admitted. Numbers define
+the order of messages. A message gets its *delivery tag* when its frames are made, because the tag is its position on
+the wire. Tags are assigned in ascending order, so the dict `flight` is in the order of the tags. `flight` has only
+unsettled messages. A message in `flight` is *on the wire*, even if none of its bytes is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags.
@@ -23,7 +23,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Unconfirmed"]
 
-# A shorter heap is not worth rebuilding.
+# A heap with fewer entries than this is not worth rebuilding.
 _SWEEP_FROM = 64
 
 # The last byte of the last frame of a message.
@@ -31,7 +31,7 @@ _END = b"\xce"
 
 
 class Unconfirmed:
-    """The messages on the wire of the open channel. Each channel of a producer uses the same object."""
+    """The messages on the wire of the open channel. The channels of a producer use the same object, one by one."""
 
     __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_abandoned", "outbound")
 
@@ -45,23 +45,20 @@ class Unconfirmed:
         #: Whether a partly or completely written message was settled before the broker answered it. The broker may
         #: still close the channel because of this message.
         self.has_abandoned = False
-        # A tag. All messages with lower tags are settled.
+        # A tag. No message in `flight` has a lower tag.
         self._low = 1
-        # The number of the last message that got a tag, and whether all messages in flight are in the order of
-        # admission.
+        # The number of the last message that got a tag.
         self._last = 0
+        # Whether `flight` is in the order of admission.
         self._is_ordered = True
         # A heap of numbers, tags and messages. `oldest_number` fills the heap if the messages are not in order. Some
         # messages of the heap may not be on the wire any more.
         self._by_number: list[tuple[int, int, Receipt]] = []
 
     def begin(self, encoder: PublishEncoder) -> None:
-        """Forget all messages, and begin with delivery tag 1.
-
-        Args:
-            encoder: the encoder of the new channel.
-        """
-        # The new values are made first. The assignments call nothing, so an interrupt leaves all or none of them.
+        """Forget all messages, and begin with delivery tag 1 and the encoder of a new channel."""
+        # The new values are made first. The assignments call no function, so an interrupt comes before or after all of
+        # them.
         flight: dict[int, Receipt] = {}
         outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
         self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number
@@ -71,7 +68,7 @@ class Unconfirmed:
     def oldest(self) -> int:
         """The delivery tag of the oldest message on the wire; if there is none, the next tag."""
         low, given, flight = self._low, self.outbound.given, self.flight
-        # Each tag is skipped only once.
+        # `_low` keeps the result, so no tag is checked again.
         while low <= given and low not in flight:
             low += 1
         self._low = low
@@ -82,11 +79,11 @@ class Unconfirmed:
         return receipt._tag if self.flight.get(receipt._tag) is receipt else 0
 
     def with_number(self, number: int) -> Receipt | None:
-        """Return the unsettled message on the wire with a number; ``None`` if there is none."""
+        """Return the unsettled message on the wire that has this number; ``None`` if there is none."""
         flight = self.flight
         if not flight:
             return None
-        # Numbers usually follow one another in the order of the tags.
+        # Usually the numbers increase with the tags by 1, so that the tag can be computed.
         oldest = self.oldest
         receipt = flight.get(oldest + number - flight[oldest]._number)
         if receipt is not None and receipt._number == number:
@@ -116,7 +113,7 @@ class Unconfirmed:
     @property
     def in_flight(self) -> int:
         """How many unsettled messages are written, at least in part."""
-        # All messages that are not begun are in `flight`, because the broker cannot have answered them.
+        # The broker cannot have answered a message without a written byte, so each such message is in `flight`.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # Answers.
@@ -124,11 +121,11 @@ class Unconfirmed:
     def take_into(self, receipts: list[Receipt], first: int, stop: int) -> None:
         """Move the unsettled messages with the tags in ``range(first, stop)`` from `flight` into a list.
 
-        After an interrupt each message is either in `flight` or in the list. The list may contain ``None`` then.
+        After an interrupt, each message is in `flight` or in the list. The list may also contain ``None``.
         """
         flight = self.flight
         before = len(flight)
-        # One call into C. No signal handler runs inside it.
+        # This is one call into C. No signal handler runs inside it.
         receipts.extend(map(flight.pop, range(first, stop), repeat(None)))  # type: ignore[misc]  # see above
         if before - len(flight) != len(receipts):
             receipts[:] = [receipt for receipt in receipts if receipt is not None]
@@ -140,8 +137,8 @@ class Unconfirmed:
 
         Args:
             source: messages that were never written, or messages to be sent again.
-            limit: the maximum number of bytes. Only the frames of a message that is larger alone may exceed it, because
-                the rest of a batch would need a separate write.
+            limit: the maximum number of bytes of a batch. A batch is larger only if its first message alone is larger.
+                A larger batch would need a second write.
             most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):
@@ -196,7 +193,7 @@ class Unconfirmed:
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
-        # Both names refer to the same list until a message has several frames.
+        # `borders` and `ends` are the same list until a message has several frames.
         borders = ends
         rest: list[bytes] = []
         batch: list[Receipt] = []
@@ -257,19 +254,19 @@ class Unconfirmed:
     ) -> None:
         """Move the messages of a batch from `source` to `flight`. The last arguments are those of `Outbound.put`."""
         self._note_order(batch)
-        # In this order, so that `heal` can find out where an interrupt came.
+        # Because of this order, `heal` can find out where an interrupt came.
         self.flight.update(zip(tags, batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
             source.popleft()
 
     def make_one(self, source: deque[Receipt], *, is_written: bool) -> bytes:
-        """Do the same as `make` for the first message of `source`, in half the time. Drop-ins write each message alone.
+        """Do the same as `make` for the first message of `source`, in half the time. Drop-ins use this method.
 
         Args:
             source: as for `make`.
             is_written: whether the caller writes the frames immediately. If so, the frames count as written, and are
-                not put into `outbound`. `outbound` must be empty then.
+                not put into `outbound`. In this case `outbound` must be empty.
 
         Returns:
             The frames of the message. Empty if nothing was done, because the message is plain, needs several body
@@ -287,7 +284,7 @@ class Unconfirmed:
         frames = encoder.frames(route, body, prepared, receipt._number)
         tag = receipt._tag = outbound.given + 1
         self._note_order((receipt,))
-        # In this order, as in `make`.
+        # Change `flight` before `outbound`, as in `make`.
         self.flight[tag] = receipt
         if is_written:
             outbound.skip()
@@ -299,7 +296,7 @@ class Unconfirmed:
         return frames[0]
 
     def _note_order(self, batch: Sequence[Receipt]) -> None:
-        """Call this before the messages are added to `flight`."""
+        """Update `_is_ordered`. Call this before the messages are added to `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()
@@ -317,18 +314,14 @@ class Unconfirmed:
         return flight[last] if last > self.outbound.given else None
 
     def heal(self, again: deque[Receipt], unsent: deque[Receipt]) -> None:
-        """Repair the state after an unfinished step. Afterwards each message is in one collection.
-
-        Args:
-            again: the messages to be sent again.
-            unsent: the messages that were never written.
-        """
+        """Repair the state after an unfinished step. Afterwards each message is in exactly one collection."""
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
         for source in (again, unsent):
             # `make` has made the frames of these messages.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
-        # The other messages have only a tag, or they were taken back or refused, or the channel has ended.
+        # The remaining messages are not on the wire: they have only a tag, were taken back or refused, or the channel
+        # ended.
         for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]

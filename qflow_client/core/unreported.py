@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
-If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held. So
-the number of these receipts never exceeds twice the capacity by much. `Consequences` uses this module.
+If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held, so
+that the number of these receipts stays below about twice the capacity. `Consequences` uses this module.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ ON_DELIVERY = "on_delivery"
 
 
 class Unreported:
-    """Counts the receipts of one producer that are not reported to the application yet.
-
-    Args:
-        reports: the reports, which have the settled receipts.
-    """
+    """Counts the receipts of one producer that are not reported to the application yet."""
 
     __slots__ = ("_limits", "_reports", "count")
 
     def __init__(self, reports: Reports, limits: Limits) -> None:
         self._reports = reports
         self._limits = limits
-        #: Settled receipts that the skin has taken, and that are not reported to the application yet.
+        #: How many settled receipts the skin has taken and not yet reported to the application.
         self.count = 0
 
     def take(self) -> list[Receipt]:
@@ -37,7 +33,7 @@ class Unreported:
         settled, nothing = self._reports.settled, list[Receipt]()
         assert settled is not None
         count = self.count + len(settled)
-        # Nothing is called between the two assignments, so an interrupt leaves both or none of them.
+        # No function is called between the two assignments, so an interrupt comes before or after both.
         self.count, self._reports.settled = count, nothing
         return settled
 

@@ -24,9 +24,9 @@ class Waiters:
         self._gate = limits.controller.gate
         self._admission = admission
         self.steps = steps
-        #: Waiters, each with the number of the last message that must be settled before it is woken.
+        #: Waiters, each with the number of the last message that must be settled before the waiter is woken.
         self.settled: list[tuple[int, Any]] = []
-        #: Waiters for an open gate, each with the source of the holds that it ignores; "" for none.
+        #: Waiters for an open gate, each with the source of the holds that the waiter ignores; "" for none.
         self.unflowed: list[tuple[str, Any]] = []
 
     # Registration.
@@ -36,7 +36,7 @@ class Waiters:
         """Wake a waiter when all messages that are admitted now are settled.
 
         Returns:
-            False if they are settled already. The waiter is not kept then.
+            False if no message is unsettled, so that the waiter is not kept.
         """
         store = self._admission.store
         if store is not None and store.has_backlog:
@@ -46,10 +46,10 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages that are in the window now are settled. The backlog does not count.
+        """Wake a waiter when all messages in the present window are settled. The backlog of a `Store` does not count.
 
         Returns:
-            False if they are settled already. The waiter is not kept then.
+            False if no message is unsettled, so that the waiter is not kept.
         """
         return self.add_settled(waiter)
 
@@ -70,7 +70,7 @@ class Waiters:
                 ignores this hold.
 
         Returns:
-            False if the producer is already unflowed or closed. The waiter is not kept then.
+            False if the producer is already unflowed or closed, so that the waiter is not kept.
         """
         self._limits.controller.look(now)
         ignored = ON_DELIVERY if in_callback else ""
@@ -80,7 +80,7 @@ class Waiters:
         return True
 
     def forget(self, waiter: Any) -> bool:
-        """Drop a waiter. Return True if it was still waiting, False if it was woken before."""
+        """Drop a waiter. Return True if the waiter was still waiting, False if it was already woken."""
         before = len(self.settled) + len(self.unflowed)
         self.settled = [entry for entry in self.settled if entry[1] is not waiter]
         self.unflowed = [entry for entry in self.unflowed if entry[1] is not waiter]

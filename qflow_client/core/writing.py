@@ -1,9 +1,9 @@
 """Makes the bytes that `ProducerProtocol` returns to its owner, and takes back messages that are not written.
 
-The bytes come from `Unconfirmed.outbound`. If it is empty, the next messages get their tags and frames. Messages to be
-sent again come first, then messages that were never written. So first copies are sent in the order of admission (E1). A
-store may delay unsent messages until they are on disk. If the broker stops the channel, unwritten messages go back to
-the collection that they came from.
+The bytes come from `Unconfirmed.outbound`. If `outbound` is empty, the next messages get their tags and frames.
+Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
+admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, unwritten
+messages go back to the collection that they came from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Writing:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
-        #: Whether no further message may be written on this channel, even without holds.
+        #: True if no further message can be written on this channel, even without holds.
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
@@ -53,7 +53,7 @@ class Writing:
         return outbound.data(limit)
 
     def take(self, now: float) -> bytes:
-        """Return the next bytes to write, and record that they are written; empty if nothing may be written now."""
+        """Return the next bytes to write, and record that they are written; empty if nothing can be written now."""
         outbound, unsent = self._unconfirmed.outbound, self._admission.unsent
         if (
             len(unsent) == 1
@@ -76,7 +76,7 @@ class Writing:
         self._admission.unwritten += size
 
     def take_back(self) -> None:
-        """Take back all messages whose frames are made and not begun."""
+        """Take back all messages whose frames are made and have no written byte."""
         self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 
