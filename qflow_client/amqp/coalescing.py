@@ -1,4 +1,4 @@
-"""Computes how long the broker's answers may wait, so that one read gets many answers.
+"""Computes how long the broker's answers can wait, so that one read gets many answers.
 
 A broker often answers only a few messages at a time. Waking up the client costs more time than handling these answers,
 because of thread switches, system calls and cold caches. So a busy producer waits until more answers have come, just as
@@ -9,23 +9,23 @@ from __future__ import annotations
 
 __all__ = ["delay"]
 
-# If fewer messages are in flight, answers are read immediately.
+# With fewer messages in flight than this, answers are read immediately.
 _MIN_IN_FLIGHT = 256
-# The delay in seconds.
+# The delay of the next read in seconds.
 _DELAY = 0.001
-# If one read returns more bytes, the next read is not delayed. Acks are small, so a large read contains returned
-# messages. They would soon fill the buffer of the socket.
+# If a read returns more bytes than this, the next read is not delayed. Acks are small, so a large read contains
+# returned messages. Returned messages would soon fill the buffer of the socket.
 _LARGE_READ = 1 << 13
 
 
 def delay(size: int, in_flight: int) -> float:
-    """Return how long the next answers may wait, on a connection of one producer.
+    """Return how long the next answers can wait, on a connection of one producer.
 
     Args:
         size: size of the answers in the last read in bytes.
         in_flight: number of unsettled messages that are at least partly written.
 
     Returns:
-        Seconds. 0 to read the next answers immediately.
+        The delay in seconds; 0 to read the next answers immediately.
     """
     return _DELAY if in_flight >= _MIN_IN_FLIGHT and size <= _LARGE_READ else 0.0

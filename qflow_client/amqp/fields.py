@@ -1,7 +1,7 @@
 """Encodes and decodes AMQP 0-9-1 data fields (section 4.2.5): octets, short strings, timestamps and field tables.
 
-The encoder uses only field types that RabbitMQ and all clients decode in the same way. The only integer types are ``I``
-and ``l``. The decoder accepts all field types of RabbitMQ.
+The encoder uses only field types that RabbitMQ and all clients decode in the same way. Integers are encoded only as
+``I`` and ``l``. The decoder accepts all field types of RabbitMQ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "encode_timestamp",
 ]
 
-#: Maximum depth of nested tables and arrays. Decoders are recursive, and most have an undocumented limit.
+#: Maximum depth of nested tables and arrays. Most decoders are recursive and have an undocumented limit.
 MAX_DEPTH = 100
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -44,7 +44,7 @@ _OCTETS = tuple(bytes((value,)) for value in range(256))
 
 # Cache of encoded keys. Most messages have the same keys as the previous message.
 _keys: dict[str, bytes] = {}
-# If the cache has more keys, it is cleared.
+# The maximum number of cached keys. A full cache is cleared before another key is added.
 _MAX_KEYS = 1024
 
 
@@ -52,7 +52,7 @@ def encode_octet(value: int, name: str) -> bytes:
     """Encode an integer of 8 bits.
 
     Raises:
-        IndexError: the integer has more bits.
+        IndexError: the integer has more than 8 bits.
     """
     return _OCTETS[value]
 
@@ -64,11 +64,11 @@ def encode_short_string(text: str, name: str) -> bytes:
         name: name of the value, for error texts.
 
     Raises:
-        TypeError: the value is not a text.
+        TypeError: the value is not a ``str``.
         ValueError: the text has more than 255 bytes, or is not valid Unicode.
     """
     if not isinstance(text, str):
-        # Show only these values in the error, because others may contain a password.
+        # The error shows only harmless values, because other values may contain a password.
         is_harmless = isinstance(text, (NoneType, float, int)) or (isinstance(text, bytes) and b"@" not in text)
         value = f": {text!r:.60}" if is_harmless else ""
         raise TypeError(f"{name} must be a str, not {type(text).__name__}{value}")
@@ -89,7 +89,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
     """Encode a time as a timestamp: whole seconds since 1970.
 
     Args:
-        value: a naive ``datetime`` is local time.
+        value: a time, or whole seconds since 1970. A naive ``datetime`` is local time.
         name: name of the value, for error texts.
 
     Raises:
@@ -111,13 +111,13 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     """Encode a field table.
 
     Args:
-        table: its values can be ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
-            time if it is naive), ``None``, and lists, tuples and mappings of these types.
-        name: name of the table, for error texts. The text also contains the path of keys to the invalid value.
+        table: a mapping with values of the types ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes,
+            ``datetime`` (local time if it is naive), ``None``, and lists, tuples and mappings of these types.
+        name: name of the table, for error texts. These texts also contain the path of keys to the invalid value.
 
     Raises:
-        TypeError: a key or value has another type.
-        ValueError: AMQP cannot represent a value, the table contains itself, or another thread has changed the table.
+        TypeError: a key is not a ``str``, or a value has another type.
+        ValueError: AMQP cannot represent a value, the table is nested too deep, or another thread changed it.
     """
     try:
         return _table(table, 1)
@@ -131,7 +131,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
 def _inside(key: str, error: Exception) -> Exception:
     """Return an error with `key` added to the path to the invalid value. Each recursive call adds its key."""
     text = str(error)
-    # An error text of this module continues the name of the value. Other errors need a colon.
+    # Error texts of this module can follow a name directly. Other texts need a colon after the name.
     text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
     if len(text) > 400:
         text = f"{text[:120]}…{text[-279:]}"
@@ -217,7 +217,7 @@ def _value(value: object, depth: int) -> bytes:
 
 def _decimal(value: Decimal) -> bytes:
     sign, digits, exponent = value.as_tuple()
-    # 32 bits have at most ten digits. The exponent of an infinite value is not a number.
+    # A number of 32 bits has at most ten digits. The exponent of an infinite ``Decimal`` is not a number.
     if isinstance(exponent, int) and exponent >= -255 and len(digits) + max(exponent, 0) <= 10:
         number = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
         try:
@@ -231,7 +231,7 @@ def decode_octet(data: bytes, at: int) -> tuple[int, int]:
     """Decode the octet at an offset. Return the octet and the offset after it.
 
     Raises:
-        IndexError: there is no valid value.
+        IndexError: the data is too short.
     """
     return data[at], at + 1
 
@@ -240,7 +240,7 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
     """Decode the short string at an offset. Return the string and the offset after it.
 
     Raises:
-        IndexError, ValueError: there is no valid value.
+        IndexError, ValueError: the data is too short, or is not UTF-8.
     """
     start = at + 1
     stop = start + data[at]
@@ -253,10 +253,10 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
     """Decode the timestamp at an offset. Return the time and the offset after it.
 
     Returns:
-        The time in UTC, or the seconds since 1970 if the time is after 9999; and the offset.
+        The time in UTC, or the seconds since 1970 if the time is after 9999; and the offset after the timestamp.
 
     Raises:
-        struct.error: there is no valid value.
+        struct.error: the data is too short.
     """
     (value,) = _LONGLONG.unpack_from(data, at)
     try:
@@ -269,7 +269,7 @@ def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
     """Decode the field table at an offset. Return the table and the offset after it.
 
     Raises:
-        IndexError, ValueError, struct.error: there is no valid value.
+        IndexError, ValueError, struct.error: the data is not a valid field table.
     """
     return _read_table(data, at, 1)
 
@@ -286,7 +286,7 @@ def _read_table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
 
 
 def _extent(data: bytes, at: int) -> tuple[int, int]:
-    """Return the start and the end of data that begins with its size."""
+    """Read the size of a value at an offset. Return the start and the end of this value."""
     (size,) = _SIZE.unpack_from(data, at)
     if at + 4 + size > len(data):
         raise ValueError(f"a value has a length of {size} bytes, but only {len(data) - at - 4} bytes are left")

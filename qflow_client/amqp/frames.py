@@ -99,7 +99,7 @@ CONFIRM_SELECT = bytes((0, 85, 0, 10))
 CONFIRM_SELECT_OK = bytes((0, 85, 0, 11))
 
 _FRAME_HEAD = Struct(">BHI")
-# Class, weight, body size and property flags. The second one begins with the head of the frame.
+# Class, weight, body size and property flags. `_HEADER_FRAME_HEAD` also has the head of the frame.
 _HEADER_HEAD = Struct(">HHQH")
 _HEADER_FRAME_HEAD = Struct(">BHIHHQH")
 _BODY_SIZE = Struct(">Q")
@@ -150,10 +150,11 @@ class FrameSplitter:
         self.frame_max = frame_max
         #: The bytes to which the offsets of `feed` refer.
         self.data = b""
-        #: Number of bytes of the incomplete frame at the end of the stream.
+        #: Number of received bytes of the incomplete frame at the end of the stream.
         self.pending = 0
-        # The bytes of the incomplete frame, as received, and the number of bytes at which to check again.
+        # The received bytes of the incomplete frame.
         self._pieces: list[bytes] = []
+        # The incomplete frame is checked again when it has this number of bytes.
         self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
@@ -166,7 +167,7 @@ class FrameSplitter:
             ``data[start - 7 : stop + 1]``.
 
         Raises:
-            FrameError: the type of a frame is unknown, its size is wrong, or it is too large.
+            FrameError: a frame has an unknown type or a wrong end, or is too large.
         """
         if self.pending:
             self._pieces.append(data)
@@ -240,8 +241,8 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
     """Encode a message's properties.
 
     Args:
-        given: the properties by name, in the order of the wire. Other names are ignored.
-        message_id: short string with a message id, which is used if the message has none. Empty to add no message id.
+        given: the properties by name, in the order of the wire. Names that are not properties are ignored.
+        message_id: encoded message id for a message that has none; empty to add no message id.
 
     Returns:
         The property flags, and the encoded values.
@@ -293,17 +294,17 @@ class Route:
     def __init__(self, channel: int, exchange: str, routing_key: str, mandatory: bool) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
-        # Set by the encoder: the number of bytes of a plain message without its body, if the body is not empty, and the
-        # mark of the encoder.
+        # The size of a plain message's frames without its body, in bytes; set by the encoder.
         self.cost = 0
+        # The mark of the encoder that made this route.
         self.made_by: object = None
         names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
         # The complete Basic.Publish frame.
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-#: The last two digits of a message id, by the last byte of its number. To format them would add 0.2 µs to the 3.3 µs of
-#: a message.
+#: The last two digits of a message id, by the last byte of the message's number. To format them for each message would
+#: add 0.2 µs to the 3.3 µs that a message takes.
 LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 
@@ -329,8 +330,7 @@ class PublishEncoder:
         "max_body",
     )
 
-    #: Maximum number of cached routes. If there are more, the cache is cleared, so that many routing keys do not fill
-    #: the memory.
+    #: Maximum number of cached routes. A full cache is cleared, so that many routing keys do not fill the memory.
     MAX_ROUTES = 1024
     #: Maximum number of body lengths with cached parts.
     MAX_SIZES = 1024
@@ -338,29 +338,30 @@ class PublishEncoder:
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
-        #: All routes of this encoder have this mark.
+        #: All routes of this encoder have this object as `made_by`.
         self.mark = object()
         # The maximum length of a body, and of a header, that fits into one frame.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
         prefix = id_prefix.encode()
         if len(prefix) > 255 - 12:
             raise ValueError(f"id_prefix has {len(prefix)} bytes; a message id has room for {255 - 12}")
-        # The short string of a message id, without its number.
+        # The start of an encoded message id: its length and prefix. The number follows.
         self._id_head = bytes((len(prefix) + 12,)) + prefix
-        # Cached parts for 256 numbers that differ only in their last two hexadecimal digits: the other digits, a
-        # message id without the last two digits, and the bytes of a header frame from the flags up to these two digits.
+        # Cached parts for the 256 numbers that differ only in their last two hexadecimal digits. `_hundreds` is the
+        # number without these digits. `_id_start` is the message id without them. `_plain_middle` has the bytes of a
+        # header frame from the flags up to these digits.
         self._hundreds = -1
         self._id_start = self._plain_middle = b""
         self._routes: dict[tuple[str, str], Route] = {}
-        # By body length: the header frame of a plain message up to the flags, and the bytes between the properties and
-        # the body of any message that fits into one frame.
+        # Two cached parts for each body length. The first is the header frame of a plain message up to the flags. The
+        # second has the bytes between the properties and the body, if the body fits into one frame.
         self._sizes: dict[int, tuple[bytes, bytes]] = {}
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """Return a route. Create it on first use.
+        """Return the route for an exchange and a routing key, which is made on first use.
 
         Raises:
-            TypeError, ValueError: a name is not a text, or has more than 255 bytes.
+            TypeError, ValueError: a name is not a ``str``, or has more than 255 bytes.
         """
         key = (exchange, routing_key)
         route = self._routes.get(key)
@@ -375,7 +376,7 @@ class PublishEncoder:
         return route
 
     def plain(self, length: int, number: int) -> tuple[bytes, bytes, bytes]:
-        """Return parts of the frames of a plain message. Its only properties are persistence and a message id.
+        """Return parts of the frames of a plain message, which has only the properties persistence and message id.
 
         Args:
             length: length of the body, at most `max_body` bytes.
@@ -383,8 +384,8 @@ class PublishEncoder:
 
         Returns:
             The bytes between `Route.method` and the flags, the bytes from the flags to the last two digits of the
-            message id, and the bytes between these digits and the body. They are the same for all numbers that differ
-            only in the last two digits. A frame end follows the body.
+            message id, and the bytes between these digits and the body. The parts are the same for all numbers that
+            differ only in the last two digits. The caller adds the body and a frame end.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
@@ -394,13 +395,13 @@ class PublishEncoder:
     def _next_hundreds(self, hundreds: int) -> None:
         self._id_start = b"%b%010x" % (self._id_head, hundreds)
         self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
-        # Set this last, so that Ctrl-C leaves no parts for other numbers.
+        # Set this last. Otherwise Ctrl-C could leave parts that belong to other numbers.
         self._hundreds = hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame. The frame end after the body is then that of the header frame.
+        # Without a body there is no body frame, so the last frame end belongs to the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()
@@ -469,7 +470,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
     """Return the payload of a message's content header frame.
 
     Args:
-        message_id: short string with a message id, which is used if the message has none. Empty to add no message id.
+        message_id: encoded message id for a message that has none; empty to add no message id.
 
     Raises:
         TypeError, ValueError: AMQP cannot represent the headers.

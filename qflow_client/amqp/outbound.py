@@ -1,7 +1,7 @@
 """The bytes to write on one channel, and how many of them are already written.
 
 Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages and the ends
-of its frames. Another channel may write at the end of a frame. A message of a batch can be withdrawn if none of its
+of its frames. Another channel can write at the end of a frame. A message of a batch can be withdrawn if none of its
 bytes is written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the
 reply is written, and then nothing more.
 """
@@ -21,21 +21,23 @@ class Outbound:
     __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "_taken", "stopped")
 
     def __init__(self) -> None:
-        # The bytes of the batch, the number of written bytes, and the offsets at which messages and frames end.
+        # The bytes of the batch.
         self._data = b""
+        # The number of written bytes of `_data`.
         self._at = 0
+        # The offsets in `_data` at which messages and frames end.
         self._ends: Sequence[int] = ()
         self._borders: Sequence[int] = ()
-        # The further frames of the last message, if the data does not complete it, and how many of them were added to
-        # the data.
+        # The further frames of the last message, if the batch does not complete it.
         self._rest: Sequence[bytes] = ()
+        # How many frames of `_rest` were already moved to `_data`.
         self._taken = 0
-        # Whether the data begins in the middle of a message.
+        # Whether `_data` begins in the middle of a message.
         self._goes_on = False
-        # Number of messages that were written before this data.
+        # Number of messages that were completely written before `_data`.
         self._done = 0
         self._controls: list[bytes] = []
-        #: True while no further message may begin.
+        #: True while no further message can begin.
         self.stopped = False
 
     def put(
@@ -46,12 +48,12 @@ class Outbound:
         Args:
             parts: bytes of the batch.
             ends: offsets at which the messages end.
-            borders: offsets at which frames end, so that another channel may write. The last one is the length of the
-                batch.
+            borders: offsets at which frames end, so that another channel can write. The last offset is the length of
+                the batch.
             rest: further frames of the last message, if the batch does not complete it.
         """
         data = b"".join(parts)
-        # Use one assignment, here and below, so that Ctrl-C cannot leave a part of the change.
+        # Use one assignment, here and below, so that Ctrl-C cannot come in the middle of the change.
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def skip(self) -> None:
@@ -59,7 +61,7 @@ class Outbound:
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame after the messages of the batch. To write it earlier, call `discard_unbegun` first."""
+        """Add a control frame after the messages of the batch. For an earlier write, call `discard_unbegun` first."""
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
@@ -89,7 +91,7 @@ class Outbound:
     @property
     def is_empty(self) -> bool:
         """Whether all bytes are written."""
-        # As `_has_rest`, here and below. A call takes longer than the comparison.
+        # Here and below, compare as in `_has_rest`, because a call would take longer.
         return not (self._data or self._taken < len(self._rest) or self._controls)
 
     @property
@@ -117,13 +119,13 @@ class Outbound:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether a frame is partly written. Then no other channel may write."""
+        """Whether a frame is partly written, so that no other channel can write."""
         at = self._at
         return at > 0 and self._borders[bisect_left(self._borders, at)] != at
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten bytes of a partly written frame. There are none if the last frame is written completely."""
+        """The unwritten bytes of a partly written frame. Empty at a frame boundary."""
         if not self.mid_frame:
             return b""
         return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
@@ -134,10 +136,10 @@ class Outbound:
         return self.begun == self.finished and not self._at
 
     def data(self, limit: int) -> bytes:
-        """Return the next bytes to write. They are empty if the batch is completely written.
+        """Return the next bytes to write; empty if everything is written.
 
         Args:
-            limit: approximate maximum number of bytes. Used only for further frames of a message.
+            limit: approximate maximum number of bytes. The limit applies only to the further frames of a long message.
         """
         if self._at:
             self._end_if_written()
@@ -168,7 +170,7 @@ class Outbound:
         self._end_if_written()
 
     def _end_if_written(self) -> None:
-        """If Ctrl-C interrupts this method, the next call ends the batch."""
+        """Remove the data if it is completely written. If Ctrl-C interrupts this method, the next call repeats it."""
         if not self._at or self._at < len(self._data):
             return
         goes_on, done = self._has_rest, self._done + len(self._ends)

@@ -1,11 +1,11 @@
-"""The tap between the socket and the library that owns the connection. It does no I/O.
+"""The tap between the socket and the library that owns the connection, without I/O.
 
-pika or aio-pika manages the connection: connecting, TLS, authentication, heartbeats, topology and consuming. The tap is
-between the library and the socket. It removes the frames of publishing channels (confirms, returned messages, flow)
-from the received bytes. It copies frames that both sides need (close, blocked), and passes all other frames to the
-library unchanged. There is one exception. Some brokers confirm messages but do not announce this in the form that
-libraries expect. The tap adds the announcement. In the other direction, the tap merges the channels' bytes with the
-library's bytes at frame boundaries. It does not use producers.
+The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS, authentication, heartbeats, topology
+and consuming. The tap removes the frames of publishing channels (confirms, returned messages, flow) from the received
+bytes. The tap copies frames that both sides need (close, blocked), and passes all other frames to the library. It
+changes only one frame: some brokers confirm messages but do not announce confirms in the form that libraries expect, so
+the tap adds the announcement. In the other direction, the tap merges the channels' bytes with the library's bytes at
+frame boundaries. This module does not use producers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CLOSE_IDS = Struct(">HH")
 # ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
-# If a read has at most this size, its acks are reported one by one with `on_ack`.
+# If a read has at most this size, the tap reports its acks one by one with `on_ack`.
 _FEW_ACKS = 2 * _ACK_SIZE
 _ENDS_SINGLE = b"\0\xce"
 _ENDS_MULTIPLE = b"\1\xce"
@@ -59,14 +59,14 @@ _ENDS_MULTIPLE = b"\1\xce"
 # The reason for a new secret, as a short string, for the broker's log.
 _REASON = b"\x13the old one expires"
 
-# Maximum size of a frame before the peers have negotiated it. The standard has 4,096 bytes. This is the usual
-# negotiated size.
+# Maximum size of a frame before the peers have negotiated the size. The standard requires only 4,096 bytes. This is the
+# usual negotiated size.
 _FIRST_FRAME_MAX = 1 << 17
 
 
-# The announcement of confirms by Apache Qpid Broker-J, and the capabilities that it means. Libraries read these from a
-# table that Broker-J does not send. Broker-J accepts and sends Basic.Nack. It does not send Connection.Blocked or
-# Basic.Cancel, and cannot bind an exchange to an exchange.
+# The property with which Apache Qpid Broker-J announces confirms, and the capabilities that Broker-J has. Libraries
+# read capabilities from a table that Broker-J does not send. Broker-J accepts and sends Basic.Nack. Broker-J does not
+# send Connection.Blocked or Basic.Cancel, and cannot bind an exchange to an exchange.
 _QPID_CONFIRMS = "qpid.confirmed_publish_supported"
 _QPID_CAPABILITIES = encode_table({"capabilities": {"publisher_confirms": True, "basic.nack": True}}, "capabilities")[
     4:
@@ -76,13 +76,13 @@ _NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 
 
 def _announce_capabilities(start: bytes) -> bytes:
-    """Add a table of capabilities to a ``Connection.Start`` that has none. The table may be empty.
+    """Add a table of capabilities to a ``Connection.Start`` that has none. The added table can be empty.
 
     The table has the capabilities that the broker announces in another form. An invalid payload is returned unchanged,
     because the library reports it.
     """
     try:
-        # The table follows the ids and the version.
+        # The table of the broker's properties follows the method ids and the version.
         properties, stop = decode_table(start, 6)
     except (struct_error, IndexError, ValueError):
         return start
@@ -112,7 +112,7 @@ class TapChannel(Protocol):
         """Return the channel's next bytes."""
 
     def advance(self, count: int, now: float) -> bool:
-        """Record that the first `count` bytes are written. Return True if they end at a frame boundary."""
+        """Record that the first `count` bytes are written. Return True if these bytes end at a frame boundary."""
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """Handle ``Basic.Ack``."""
@@ -122,9 +122,8 @@ class TapChannel(Protocol):
 
         Args:
             acks: pairs of a delivery tag and a count. If the count is above 0, the pair stands for this number of acks
-                of single messages. Their tags are consecutive and begin with this tag. If the count is 0, the pair
-                stands for one ack of all messages up to the tag (``multiple``).
-            now: seconds.
+                of single messages. The tags of these acks are consecutive, and the tag of the pair is the first. If the
+                count is 0, the pair stands for one ack of all messages up to the tag (``multiple``).
         """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -152,13 +151,14 @@ class _Returned:
     __slots__ = ("body", "channel", "header", "left", "method")
 
     def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
-        # The channel that receives the message. ``None`` after it is detached, so that the content is dropped.
+        # The channel that receives the message. ``None`` after the channel is detached, so that the content is dropped.
         self.channel = channel
         self.method = method
         # The header; empty until it is received.
         self.header = b""
-        # The received parts of the body, and the number of missing bytes.
+        # The received parts of the body.
         self.body: list[bytes] = []
+        # The number of missing bytes of the body.
         self.left = 0
 
 
@@ -175,52 +175,51 @@ class Tap:
     def __init__(self) -> None:
         self._splitter = FrameSplitter(_FIRST_FRAME_MAX)
         self._channels: dict[int, TapChannel] = {}
-        # The same channels, by the first bytes of their Basic.Ack frames.
+        # The attached channels, by the first bytes of their Basic.Ack frames.
         self._acked: dict[bytes, TapChannel] = {}
-        # The channels that may begin messages.
+        # The channels that are allowed to begin messages.
         self._writers: dict[int, TapChannel] = {}
-        # The states that the broker has sent in ``Channel.Flow``, by number of a channel that the library opens.
+        # The states from ``Channel.Flow`` frames, for each channel that is being opened. `attach` reports them.
         self._expected: dict[int, list[bool]] = {}
-        #: Whether every channel may publish, because the library chooses the numbers. Set it before the first channel
-        #: is opened.
+        #: True to keep the flow frames of all new channels without `expect`. Set it before the first channel is opened.
         self.expects_all = False
         # Detached channels that may still be open in the broker.
         self._left: set[int] = set()
-        # Channels that the library does not use, and the functions that receive their methods.
+        # For each channel hidden by `own`, the function that receives its methods.
         self._own: dict[int, Callable[[bytes], None]] = {}
-        # The returned message with incomplete content of each channel.
+        # For each channel, the returned message whose content is incomplete.
         self._returns: dict[int, _Returned] = {}
         # The broker's reason for blocking the connection; ``None`` while it is not blocked.
         self._blocked: str | None = None
         # The error in the broker's data, after which nothing can be received any more; ``None`` without an error.
         self.error: FrameError | None = None
-        # The reply text with which the broker closes the connection; ``None`` before.
+        # The broker's reply code and text in ``Connection.Close``; ``None`` before that.
         self.closed: str | None = None
         #: When the broker last sent data.
         self.heard_at = 0.0
-        # Channels with a probe whose answer has not come.
+        # Channels with an unanswered frame of `probe`.
         self._probed: set[int] = set()
         # Callbacks for the expected answers to `update_secret`, oldest first.
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
-        # Whether an exception has interrupted `received`, so that a part of its data may be lost.
+        # True while `received` runs. Stays True if an exception interrupts `received`, because data may be lost.
         self._is_torn = False
         # When the library last received data.
         self._fed_at = 0.0
-        # The channel with a partly written frame.
+        # The channel that wrote last, until its bytes end at a frame boundary. Then ``None``.
         self._writer: TapChannel | None = None
-        # Whether the channel may write only the rest of this frame.
+        # Whether `_writer` is allowed to write only the rest of its present frame.
         self._writes_last = False
         # The rest of a partly written frame whose channel is detached.
         self._remains = b""
-        # The number of the channel that wrote last. The next channel in order writes next.
+        # The number of the channel that wrote last. The channel with the next higher number writes next.
         self._last_writer = 0
 
     # Channels.
 
     def expect(self, number: int) -> None:
-        """Keep the broker's flow frames for a channel that is being opened, until `attach` is called.
+        """Keep the ``Channel.Flow`` frames for a channel that is being opened, until `attach` is called.
 
         A broker may stop a channel immediately when it opens the channel, before this package notices that the channel
         is open.
@@ -228,7 +227,7 @@ class Tap:
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Handle the frames of a channel from now on. It must be open, and in confirm mode if confirms are used."""
+        """Report the frames of an open channel to `channel`. With confirms, the channel must be in confirm mode."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -240,24 +239,24 @@ class Tap:
     def detach(self, number: int) -> None:
         """Report no more frames to a channel. A partly written frame is still completed.
 
-        Until the channel is closed, its frames about publishing are dropped. The library does not see them either.
+        Until the channel is closed, its frames about publishing are dropped, and the library does not see these frames.
         """
         if number in self._channels:
             self._left.add(number)
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """Stop a channel after its current message, because the library will now send ``Channel.Close``.
+        """Stop a channel after its present frame, because the library will now send ``Channel.Close``.
 
         The broker's answers to written messages are still reported.
         """
         channel = self._writers.pop(number, None)
-        # Let the channel record that its last message is written. Otherwise it would not accept the answer.
+        # Let the channel record that its last frame is written. Otherwise the channel would not accept the answer.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
-        """Hide the frames of a channel from the library until `disown` is called. The library has not opened it.
+        """Hide from the library a channel that this package has opened, until `disown` is called.
 
         Args:
             on_method: called with the payload of each method frame that is not about publishing.
@@ -265,11 +264,11 @@ class Tap:
         self._own[number] = on_method
 
     def disown(self, number: int) -> None:
-        """Stop hiding a channel, because it is closed. The library may use the number again."""
+        """Stop hiding a channel, because it is closed. The library can use the number again."""
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Return a frame for a channel in confirm mode. Its answer shows that the broker is alive.
+        """Return a frame for a channel in confirm mode. The answer to this frame shows that the broker is alive.
 
         The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """
@@ -277,13 +276,13 @@ class Tap:
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
     def is_probed(self, number: int) -> bool:
-        """Whether the broker has not yet answered a probe on this channel."""
+        """Whether a probe on this channel is still unanswered."""
         return number in self._probed
 
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
         """Return the frame that sends a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
 
-        Any channel may write it. The library does not see the answer.
+        Any channel can write this frame. The library does not see the answer.
 
         Args:
             on_updated: called when the broker has answered.
@@ -299,7 +298,7 @@ class Tap:
         self._expected.pop(number, None)
         self._probed.discard(number)
         if number in self._returns:
-            # Drop the rest of the content too, because the library must not see it without its beginning.
+            # The library must not see a part of the content, so drop the rest too.
             self._returns[number].channel = None
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
@@ -326,7 +325,7 @@ class Tap:
         """Handle data from the socket.
 
         Args:
-            data: the bytes, cut anywhere.
+            data: the next bytes of the stream, which can end anywhere in a frame.
             now: seconds.
 
         Returns:
@@ -335,7 +334,8 @@ class Tap:
 
         Raises:
             FrameError: the data has no valid AMQP frames, or a method frame of a publishing channel cannot be decoded.
-                Also raised if an exception has interrupted an earlier call, because a part of its data may be lost.
+                The error is also raised if an exception has interrupted an earlier call, because received data may be
+                lost.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
@@ -350,15 +350,15 @@ class Tap:
                 self._take_frames(rest, passed, now)
         except FrameError as error:
             self.error, self._is_torn = error, False
-            # Pass on the frames before the error, such as a Connection.Close that explains it.
+            # Pass on the frames before the error, such as a Connection.Close that explains the error.
             if not passed:
                 raise
         self._is_torn = False
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # If the library receives nothing for a long time, it assumes that the broker is dead. A frame for it may be
-        # only partly received.
+        # A library that receives nothing for a long time assumes that the broker is dead. This can happen while a long
+        # frame arrives.
         if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now
             return HEARTBEAT
@@ -368,8 +368,7 @@ class Tap:
         """Handle the acks at the beginning of the data, and return the data after them."""
         acked = self._acked
         pending = self._splitter.pending
-        # The offset of the next ack, if the incomplete frame is also an ack. The data may begin in the middle of a
-        # frame.
+        # The offset of the next frame, if the data begins in the middle of an ack; otherwise 0.
         at = _ACK_SIZE - pending if 0 < pending < _ACK_SIZE else 0
         if data[at : at + 11] not in acked:
             return data
@@ -407,10 +406,10 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Append the library's frames to `passed`."""
+        """Handle the frames of publishing channels. Append the other frames to `passed`."""
         splitter = self._splitter
         channels = self._channels
-        # The begin and end of the current run of frames for the library.
+        # The offsets of the current run of frames for the library.
         run = end = -1
         try:
             for kind, number, start, stop in splitter.feed(data):
@@ -430,7 +429,7 @@ class Tap:
                         else:
                             taken = self._take_connection(payload, now)
                     else:
-                        # A method frame ends incomplete content.
+                        # A method frame shows that incomplete content was aborted.
                         self._returns.pop(number, None)
                         if number in self._expected or (self.expects_all and number not in self._left):
                             taken = self._keep_flow(number, splitter.data[start:stop])
@@ -454,7 +453,7 @@ class Tap:
                 passed.append(splitter.data[run:end])
 
     def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
-        """Return True if the library must not see the frame."""
+        """Handle a frame of a publishing channel. Return True if the library must not see the frame."""
         data = self._splitter.data
         if kind != METHOD_FRAME:
             if number not in self._returns:
@@ -525,7 +524,7 @@ class Tap:
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
     def _take_connection(self, payload: bytes, now: float) -> bool:
-        """Return True if the library must not see the method."""
+        """Handle a method of the connection. Return True if the library must not see the method."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""
@@ -546,28 +545,28 @@ class Tap:
 
     @property
     def at_border(self) -> bool:
-        """Whether the library may write, because no frame of a publishing channel is partly written."""
+        """Whether the library can write, because no frame of a publishing channel is partly written."""
         return self._writer is None and not self._remains
 
     @property
     def unfinished(self) -> bytes:
-        """The bytes to write before the library may write, as with `data_to_write`. Empty at a frame boundary."""
+        """The rest of a partly written frame; empty at a frame boundary. Call `advance` after a write, as usual."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the channels' next bytes, approximately up to `limit`. They are empty if there are none.
+        """Return the channels' next bytes, approximately up to `limit`; empty if there are none.
 
-        The caller must write them, or a first part of them, and then call `advance` before any other method.
+        The caller must write these bytes, or only the first of them, and then call `advance` before any other method.
         """
         if self._remains:
             return self._remains
         channels = self._writers
         if self._writer is not None:
-            # Write only up to the next boundary. Otherwise, if each write of this channel ends in a frame, no other
-            # channel could write.
+            # If each write of this channel ended in the middle of a frame, no other channel could ever write. So write
+            # only up to the next frame boundary.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
-        # Start with the channel after the last writer.
+        # Start with the channel after the one that wrote last.
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._last_writer, each))
         for number in turns:
             data = channels[number].data_to_write(limit)
@@ -578,7 +577,7 @@ class Tap:
         return b""
 
     def advance(self, count: int, now: float) -> None:
-        """Record that the first `count` bytes of `data_to_write` are written. `count` may be 0."""
+        """Record that the first `count` bytes of `data_to_write` are written. `count` can be 0."""
         if self._remains:
             self._remains = self._remains[count:]
             return
