@@ -1,7 +1,7 @@
 """Flow control as a package of its own (F1): gates, limiters, thresholds, controllers and their registry.
 
 No module here uses AMQP, does I/O, reads a clock or starts a thread. The producers and the broker's queues are built
-from this package. It can also be used alone.
+from this package. The package can also be used alone.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """A window that finds its best size, which is the smallest size with maximum throughput.
 
 The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
-between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least as long as one
-element is inside, and results in a rate and a latency. Only a few elements are timed. The other elements cost nothing.
+between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
+*trip*: the time from the entrance of an element until it leaves. The result of an epoch is a rate and a latency. The
+latency is the shortest trip of the epoch. Only a few elements are timed. The other elements cost nothing.
 
 Four rules change the window:
 
-1. *Is the last part of the window useful?* Every second epoch uses only 70 % of the window. If throughput stays the
-    same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
-2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If even the
-    fastest trip of an epoch takes more than 25 % plus 10 ms longer, there are two possible causes. Either elements
-    always wait in a queue, or the broker commits in groups, so that an element may wait for the next commit. In both
-    cases the last part of the window is kept only if it adds more throughput, and the window grows only if throughput
-    grows in proportion. If a trip takes more than twice as long as without a queue, the window always shrinks. Rule 1
-    does not help then: if other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If an answer takes many times the latency, the window is halved before another element enters.
+1. *Is the last part of the window useful?* About every second epoch uses only 70 % of the window. If throughput stays
+    the same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
+2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
+    an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
+    queue, or the broker commits in groups, so that an element may wait for the next commit. In both cases the last part
+    of the window is kept only if it adds more throughput than usual. The window grows only if throughput grows in
+    proportion. If the latency is longer than `_bound`, the window always shrinks. Rule 1 does not help in this case: if
+    other producers use the same queue, a larger window always adds some throughput.
+3. *Are answers delayed?* If a measurement takes much more than four times `_bound`, the window is halved before another
+    element enters.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
     nothing.
 """
@@ -28,8 +30,9 @@ from qflow_client.flow.limiters import WindowLimiter, check_at_least_1
 
 __all__ = ["AdaptiveWindow"]
 
-# The initial window, and the lower limit of the window, in elements.
+# The initial window in elements.
 _INITIAL = 32
+# The smallest capacity in elements.
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
@@ -37,31 +40,32 @@ _TRIAL = 0.7
 # limits throughput, and 0 if the window has no effect.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same value if there may be a queue: to keep a part of the window, and to add a part.
+# The same values if elements may wait in a queue: to keep a part of the window, and to add a part.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
-# The factors by which a trial changes the window.
+# A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after more than this number of doublings in a row that add too little. With group commits, throughput
-# grows in steps.
+# Doubling ends after this number of doublings in a row that add too little. With group commits, throughput grows in
+# steps, so one such doubling proves nothing.
 _MAX_FLAT_STEPS = 2
-# Two values are equal if their ratio is at most this number.
+# Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
 # Number of epochs without a trial after the window was not allowed to grow.
 _EPOCHS_WITHOUT_TRIAL = 8
-# A trip may take this much longer than without a queue: this part of the latency without a queue, plus these seconds,
-# because a broker on a busy machine may get no CPU time for a while.
+# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds. A broker on a busy
+# machine may get no CPU time for a while.
 _JITTER = 0.25
 _QUEUE = 0.01
-# With group commits it may take this part of the latency longer, at most the seconds below, plus the seconds above.
+# With group commits, a trip may be longer than `way` by this part of `way`, but at most by `_COMMIT_AT_MOST` in
+# seconds, plus `_QUEUE`.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
 # After this number of seconds the latency without a queue is measured again (as in BBR).
 _WAY_KEEPS = 10.0
 # The shortest epoch that gives a useful result, in seconds.
 _MIN_EPOCH = 0.05
-# If the window has room for this number of seconds, the application is the limit.
+# If the window has had room for more than this number of seconds, the application is the limit.
 _IDLE = 0.05
 
 
@@ -82,13 +86,13 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 
 
 class AdaptiveWindow(WindowLimiter):
-    """A window between 8 elements and a maximum. It adapts to the size that throughput needs.
+    """A window between 8 elements and a maximum. The window adapts to the size that throughput needs.
 
     The window starts small and doubles while throughput grows. Later it sometimes uses only 70 % of its size for a
-    short time. If this costs almost no throughput, the window shrinks by a tenth. If it costs throughput, the window
-    grows by a quarter, or stays the same if the latency shows a queue. The window also shrinks if elements take more
-    than about twice as long as without a queue. It is halved when answers come after a long silence. While no element
-    waits for room, the size does not change.
+    short time. If this costs almost no throughput, the window shrinks by about a tenth. If it costs throughput, the
+    window grows by up to a quarter, or stays the same if the latency shows a queue. The window also shrinks if even the
+    fastest element takes much longer than without a queue. The window is halved when answers come after a long silence.
+    While no element waits for room, the size does not change.
 
     This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
 
@@ -141,50 +145,57 @@ class AdaptiveWindow(WindowLimiter):
         super().__init__(min(_INITIAL, maximum), kind=kind)
         #: The upper limit of `capacity`.
         self.maximum = maximum
-        # The smallest capacity, and the smallest window whose trial has this capacity.
+        # The smallest capacity.
         self._floor = min(_FLOOR, maximum)
+        # The smallest window, at which a trial has the smallest capacity.
         self._least = min(_FLOOR / _TRIAL, maximum)
-        #: Elements per second in the last epoch, and seconds for which an element was inside; 0 before the first epoch.
+        #: Elements per second in the last epoch; 0 before the end of the first epoch.
         self.rate = 0.0
+        #: The shortest trip of the last epoch in seconds; 0 before the end of the first epoch.
         self.latency = 0.0
-        #: Seconds for which an element is inside without a queue, as measured; infinite before the first epoch.
+        #: The latency without a queue, in seconds, as measured; infinite before the end of the first epoch.
         self.way = inf
-        # When this latency was measured last.
+        # When `way` was last measured.
         self._way_at = -inf
-        # The capacity of each epoch is a part of this value.
+        # The size of the window. The capacity of each epoch is a part of this size.
         self._window = float(self.capacity)
 
-        # How many elements have left so far, and how many had left before `_instant`.
+        # How many elements have left so far.
         self._settled = 0
+        # How many elements had left before the time `_instant`.
         self._before = 0
-        # When the last elements left. Many elements leave at the same time, because one read has many answers.
+        # When elements left most recently. Many elements leave at the same time, because one read has many answers.
         self._instant = -inf
-        # When an element was first refused after `_instant`; ``None`` if none was refused.
+        # When an element was first refused after the time `_instant`; ``None`` if none was refused.
         self._refused_at: float | None = None
 
         self._epoch = _Epoch.GROWTH
         # Whether the elements that leave now entered in this epoch.
         self._measuring = False
-        # When the measurement began, and how many elements had left before.
+        # When the measurement began.
         self._since = 0.0
+        # How many elements had left before the measurement began.
         self._from = 0
-        # When the timed element entered, how many elements will have left when it leaves, and when it should leave at
-        # the latest. Also the shortest trip of this epoch.
+        # When the timed element entered.
         self._followed_at = 0.0
+        # How many elements will have left when the timed element leaves.
         self._due = 0
+        # The shortest trip of this epoch in seconds.
         self._fastest = inf
+        # The latest time at which the measurement should end.
         self._patience = inf
-        # Whether an element was refused in this epoch, since when there is room, and whether there was room for too
-        # long.
+        # Whether an element was refused in this epoch.
         self._limited = False
+        # When the window most recently got room.
         self._room_since = inf
+        # Whether the window had room for too long in this epoch.
         self._idle = False
 
         # Capacity and rate of each step while the window doubles; ``None`` otherwise.
         self._tried: list[tuple[int, float]] | None = []
         # How many of the latest steps in a row added too little.
         self._flat = 0
-        # Capacity and rate of the trial before the present full epoch.
+        # Capacity and rate of the trial before the present full epoch; ``None`` without such a trial.
         self._trial: tuple[int, float] | None = None
         # Whether the last pair of epochs showed that the window is too small.
         self._paid = False
@@ -199,7 +210,7 @@ class AdaptiveWindow(WindowLimiter):
         return self.kind
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because every `send` calls this method.
+        # Inlined for speed, because `FlowController.try_acquire` calls this method for each element.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -220,7 +231,7 @@ class AdaptiveWindow(WindowLimiter):
         self._settled += count
 
     def _look_back(self, now: float) -> None:
-        """Update the measurement for the time since the last elements left."""
+        """Record what has happened since elements left most recently."""
         if self._refused_at is not None:
             self._limited = True
             self._idle = self._idle or self._refused_at - self._room_since > _IDLE
@@ -235,7 +246,7 @@ class AdaptiveWindow(WindowLimiter):
 
     @property
     def _bound(self) -> float:
-        """The maximum latency without a queue."""
+        """The longest latency that group commits and a busy broker can cause without a queue."""
         return self.way + min(self.way * _COMMIT, _COMMIT_AT_MOST) + _QUEUE
 
     def _end_round(self, now: float) -> None:
@@ -252,17 +263,17 @@ class AdaptiveWindow(WindowLimiter):
                 self._judge((self._before - self._from) / took, self._fastest, now)
 
     def _stall(self, now: float) -> None:
-        """Halve the window after a stall: almost no element has left for much longer than a trip should take."""
+        """Handle a measurement that did not end in time. Halve the window if it was the limit of throughput."""
         if self._was_the_limit:
             self._window /= 2
             self._tried = None
         self._begin_again(now)
 
     def _begin_again(self, now: float) -> None:
-        """The window keeps its size until there are new measurements."""
+        """Forget the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
-        # While nothing is measured, measurements do not expire.
+        # While nothing is measured, `way` does not expire.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)
@@ -289,7 +300,7 @@ class AdaptiveWindow(WindowLimiter):
         self._follow(now)
 
     def _follow(self, now: float) -> None:
-        """Measure the time for which the next element is inside. It leaves after all elements that are inside now."""
+        """Measure the trip of the next element. This element leaves after all elements that are inside now."""
         self._followed_at = now
         self._due = self._settled + self.used + 1
 
@@ -376,7 +387,7 @@ class AdaptiveWindow(WindowLimiter):
 
 
 def _worth(less: tuple[int, float], more: tuple[int, float]) -> float:
-    """Return how throughput grew with capacity: 1 means in proportion, and 0 means not at all.
+    """Return how much throughput grew with capacity: 1 if in proportion, 0 if not at all.
 
     Each argument is a capacity and its rate. `more` has the larger capacity.
     """

@@ -4,13 +4,14 @@ A `FlowController` controls the entrance of one resource. There are two kinds of
 
 * A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
     in line with a `Ticket`. The limit is never exceeded.
-* A source that cannot wait (F3) calls `offer`. The element always enters immediately, even beyond the limit. Beyond the
-    limit, the controller blocks the source.
+* A source that cannot wait (F3) calls `offer`. The element always enters immediately, even if the limit is exceeded. If
+    the limit is exceeded, the controller blocks the source.
 
 This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. The caller also
 calls the controller when there may be room again. There may be room after `release`, at the time that `ready_at`
-returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or thresholds. Then the caller
-calls `grant` until it returns no more tickets, and `resume` for the blocked sources. `release` itself calls `resume`.
+returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or thresholds. At these times the
+caller calls `grant` until the result is ``None``, and `resume` for the blocked sources. `release` itself calls
+`resume`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from qflow_client.flow.limiters import Limiter
 
 __all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
 
-# A line or a list of sources that is shorter than this is not cleaned up.
+# A collection with fewer entries than this is not cleaned up.
 _SWEEP_FROM = 64
 
 
@@ -48,14 +49,14 @@ class Ticket:
         self.source = source
         #: Whether the ticket was withdrawn. The line drops a withdrawn ticket when the ticket reaches the head.
         self.cancelled = False
-        # The controller in whose line the ticket waits; ``None`` before and after.
+        # The controller in whose line the ticket waits; ``None`` if the ticket does not wait.
         self._controller: FlowController | None = None
         # Whether the ticket waits in front of the line.
         self._in_front = False
 
 
 class Line(Protocol):
-    """The order in which tickets are served (F4). Every ticket must reach the head of the line at some time."""
+    """The order in which tickets are served (F4). Every ticket must finally reach the head of the line."""
 
     def push(self, ticket: Ticket) -> None:
         """Add a ticket."""
@@ -67,17 +68,17 @@ class Line(Protocol):
         """Remove the ticket that the last call of `head` has returned."""
 
     def clear(self) -> None:
-        """Remove all tickets. This also works after an interrupted call of another method."""
+        """Remove all tickets. This must also work after an interrupted call of another method."""
 
 
 class FifoLine:
-    """First come, first served (F4)."""
+    """A line that serves tickets in the order of their arrival (F4)."""
 
     __slots__ = ("_sweep_at", "_tickets")
 
     def __init__(self) -> None:
         self._tickets: deque[Ticket] = deque()
-        # At this length the cancelled tickets are removed. They accumulate behind a ticket that waits for a long time.
+        # At this length the cancelled tickets are removed. Cancelled tickets can accumulate behind a waiting ticket.
         self._sweep_at = _SWEEP_FROM
 
     def push(self, ticket: Ticket) -> None:
@@ -103,13 +104,13 @@ class WeightedLine:
     """A line that serves waiting sources in proportion to their weights (F4, start-time fair queuing).
 
     No source starves. The tickets of one source are served in the order of their arrival. Each element takes one turn
-    of its source, whatever its size. A cancelled ticket takes no turn.
+    of its source, whatever the size of the element. A cancelled ticket takes no turn.
 
     Args:
         weights: how many turns a source has for each turn of a source with weight 1. The default weight is 1.
 
     Raises:
-        ValueError: a weight is not more than 0, or not finite.
+        ValueError: a weight is 0, negative or not finite.
     """
 
     __slots__ = ("_finish", "_heap", "_lines", "_serial", "_sweep_at", "_time", "_weights")
@@ -118,16 +119,16 @@ class WeightedLine:
         self.weights = weights or {}
         # The waiting tickets of each source.
         self._lines: dict[str, FifoLine] = {}
-        # The virtual start of the next turn of each waiting source.
+        # For the next turn of each waiting source: its start in virtual time, a serial number, and the source.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which the last turn of each source ended. An entry is removed when its time has passed, or
+        # The virtual time at which the last turn of each source ends. An entry is removed when its time has passed, or
         # when no source waits.
         self._finish: dict[str, float] = {}
-        # At this number of entries in `_finish` the past ones are removed.
+        # When `_finish` has this number of entries, the entries with a past time are removed.
         self._sweep_at = _SWEEP_FROM
-        # The virtual start of the last turn.
+        # The present virtual time, which is the start of the last turn.
         self._time = 0.0
-        # Sorts equal starts by arrival.
+        # The last serial number. Serial numbers sort turns with equal starts.
         self._serial = 0
 
     @property
@@ -135,7 +136,7 @@ class WeightedLine:
         """How many turns a source has for each turn of a source with weight 1. A new mapping applies to future turns.
 
         Raises:
-            ValueError: a new weight is not more than 0, or not finite.
+            ValueError: a new weight is 0, negative or not finite.
         """
         return MappingProxyType(self._weights)
 
@@ -198,20 +199,20 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements cannot wait before they enter. So the controller blocks the source (F3, J4).
+    """A source whose elements cannot wait before they enter, so that controllers block the source instead (F3, J4).
 
-    Several controllers may block a source at the same time. The source is unblocked when no controller blocks it any
-    more. Subclasses define `on_blocked` and `on_unblocked`. These methods may call the controllers. They must not raise
-    exceptions, because other sources still have to be unblocked.
+    Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
+    more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers. They
+    must not raise exceptions, because other sources still have to be unblocked.
 
     Args:
-        name: name for people. It need not be unique.
+        name: name for people; need not be unique.
     """
 
     __slots__ = ("_reserved", "blocked_by", "name")
 
     def __init__(self, name: str) -> None:
-        #: Name for people. It need not be unique.
+        #: Name for people; need not be unique.
         self.name = name
         #: The controllers that block this source, as keys, oldest first.
         self.blocked_by: dict[FlowController, None] = {}
@@ -227,7 +228,7 @@ class FlowSource:
         """Called when the source becomes blocked. From now on the source must keep its elements."""
 
     def on_unblocked(self) -> None:
-        """Called when no controller blocks the source any more. The source may offer elements inside this call."""
+        """Called when no controller blocks the source any more. The source can offer elements inside this call."""
 
     def block(self, controller: FlowController) -> None:
         """Record that a controller blocks the source. Only the controller calls this. A second call changes nothing."""
@@ -259,9 +260,9 @@ class FlowSource:
             size: size of the element.
             downstream: controller of the next resource.
             now: seconds.
-            held: controller of this side, if the element occupies room in it. If the element fits downstream, the room
-                is released immediately. If the element overflows there, the room is released when `downstream` unblocks
-                this source (F3).
+            held: controller of the resource that the element leaves, if the element occupies room in it. If
+                `downstream` blocks this source now, the room is released when `downstream` unblocks this source (F3).
+                Otherwise the room is released immediately.
 
         Returns:
             True if `downstream` blocks this source now.
@@ -281,14 +282,14 @@ class FlowSource:
 class FlowController:
     """The entrance of one resource (F1).
 
-    It is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
+    A controller is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
 
     Args:
         limiter: the limit for elements.
-        gate: gate with all other reasons why no element may enter. The default is a new gate. Holds with the limiter's
+        gate: gate for all other reasons why elements have to wait. The default is a new gate. Holds with the limiter's
             kinds and without a source belong to the controller. Other code must use other kinds, or pass a source.
         line: order in which waiting tickets are served. The default is first come, first served (F4).
-        name: name for people. It need not be unique.
+        name: name for people; need not be unique.
     """
 
     __slots__ = ("_blocked", "_front", "_ignored", "_limited", "_line", "gate", "limiter", "name", "waiting")
@@ -296,17 +297,18 @@ class FlowController:
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
         #: The limit for elements.
         self.limiter = limiter
-        #: The gate. Code that lifts a hold of other code calls `grant` and `resume` afterwards.
+        #: The gate. Code that lifts one of its own holds calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
-        #: Name for people. It need not be unique.
+        #: Name for people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
-        # The ticket in front of the line, and the source whose holds it ignores.
+        # The ticket in front of the line; ``None`` if there is none.
         self._front: Ticket | None = None
+        # The source whose holds the ticket in front of the line ignores.
         self._ignored = ""
-        # The kinds of the holds that the controller has raised for the limiter, as keys. There are two only for a
-        # moment, before the older one is lifted. A kind is added before its hold is raised and removed after it is
-        # lifted, so that Ctrl-C leaves no hold behind.
+        # The kinds of the holds that the controller has raised for the limiter, as keys. There are two kinds only for a
+        # moment, before the older hold is lifted. A kind is added before its hold is raised, and removed after its hold
+        # is lifted. So Ctrl-C leaves no hold behind.
         self._limited: dict[str, None] = {}
         #: Number of tickets that wait in line or in front of the line. Read-only.
         self.waiting = 0
@@ -324,7 +326,7 @@ class FlowController:
         """Admit an element if it can enter immediately. A new element never enters before a waiting element (F4)."""
         if self.waiting:
             return False
-        # The limiter's own hold may be outdated, because time has passed or elements were released.
+        # The hold for the limiter may be outdated, because time has passed or elements were released.
         if not self.gate.is_open and (not self._limited or not self._look(size, now)):
             return False
         kind = self.limiter.try_add(size, now)
@@ -349,8 +351,8 @@ class FlowController:
     def stand_in_front(self, ticket: Ticket, now: float, *, ignoring: str) -> None:
         """Put a ticket in front of the line, so that it is served next.
 
-        Used by callbacks. The senders in line may wait for the callback to return, so the callback must not wait for
-        them.
+        Callbacks use this method. The senders in line may be waiting for the callback to return, so the callback must
+        not wait for these senders.
 
         Args:
             ignoring: the ticket ignores holds from this source.
@@ -411,10 +413,10 @@ class FlowController:
             self.waiting += 1
 
     def grant(self, now: float) -> Ticket | None:
-        """Admit the element of the next ticket, if it may enter now.
+        """Admit the element of the next ticket, if it can enter now.
 
-        While other tickets wait, the limiter's hold stays. If no ticket waits and the limiter has room, the hold is
-        lifted.
+        While other tickets wait, the hold for the limiter stays. If no ticket waits and the limiter has room, the hold
+        is lifted.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.
@@ -452,14 +454,14 @@ class FlowController:
         self.waiting -= 1
 
     def release(self, size: int, count: int = 1) -> None:
-        """Record that elements have left, and unblock sources that may continue (J6).
+        """Record that elements have left, and unblock sources that can continue (J6).
 
         Args:
             size: total size of the elements.
             count: number of elements.
 
         Raises:
-            ValueError: fewer elements are inside, or their total size is smaller.
+            ValueError: fewer elements are inside, or the total size inside is smaller.
         """
         self.limiter.remove(size, count)
         if self._blocked:
@@ -468,7 +470,7 @@ class FlowController:
     def look(self, now: float) -> bool:
         """Raise or lift the limiter's hold, depending on whether the next element could enter.
 
-        While tickets wait, this method does not lift the hold. `grant` lifts it after it has admitted them.
+        While a ticket waits only for the limiter, the hold stays. `grant` lifts the hold when no ticket waits any more.
 
         Returns:
             Whether a new element of size 1 could enter now.
@@ -488,7 +490,7 @@ class FlowController:
     def next_size(self) -> int:
         """The size of the next ticket, or 1 if no ticket waits."""
         head = self._head()
-        # Not 0, because an element of size 0 always fits, even into a full limiter.
+        # The default is not 0, because an element of size 0 always fits, even into a full limiter.
         return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
@@ -504,7 +506,7 @@ class FlowController:
     def _limit(self, kind: str, now: float) -> None:
         limited = self._limited
         limited[kind] = None
-        # If the hold exists, this changes nothing.
+        # This changes nothing if the hold already exists.
         self.gate.hold(kind, now=now)
         if len(limited) > 1:
             self._unlimit(now, but=kind)
@@ -536,28 +538,29 @@ class FlowController:
         self._look_again(source, now)
 
     def _look_again(self, source: FlowSource, now: float | None) -> None:
-        """Unblock a source if there was room again before the controller had blocked it (J5)."""
+        """Unblock a source that the controller has just blocked, if there is room again (J5)."""
         if self._may_go_on(now):
             self._unblock(source)
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may continue, oldest first.
+        """Unblock the sources that can continue, oldest first.
 
         Call this at the time that `ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate
         or thresholds were changed. `release` already calls this method.
 
         Args:
-            now: seconds; ``None`` if the time is unknown. Then sources that only have to wait until a certain time stay
+            now: seconds; ``None`` if the time is unknown. Without the time, sources that wait for a certain time stay
                 blocked.
         """
         for source in tuple(self._blocked):
-            # An unblocked source may immediately offer elements, so that the other sources have to stay blocked.
+            # An unblocked source may immediately offer elements. After that, the remaining sources may have to stay
+            # blocked.
             if not self._may_go_on(now):
                 return
             self._unblock(source)
 
     def block(self, source: FlowSource, now: float | None = None) -> None:
-        """Block a source that offers no element now. Do nothing if the sources may continue.
+        """Block a source that offers no element now. Do nothing if the sources can continue.
 
         For example, block a source because it has offered an element recently (D12).
 
@@ -569,7 +572,7 @@ class FlowController:
             self._block(source, now)
 
     def forget(self, source: FlowSource) -> None:
-        """Unblock a source, even if the limit is exceeded. Used when the source has ended, for example."""
+        """Unblock a source, even if the limit is exceeded. For example, call this when the source has ended."""
         self._unblock(source)
 
     @property

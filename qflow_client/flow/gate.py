@@ -1,7 +1,7 @@
-"""A gate, which is open if and only if it has no holds.
+"""A gate, which is open while it has no holds and is not shut.
 
-A gate answers one question: may an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
-kind (the reason) and a source (the owner). So code can lift only a hold with its own reason and source.
+A gate answers one question: can an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
+kind (the reason) and a source (the owner). So each owner lifts only its own holds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Hold:
 
 
 class Gate:
-    """A set of holds. The gate is open if and only if the set is empty.
+    """A set of holds. The gate is open while the set is empty, unless `shut` was called.
 
-    It is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
+    A gate is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
     """
 
     __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")
@@ -44,18 +44,18 @@ class Gate:
     def __init__(self) -> None:
         # The holds, in the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
-        # Seconds by kind for which there were holds, without the present holds.
+        # For how many seconds there were holds of each kind, without the present holds.
         self._held_for: dict[str, float] = {}
-        # Since when there is at least one hold; ``None`` if there is none.
+        # When the present period with holds began; ``None`` if there is no hold.
         self._closed_at: float | None = None
-        #: True if and only if there is no hold and the gate is not shut. Read-only. A plain attribute is faster.
+        #: True if and only if there is no hold and the gate is not shut. Read-only. A plain attribute is fast.
         self.is_open = True
         #: Whether the gate is shut permanently. Read-only.
         self.is_shut = False
         #: How often the gate has changed from no hold to a hold.
         self.times_closed = 0
-        #: Called after a hold was raised (``True``) or lifted (``False``), with the time; ``None`` for no observer. It
-        #: must not raise an exception, and must not call a controller of this gate.
+        #: Called with a hold, with True if the hold was raised or False if it was lifted, and with the time. ``None``
+        #: for no observer. The function must not raise an exception, and must not call a controller of this gate.
         self.observer: Callable[[Hold, bool, float], object] | None = None
 
     @property
@@ -72,7 +72,7 @@ class Gate:
         """Raise a hold. An existing hold stays unchanged.
 
         Args:
-            source: the owner. A hold is lifted only for the same source.
+            source: the owner of the hold. `lift` needs the same source.
 
         Returns:
             True if the hold is new.
@@ -117,7 +117,7 @@ class Gate:
         self.is_open = False
 
     def forget_past(self) -> None:
-        """Reset the count of closings and the times of holds. Both still include the present holds."""
+        """Reset `times_closed` and the result of `seconds_held`. The present holds still count."""
         self._held_for.clear()
         self.times_closed = int(bool(self._holds))
 
@@ -126,7 +126,7 @@ class Gate:
         return any(key[0] == kind for key in self._holds)
 
     def seconds_held(self, now: float) -> dict[str, float]:
-        """Return the seconds for which the gate was held so far, by kind, including the present holds."""
+        """Return how many seconds the holds of each kind have lasted so far, including the present holds."""
         seconds = dict(self._held_for)
         # `holds` is a copy, so any thread can call this method at any time.
         for hold in self.holds:

@@ -1,4 +1,4 @@
-"""Limiters define how much may be inside at the same time, or how much may pass per second (F2).
+"""Limiters limit the elements that are inside at the same time, or that pass per second (F2).
 
 A limiter only counts. The controller decides which source to block and which element is next. Sizes are 0 or more, in a
 unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
@@ -14,7 +14,7 @@ __all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowL
 
 
 def check_at_least_1(name: str, value: float) -> None:
-    """Raise a `ValueError` with the name of the limit if it is below 1 or not finite."""
+    """Raise a `ValueError` with the name of a limit if its value is below 1 or not finite."""
     if not 1 <= value < math.inf:
         raise ValueError(f"{name} must be at least 1 and finite, not {value!r}")
 
@@ -65,34 +65,34 @@ class Limiter(ABC):
             count: the number of elements.
 
         Raises:
-            ValueError: fewer elements are inside, or their total size is smaller.
+            ValueError: fewer elements are inside, or the total size inside is smaller.
         """
 
     @property
     @abstractmethod
     def resumable(self) -> bool:
-        """Whether sources that were stopped after an overflow may continue. The current time is not considered."""
+        """Whether sources that were stopped after an overflow can continue. The current time is not considered."""
 
     def resumes_at(self, now: float) -> float | None:
-        """Return the time at which stopped sources may continue if nothing else happens.
+        """Return the time at which stopped sources can continue if nothing else happens.
 
         Returns:
-            Seconds. `now` if they may continue immediately; ``None`` if time alone changes nothing.
+            Seconds. `now` if stopped sources can continue immediately; ``None`` if time alone changes nothing.
         """
         return now if self.resumable else None
 
     @abstractmethod
     def ready_at(self, size: int, now: float) -> float | None:
-        """Return the time at which an element may enter if nothing else happens.
+        """Return the time at which an element can enter if nothing else happens.
 
         Returns:
-            Seconds on the clock of `now`; `now` if the element may enter immediately. ``None`` if the element cannot
+            Seconds on the clock of `now`; `now` if the element can enter immediately. ``None`` if the element cannot
             enter before something else happens.
         """
 
 
 class _CapacityLimiter(Limiter):
-    """Limits what is inside to `capacity`: the number of elements, or their total size."""
+    """Limits the number of elements inside, or their total size, to `capacity`."""
 
     __slots__ = ("_capacity", "kind", "used")
 
@@ -105,7 +105,7 @@ class _CapacityLimiter(Limiter):
 
     @property
     def capacity(self) -> int:
-        """The maximum inside. After it is reduced, no element enters until enough elements have left.
+        """The maximum of `used`. After a reduction, no element enters until enough elements have left.
 
         Raises:
             ValueError: the new value is below 1.
@@ -126,7 +126,7 @@ class _CapacityLimiter(Limiter):
 
 
 class WindowLimiter(_CapacityLimiter):
-    """Limits the number of elements inside to `capacity`. Their sizes do not matter (F2 C6).
+    """Limits the number of elements inside to `capacity`. The sizes of the elements do not matter (F2 C6).
 
     Args:
         capacity: maximum number of elements, at least 1.
@@ -146,7 +146,7 @@ class WindowLimiter(_CapacityLimiter):
         return self.used > self._capacity
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because every `send` calls this method.
+        # Inlined for speed, because `FlowController.try_acquire` calls this method for each element.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -159,7 +159,7 @@ class WindowLimiter(_CapacityLimiter):
 
 
 class SizeLimiter(_CapacityLimiter):
-    """Limits the total size of the elements inside to `capacity`. A larger element has to be alone inside (F2 C6).
+    """Limits the total size of the elements inside to `capacity` (F2 C6). A larger element enters only if it is alone.
 
     Args:
         capacity: maximum total size, at least 1.
@@ -187,20 +187,20 @@ class SizeLimiter(_CapacityLimiter):
 class RateLimiter(Limiter):
     """Limits elements to `rate` per second on average, and to `burst` elements without a pause (F2 F6).
 
-    The limiter uses the generic cell rate algorithm (ITU-T I.371). The only state is the time at which the bucket will
-    be full again. So the limiter knows exactly when the next element may pass. If an element passes too early (F3), its
-    cost is a debt. The source of the element may continue when the debt is 0.
+    The limiter uses the generic cell rate algorithm (ITU-T I.371). The limiter stores the time at which the bucket will
+    be full again. So the limiter knows exactly when the next element can pass. If an element passes too early (F3), the
+    part of its cost that the bucket does not have is a debt. The source of the element can continue when the debt is 0.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: number of elements that may pass without a pause after an idle time, or their total size if `by_size`. At
+        burst: number of elements that can pass without a pause after an idle time, or their total size if `by_size`. At
             least 1.
         by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
             `burst` passes when the bucket is full, and leaves a debt.
         kind: kind of the hold while the bucket is empty.
 
     Raises:
-        ValueError: the rate or the burst is not allowed.
+        ValueError: the rate is 0, negative or not finite, or the burst is below 1 or not finite.
     """
 
     __slots__ = ("_at", "_burst", "_full_at", "_rate", "by_size", "kind")
@@ -223,7 +223,7 @@ class RateLimiter(Limiter):
         """Elements (or size) per second. A new rate applies to the time since the last element. A debt stays the same.
 
         Raises:
-            ValueError: the new value is not more than 0, or not finite.
+            ValueError: the new value is 0, negative or not finite.
         """
         return self._rate
 
@@ -237,7 +237,7 @@ class RateLimiter(Limiter):
 
     @property
     def burst(self) -> float:
-        """Number of elements, or their total size, that may pass without a pause after an idle time.
+        """Number of elements, or their total size, that can pass without a pause after an idle time.
 
         A change keeps the content of the bucket, up to the new size. A debt stays the same.
 
@@ -272,7 +272,7 @@ class RateLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = now < self._passes_at(size)
-        # `now` may be older than in the last call, if the caller has read the clock before that call.
+        # `now` can be earlier than in the previous call, if the caller has read the clock before that call.
         if now > self._at:
             self._at = now
         full_at = self._full_at
@@ -298,7 +298,7 @@ class CompositeLimiter(Limiter):
     """Combines several limiters. An element enters if every limiter has room for it (F2).
 
     Args:
-        parts: the limiters. The reason of a refusal comes from the first limiter that refuses the element.
+        parts: the limiters. If several limiters refuse an element, the first of them gives the reason.
     """
 
     __slots__ = ("parts",)

@@ -13,13 +13,13 @@ __all__ = ["FlowManager", "FlowResource"]
 class FlowResource(Protocol):
     """A resource that a manager can stop and start.
 
-    A resource must be hashable and weakly referable. A manager calls `hold` and `lift` while it holds its lock. So
-    these methods must not wait for a thread that calls the manager.
+    A resource must be hashable and weakly referable. A manager calls `hold` and `lift` while it has its lock. So `hold`
+    and `lift` must not wait for a thread that calls the manager.
     """
 
     @property
     def name(self) -> str:
-        """Name for people. It need not be unique."""
+        """Name for people; need not be unique."""
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         """Raise a hold on the gate of the resource."""
@@ -31,8 +31,8 @@ class FlowResource(Protocol):
 class FlowManager:
     """A thread-safe registry of all registered resources that still exist (F1).
 
-    The manager has only weak references to resources. After `stop_all` the manager holds all registered resources, and
-    each resource that registers later. If a resource is unregistered, the manager lifts its hold.
+    The manager has only weak references to resources. `stop_all` raises a hold on all registered resources, and on each
+    resource that registers later. If a resource is unregistered, the manager lifts this hold.
 
     Args:
         name: the source of the holds. If two managers register the same resource, they need different names.
@@ -48,7 +48,7 @@ class FlowManager:
         # The finalizer unregisters the resource.
         self._lock = threading.RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
-        # The reason of `stop_all`; ``None`` if the resources are not stopped.
+        # The reason that was passed to `stop_all`; ``None`` if the resources are not stopped.
         self._stopped: str | None = None
 
     @property
@@ -63,9 +63,9 @@ class FlowManager:
         return self._stopped is not None
 
     def register(self, resource: FlowResource) -> None:
-        """Register a resource. Stop it if all resources are stopped.
+        """Register a resource, and stop it if all resources are stopped.
 
-        If its `hold` raises an exception, the resource is not registered.
+        If `FlowResource.hold` raises an exception, the resource is not registered.
 
         Args:
             resource: the resource. If it is already registered, nothing changes.
@@ -76,7 +76,7 @@ class FlowManager:
             self._resources.add(resource)
 
     def unregister(self, resource: FlowResource) -> None:
-        """Unregister a resource. Start it if all resources are stopped, because no later call would start it.
+        """Unregister a resource. If all resources are stopped, start this one, because no later call would do so.
 
         Args:
             resource: the resource. If it is not registered, nothing changes.

@@ -23,7 +23,7 @@ class Thresholds(Protocol):
         """Whether a flow state changes from OFF to ON at this depth."""
 
     def resumes(self, count: int, size: int) -> bool:
-        """Whether a flow state changes from ON to OFF at this depth. It must be False if `stops` is True."""
+        """Whether a flow state changes from ON to OFF at this depth. The result must be False if `stops` is True."""
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
         """Whether to hold the publisher of a message that has just arrived.
@@ -43,8 +43,8 @@ def _refused(stop_name: str, stop: int, resume_name: str, resume: int, why: str)
 class StopResume:
     """The flow thresholds of Qpid C++: ON above a stop threshold, OFF below all resume thresholds (C1 C2).
 
-    At a threshold itself the state does not change. If a stop threshold is 0, its dimension (count or size) is ignored.
-    If both are 0, the queue has no flow control.
+    If the depth is equal to a threshold, the state does not change. If a stop threshold is 0, its dimension (count or
+    size) is ignored. If both stop thresholds are 0, the queue has no flow control.
 
     Attributes:
         stop_count: stop threshold in messages.
@@ -53,8 +53,8 @@ class StopResume:
         resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a resume threshold is above its stop threshold, or is below 1 although its stop threshold is set.
-            The text contains both values.
+        ValueError: a stop threshold is negative. A resume threshold is above its stop threshold, or is below 1 while
+            its stop threshold is above 0. The text contains the invalid values.
     """
 
     stop_count: int = 0
@@ -152,7 +152,7 @@ class Capacity:
         resume: body bytes (``flowResumeCapacity`` in Qpid). ``None`` means `capacity`.
 
     Raises:
-        ValueError: `resume` is above `capacity`, or a value is negative. The text contains both values.
+        ValueError: `resume` is above `capacity`, or a value is negative. The text contains the invalid values.
     """
 
     capacity: int = 0
@@ -191,7 +191,7 @@ class Capacity:
 
 
 class ThresholdLimiter(Limiter):
-    """The depth and flow state of a queue. This limiter overflows (F3), and never refuses an element.
+    """The depth and flow state of a queue. This limiter never refuses an element (F3).
 
     Args:
         count: initial depth in messages.
@@ -220,7 +220,7 @@ class ThresholdLimiter(Limiter):
     def change(self, thresholds: Thresholds) -> None:
         """Replace the thresholds, and update the state immediately (D4).
 
-        Call `FlowController.resume` afterwards, to unblock sources that may continue.
+        Call `FlowController.resume` afterwards, to unblock sources that can continue.
         """
         self.thresholds = thresholds
         self._look()
