@@ -93,7 +93,7 @@ class Admission:
         self.steps = steps
         # Whether `send_at_once` can admit messages: the window is the only limit, and nothing can interrupt the method.
         self._is_simple = limits.is_plain and is_undisturbed()
-        #: True while `SendLine` admits waiting messages. They must be admitted before a new message.
+        #: True while `SendLine` admits waiting messages. New messages have to wait meanwhile.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
         #: The prefix of message ids that the producer assigns; ``None`` if the producer assigns no ids.
@@ -208,7 +208,7 @@ class Admission:
 
     def close(self, reason: str) -> None:
         """Admit no message from now on."""
-        # This also stops `send_at_once`, which checks the gate and not `closed`.
+        # `shut` also stops `send_at_once`, which checks the gate and not `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason

@@ -1,6 +1,6 @@
 """Decides what happens to every message of one producer on its AMQP channel, without I/O (sans-I/O).
 
-The *owner* is the I/O thread or the event loop. It reports the events of the connection to `ProducerProtocol`: a
+The *owner* is the I/O thread or the event loop. The owner reports the events of the connection to `ProducerProtocol`: a
 channel opened, the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write.
 The owner calls one method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the
 protocol. It is a producer's engine or a drop-in for another library.
@@ -425,7 +425,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return all bytes to write, and record that they are written.
 
-        Owners that can write any number of bytes call this method. It takes half the time of `data_to_write` and
+        Owners that can write any number of bytes call this method, which takes half the time of `data_to_write` and
         `advance`.
         """
         steps = self.steps

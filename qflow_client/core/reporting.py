@@ -26,7 +26,7 @@ logger = logging.getLogger("qflow_client")
 # A level, a text, its arguments, the code object that logs the entry, and the line number.
 LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
-# Holds that are not in this mapping may change with every burst of messages. They are logged at the level DEBUG.
+# Holds that are not in this mapping may change with every burst of messages, so their level is DEBUG.
 _LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
@@ -230,7 +230,7 @@ class Reports:
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """The present holds, the oldest first. Their times are in seconds since 1970, for the application."""
+        """The present holds, the oldest first, with times in seconds since 1970 for the application."""
         return tuple(map(self._on_the_wall_clock, self._gate.holds))
 
     def wall_time(self, now: float) -> float:

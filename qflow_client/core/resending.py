@@ -5,7 +5,7 @@ broker refused. Both kinds were written before. So the messages are sent as seco
 before all messages that were never written (E1). If the frames of a message are made but not begun, they can be taken
 back. Then `put_back` returns the message to `again`, if the message was written before.
 
-`count_sendable` decides how many messages can be sent now. It has three rules:
+Three rules decide how many messages can be sent now (`count_sendable`):
 
 1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
    (`suspects`).

@@ -2,8 +2,8 @@
 
 If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
 `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
-*decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
-`Reports.wake`. `look_at` compares the deadline of a ticket with the time that the caller passes (A4).
+*decided* when it gets a receipt with a number, gets an error, or is cancelled. The waiter of a decided ticket is added
+to `Reports.wake`. `look_at` compares the deadline of a ticket with the time that the caller passes (A4).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # This also covers a ticket that was not put into the line because of an interrupt.
+        # Cancel the ticket even if an interrupt kept it out of the line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
@@ -220,7 +220,7 @@ class SendLine:
             reason: the text of the `ProducerClosed` error that the senders get.
         """
         self.close(reason)
-        # This lifts the hold of the limiter, because no message waits any more.
+        # If no message waits any more, `grant` lifts the hold of the limiter.
         self.grant(now)
 
     def close(self, reason: str) -> None:

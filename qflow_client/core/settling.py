@@ -255,7 +255,7 @@ class Settling:
             reports.log(logging.WARNING, words, reports.name, *values)
 
     def settle_written(self, now: float) -> None:
-        """Settle the written messages. This is for producers without confirms."""
+        """Settle the written messages of a producer without confirms."""
         self.settle_run(self._unconfirmed.oldest, self._unconfirmed.outbound.finished + 1, Outcome.SENT, now)
 
     # Refusals of the broker.
