@@ -280,7 +280,7 @@ Prepared = tuple[int, bytes, bytes, int]
 
 
 class Content(Protocol):
-    """A message with a body. It has one attribute for each property, in the order of the wire."""
+    """A message with a body, and with one attribute for each property, in the order of the wire."""
 
     @property
     def body(self) -> bytes: ...

@@ -2,10 +2,10 @@
 
 The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS, authentication, heartbeats, topology
 and consuming. The tap removes the frames of publishing channels (confirms, returned messages, flow) from the received
-bytes. The tap copies frames that both sides need (close, blocked), and passes all other frames to the library. It
-changes only one frame: some brokers confirm messages but do not announce confirms in the form that libraries expect, so
-the tap adds the announcement. In the other direction, the tap merges the channels' bytes with the library's bytes at
-frame boundaries. This module does not use producers.
+bytes. The tap copies frames that both sides need (close, blocked), and passes all other frames to the library. The tap
+changes only one frame, to which it adds an announcement of confirms. Some brokers confirm messages but do not announce
+confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with the
+library's bytes at frame boundaries. This module does not use producers.
 """
 
 from __future__ import annotations
