@@ -202,8 +202,8 @@ class FlowSource:
     """A source whose elements cannot wait before they enter, so that controllers block the source instead (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
-    more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers. They
-    must not raise exceptions, because other sources still have to be unblocked.
+    more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must
+    not raise exceptions, because other sources still have to be unblocked.
 
     Args:
         name: name for people; need not be unique.

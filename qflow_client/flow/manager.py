@@ -1,4 +1,4 @@
-"""A registry of the flow resources in a process. It lists, stops and starts all of them (F1 F5 F6 D5)."""
+"""A registry that lists, stops and starts the flow resources in a process (F1 F5 F6 D5)."""
 
 from __future__ import annotations
 
