@@ -147,10 +147,11 @@ class Unconfirmed:
             self._make_each(source, limit, most)
 
     def _make_run(self, source: deque[Receipt], limit: int, most: int) -> bool:
-        """Do the same as `make` in two thirds of the time. This is for plain messages of one route and one length.
+        """Do the same as `make` for plain messages with one route and one length, in two thirds of the time.
 
         Returns:
-            False if nothing was done, because the messages differ, or their numbers do not follow one another.
+            False if no frames were made, because the messages have different routes or lengths, are not plain, or do
+            not have consecutive numbers.
         """
         encoder, first = self.encoder, source[0]
         route = first._route
@@ -159,7 +160,7 @@ class Unconfirmed:
         length, number = first.size, first._number
         size = route.cost + length
         count = min(most, limit // size) or 1
-        # Not an iterator over `source`, because other threads may append to it.
+        # Do not iterate over `source` itself, because other threads may append to it.
         batch = [source[at] for at in range(count)]
         given = self.outbound.given
         tags = list(range(given + 1, given + count + 1))
@@ -176,7 +177,7 @@ class Unconfirmed:
         parts: list[bytes] = []
         number -= count
         while bodies:
-            # The other digits of these numbers are the same.
+            # Make the frames of the messages whose numbers differ only in the last two digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
             head, middle, tail = encoder.plain(length, number)
             frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
