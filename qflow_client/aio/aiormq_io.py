@@ -1,8 +1,8 @@
-"""Puts the tap between aiormq and the socket, through aiormq's public interface for transports.
+"""Puts a `Tap` between aiormq and the socket, through aiormq's public interface for transports.
 
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
-reader and writer with the tap at both. The tap filters received data before the reader gets it. Data that the library
-writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
+reader and writer with the tap at both. The tap filters received data before the reader gets the data. Data that the
+library writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# The library has to wait while more than this number of its bytes are unwritten.
+# While more than this number of the library's bytes are unwritten, the library has to wait.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 
 _monotonic = time.monotonic
 
-# Sorts the addresses of a host name, and returns them with the maximum seconds for the try of each address.
+# A function that returns the addresses of a host name in another order, and the time limit for each address in seconds.
 OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
@@ -64,22 +64,22 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._tap = Tap()
         # Returns True if the library has opened the connection.
         self._is_open = is_open
-        # asyncio's transport for the connection; with TLS, the TLS transport after the handshake.
+        # asyncio's transport for the connection. After a TLS handshake, this is the TLS transport.
         self._transport: Any = None
         # The transport that the library writes to; set when the connection is established.
         self._tapped: TapTransport | None = None
-        # Why this protocol ended the connection; ``None`` if it did not.
+        # The error with which this protocol has ended the connection; ``None`` if it has not done so.
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The library uses another transport, which `tap` makes."""
+        """Store asyncio's transport. The library does not use it, but the transport that `tap` makes."""
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
         """Make the transport that the library writes to.
 
         Args:
-            transport: asyncio's TLS transport; `raw` without TLS.
+            transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
         """
         self._transport = transport
         self._tapped = TapTransport(self._tap, self, raw, transport, loop)
@@ -87,11 +87,11 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return self._tapped
 
     def data_received(self, data: bytes) -> None:
-        """Pass received data to the tap, and the library's part of the data to its reader."""
+        """Pass received data to the tap, and the library's part of the data to the library's reader."""
         try:
             self._take(data)
         except BaseException as error:
-            # Ctrl-C, for example. The lost data may contain an answer for which a caller waits.
+            # After Ctrl-C, for example, the lost data may contain an answer for which a caller waits.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
@@ -103,20 +103,20 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
             return
         if passed:
             if self._tap.is_blocked and not self._is_open():
-                # Without this frame, the library would not open a channel before the broker's alarm ends.
+                # Without this frame, the library would open no channel while the broker blocks the connection.
                 passed += _UNBLOCKED
             super().data_received(passed)
         if self._tapped is not None:
             self._tapped.received(len(data), for_library=bool(passed))
         if self._tap.error is not None:
-            # Frames before the error were passed on.
+            # The library already has all frames before the error.
             self._garbage(self._tap.error)
 
     def _garbage(self, error: FrameError) -> None:
         self.fail(f"the data from the broker cannot be read: {error}")
 
     def fail(self, why: str) -> None:
-        """The library and the producers get the reason."""
+        """Abort the connection. The library and the producers get the reason."""
         self._error = ConnectionAbortedError(why)
         self._transport.abort()
 
@@ -126,22 +126,22 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The library notices the end when it reads."""
+        """Handle the end of the connection. The library notices this end at its next read."""
         if self._tapped is not None:
             self._tapped.lost()
         super().connection_lost(exc or self._error)
 
 
 class TapTransport(asyncio.Transport):
-    """A connected socket, plain or TLS, with a tap at it. The library writes to it.
+    """The transport to which the library writes: a connected plain or TLS socket with a `Tap`.
 
-    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So this class uses them only
-    to read and to close. It writes to a plain socket itself, through a duplicate descriptor. With TLS, it passes one
-    record at a time to asyncio's transport.
+    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So this class uses asyncio's
+    transports only to read and to close. This class itself writes to a plain socket, through a duplicate descriptor.
+    With TLS, it passes one record at a time to asyncio's transport.
 
     Args:
         protocol: the protocol, which pauses the library and handles failures.
-        transport: asyncio's TLS transport; `raw` without TLS.
+        transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
     """
 
     def __init__(
@@ -161,44 +161,45 @@ class TapTransport(asyncio.Transport):
         self._is_tls = transport is not raw
         self._write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         sock = raw.get_extra_info("socket")
-        # A duplicate, because the loop allows no other code to watch a descriptor from which its transport reads.
+        # A duplicate, because asyncio forbids other code to watch the descriptor of a socket that has a transport.
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
         self._socket.setblocking(False)
-        #: The broker's address.
         self.peer = peer_of(self._socket)
-        # Called after any possible change of a channel.
+        # The functions that `add_after` has added.
         self._afters: list[Callable[[], bool]] = []
-        # The library's chunks to write, the number of written bytes of the first chunk, and of all unwritten bytes.
+        # The library's chunks that are not completely written.
         self._library: deque[bytes] = deque()
+        # Number of written bytes of the first chunk.
         self._begun = 0
+        # Number of unwritten bytes of all chunks.
         self._library_size = 0
         self._library_paused = False
         # Whether the library writes a chunk at the next frame boundary.
         self._librarys_turn = True
-        # Whether the socket is full. Then the loop calls `pump` when the socket accepts more bytes.
+        # Whether the socket is full. If so, the loop calls `pump` when the socket accepts more bytes.
         self._watching = False
-        # Set by the first failed write, or by the end of the connection. The library finds the error when it reads.
+        # Whether a write has failed or the connection has ended. The library notices this at its next read.
         self._broken = False
         self._closing = False
-        # True while `pump` runs or is scheduled. `pump` clears it before its last check for output. So a task that adds
-        # output and finds it True does not need to call `wake`.
+        # True while `pump` runs or is scheduled. `pump` clears the flag before its final check for output. So a task
+        # that has added output and finds the flag True need not call `wake`.
         self.awake = False
         self._thread = get_ident()
-        # Called with the number of bytes that were read. Returns how many seconds to wait before the next read, so that
-        # answers accumulate. ``None`` for no wait, on a shared connection.
+        # Gets the number of bytes of a read. Returns the seconds to wait before the next read, so that the broker's
+        # answers accumulate. ``None`` on a shared connection, where reads do not wait.
         self.delay: Callable[[int], float] | None = None
-        # The timer for the end of this wait; ``None`` without a wait.
+        # The timer that ends the wait before the next read; ``None`` while there is no such wait.
         self._gathers: asyncio.TimerHandle | None = None
         # Whether the library wants to read, and whether the socket is read.
         self._library_reads = self._reads = True
-        # The library's writer, until the connection has ended, because aiormq may drop it without closing it.
+        # Keeps the library's writer alive until the end of the connection, because aiormq may drop an open writer.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
-    # For the producers.
+    # The methods below are for the producers.
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Call a function after any possible change of a channel. The function returns True if writing is urgent."""
+        """Call `after` after every event that may have changed a channel. `after` returns True if writing is urgent."""
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:
@@ -212,14 +213,14 @@ class TapTransport(asyncio.Transport):
         return self._watching
 
     def wake(self) -> None:
-        """Schedule `pump` in the next iteration of the loop. Any thread may call this after it has added output."""
+        """Schedule `pump` in the next iteration of the loop. Any thread may call `wake` after it has added output."""
         try:
             if get_ident() == self._thread:
                 self._loop.call_soon(self.pump)
-                # Set `awake` last, so that after an interrupt before this line the next sender wakes the loop.
+                # Set `awake` last. If an exception interrupts this method earlier, the next sender wakes the loop.
                 self.awake = True
             else:
-                # `pump` may have run before this call returns, so `awake` is not set.
+                # `pump` may already have run when this call returns, so `awake` is not set.
                 self._loop.call_soon_threadsafe(self.pump)
         except RuntimeError:
             # A closed loop writes nothing.
@@ -239,7 +240,7 @@ class TapTransport(asyncio.Transport):
         if urgent:
             self.pump()
         elif not self.awake:
-            # Write after the tasks that were just woken, so that their messages are sent in the same write.
+            # Write after the woken tasks have run, so that the same write contains their messages.
             self.wake()
         if self.delay is not None and self._gathers is None and not for_library:
             delay = self.delay(size)
@@ -261,11 +262,11 @@ class TapTransport(asyncio.Transport):
                 self._transport.pause_reading()
 
     def pump(self) -> None:
-        """Write all output, until there is no more or the socket is full."""
+        """Write output until all of it is written or the socket is full."""
         try:
             self._pump()
         except Exception as error:
-            # After any error, no caller may wait longer, and the connection must end.
+            # After any error, all waiting callers must get an error, and the connection must end.
             log(logging.ERROR, "writing failed, and the connection is closed", error=error)
             self._broken = True
             self._protocol.fail(f"writing failed: {error!r}")
@@ -279,8 +280,8 @@ class TapTransport(asyncio.Transport):
                 full = self._pump_library()
                 continue
             self._librarys_turn = True
-            # If the library waits for the next frame boundary, write only up to this boundary. Otherwise a socket that
-            # is always full would delay the library's heartbeats and acks without end.
+            # If the library waits for the next frame boundary, write only up to this boundary. Without this rule, a
+            # socket that is always full would delay the library's heartbeats and acks without end.
             waited_for = self._closing or (self._library and not tap.at_border)
             data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
@@ -316,7 +317,7 @@ class TapTransport(asyncio.Transport):
         return self.tap.data_to_write(self._write_chunk)
 
     def _pump_library(self) -> bool:
-        """Return True if the socket is full."""
+        """Write a part of the library's first chunk. Return True if the socket is full."""
         chunk = self._library[0]
         data = chunk[self._begun : self._begun + self._write_chunk]
         sent = self._send(data)
@@ -329,7 +330,7 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """Return the number of bytes that are sent or can no longer be withdrawn."""
+        """Send data. Return the number of bytes that are sent or can no longer be withdrawn."""
         if self._is_tls:
             # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():
@@ -366,13 +367,13 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """Close a forked child's copies of the socket. The event loop belongs to the parent."""
+        """In a forked child, close the copies of the socket. The event loop belongs to the parent."""
         self._broken = True
         self._socket.close()
-        # The loop's transport closes the descriptor when it is dropped, so the descriptor must stay valid.
+        # When the loop drops its transport, the transport closes the descriptor, which must still be valid then.
         replace_copy(self._raw.get_extra_info("socket").fileno())
 
-    # For the library: asyncio's interface.
+    # The methods below are asyncio's interface for transports, for the library.
 
     def write(self, data: Any) -> None:
         """Write data at the next frame boundary."""
@@ -402,7 +403,7 @@ class TapTransport(asyncio.Transport):
             self._closing = True
             self.pump()
             if not self._transport.is_closing():
-                # A broker that does not read must not delay the end.
+                # A broker that does not read must not delay the end of the connection.
                 self._loop.call_later(GOOD_BYE, self.abort)
 
     def abort(self) -> None:
@@ -428,7 +429,7 @@ class TapTransport(asyncio.Transport):
 
 
 class TapTransportFactory(TransportFactory):
-    """Makes the reader and the writer of a connection of aiormq, with the tap at both.
+    """Makes the reader and the writer for a connection of aiormq, with a `Tap` at both.
 
     Args:
         made: called with each new transport.
@@ -482,7 +483,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """Try the addresses of a host one by one. Record the socket for forked children."""
+    """Try the addresses of a host one by one. Record each socket, so that a forked child can close its copy."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:
@@ -512,7 +513,7 @@ async def _connected(
     )
 
 
-# All transports and sockets, also those of connections that are still being made, which no producer has yet.
+# All transports and sockets, even of connections that are still being established. A forked child closes its copies.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -1,4 +1,4 @@
-"""Requests credentials for an `AsyncProducer`. A coroutine function runs in the loop, another function on a thread."""
+"""Requests credentials for an `AsyncProducer`. Coroutine functions run in the loop, other functions on a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AsyncAsker(Asker):
         super().__init__(function, name)
         self._is_coroutine = inspect.iscoroutinefunction(function)
         self._loop = asyncio.get_running_loop()
-        # The task that awaits the result; ``None`` before the first.
+        # The task that awaits the result; ``None`` before the first task.
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:

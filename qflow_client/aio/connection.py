@@ -1,4 +1,4 @@
-"""Connections of aio-pika with the tap at their sockets.
+"""Connections of aio-pika with a `Tap` at the socket.
 
 `connect_async` makes a connection that the application shares with producers. `Link` makes a producer's own connection.
 """
@@ -48,7 +48,7 @@ _CODES = {
     ChannelNotFoundEntity: 404,
     ChannelLockedResource: 405,
     ChannelPreconditionFailed: 406,
-    # For an exchange of an unknown type.
+    # The broker's reply if the type of an exchange is unknown.
     ConnectionCommandInvalid: 503,
 }
 
@@ -80,9 +80,9 @@ def channel_reply(error: ChannelClosed | ConnectionCommandInvalid) -> tuple[int,
 
 
 class TappedConnection(aio_pika.Connection):
-    """aio-pika's connection, on which producers can be opened."""
+    """aio-pika's `Connection`, on which producers can open channels."""
 
-    #: The transport of the present or last connection; ``None`` before the first.
+    #: The newest transport; ``None`` before the first connection.
     tapped: TapTransport | None = None
 
     def __init__(
@@ -95,11 +95,11 @@ class TappedConnection(aio_pika.Connection):
     ) -> None:
         super().__init__(url, **keywords)
         factory = TapTransportFactory(self._made, self.connected.is_set, order_addresses)
-        # aio-pika passes these arguments to every connection of aiormq.
+        # aio-pika passes `kwargs` to every connection of aiormq.
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
 
     def __del__(self) -> None:
-        # Without a running loop, aio-pika creates a coroutine that is never awaited, and Python warns about it.
+        # Without a running loop, aio-pika would create a coroutine that is never awaited, which causes a warning.
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -111,7 +111,7 @@ class TappedConnection(aio_pika.Connection):
 
 
 class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
-    """aio-pika's robust connection, on which producers can be opened."""
+    """aio-pika's `RobustConnection`, on which producers can open channels."""
 
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:
@@ -135,7 +135,7 @@ def address_of(url: object, parameters: Mapping[str, object]) -> URL:
         return address.with_query(known).update_query(parameters)  # type: ignore[arg-type]  # as just checked
     except (TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Raised outside the handler. Otherwise the original error, which may contain the password, would be the context.
+    # Raise outside the handler, so that the context is not the original error, which may contain the password.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
@@ -152,9 +152,9 @@ async def connect_async(
 
     Args:
         url: ``amqp://`` or ``amqps://`` URL of the broker, with aio-pika's query parameters.
-        robust: True for a `RobustConnection`, which reconnects and restores consumers. Its producers continue after it
-            has reconnected. On any other connection, producers end when the connection is lost.
-        timeout: seconds that connecting may take; ``None`` for aio-pika's limits only.
+        robust: True for a `RobustConnection`, which reconnects and restores consumers. Producers on this connection
+            continue after a reconnect. On any other connection, producers end when the connection is lost.
+        timeout: the time limit for connecting in seconds. With ``None`` only aio-pika's own limits apply.
         ssl_context: the TLS context; by default made from the URL's parameters.
         client_properties: properties that the connection announces, such as ``connection_name``.
         parameters: further query parameters of the URL, such as ``heartbeat``.
@@ -164,7 +164,7 @@ async def connect_async(
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
-        SettingsError: the URL is not valid.
+        SettingsError: the URL is not valid, or a parameter is not allowed.
     """
     kind = TappedRobustConnection if robust else TappedConnection
     connection = kind(address_of(url, parameters), ssl_context=ssl_context, client_properties=client_properties)
@@ -177,8 +177,8 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
 
     Args:
         connection: a connection that is not connected yet.
-        url: its URL, for error messages.
-        timeout: the time limit in seconds; ``None`` for aio-pika's limits only.
+        url: the URL of the connection, for error messages.
+        timeout: the time limit for connecting in seconds. With ``None`` only aio-pika's own limits apply.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.

@@ -20,7 +20,6 @@ class Dispatcher:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        #: True while a callback runs.
         self.is_running = False
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
@@ -28,11 +27,11 @@ class Dispatcher:
         self._loop.call_soon(self._run, callback, lambda: argument)
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Same as `call`, but ``take()`` is called just before the callback, and returns its argument."""
+        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called at that time, not now."""
         self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:
-        """Wait until the scheduled calls have run. In a closed loop they never run, so return immediately."""
+        """Wait until the scheduled calls have run. In a closed loop these calls never run, so return immediately."""
         if self._loop.is_closed():
             return
         due = asyncio.Event()

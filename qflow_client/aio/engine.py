@@ -1,4 +1,4 @@
-"""Runs the protocol of an `AsyncProducer`. Tasks of one event loop execute the steps, and the loop uses the socket.
+"""Runs the protocol of an `AsyncProducer`. Tasks of one event loop execute steps, and the loop uses the socket.
 
 `AsyncProducer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets tasks
 wait, and schedules the application's callbacks on the loop.
@@ -63,18 +63,18 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Seconds that the ends of the channel and of the outbox may take together after the deadline of a close. After a
-# cancel, the end of the outbox may take as long.
+# Maximum seconds to end the channel and the outbox after the deadline of a close. After a cancel, the outbox alone has
+# the same limit.
 _DISK_PATIENCE = 0.6
 
 _LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
 
 
 async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
-    """Wait until a task is done, even if the caller is cancelled several times. The first cancel cancels the task.
+    """Wait until a task is done, even if the caller is cancelled several times. The first cancel also cancels the task.
 
     Returns:
-        The `CancelledError` of the first cancel, which the caller must raise; ``None`` if there was none.
+        The `CancelledError` of the first cancel, which the caller must raise; ``None`` if the caller was not cancelled.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -88,7 +88,7 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 
 
 class _Drop:
-    """Ends a dropped producer when the loop calls this object, or when the loop drops this object without a call."""
+    """Ends a producer that the application has dropped. The loop calls this object, or deletes it without a call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -108,7 +108,7 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which it opens a channel; ``None`` to make a connection.
+        connection: the shared connection on which the engine opens a channel; ``None`` to make a connection.
         line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
         credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
     """
@@ -132,26 +132,29 @@ class Engine(BaseEngine):
         self.protocol = self._new_protocol(AsyncReceipt, line)
         if self.deliveries is not None:
             self.protocol.reports.settled = []
-        # Lets tasks wait for the outbox; set by `open` if there is an outbox.
+        # Lets tasks wait for the outbox's disk; set by `open` if there is an outbox.
         self._commits: Commits | None = None
         # Set when the first close has ended.
         self._all_ended = asyncio.Event()
-        #: The loop, its thread, and the objects that run there; set by `open`.
+        #: The event loop of the producer; set by `open`.
         self.loop: asyncio.AbstractEventLoop | None = None
+        # The thread of the loop; set by `open`.
         self._thread: int | None = None
+        #: Calls the application's callbacks on the loop; set by `open`.
         self.dispatcher: Dispatcher | None = None
+        #: Drives the calls that wait; set by `open`.
         self.turns: Turns | None = None
-        #: Set when the producer is connected.
+        #: The publishing channel; set when the producer is connected.
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held while the producer is ended without its loop. Reentrant, because a finalizer may do the same meanwhile.
+        # Held in `_end_without_loop`. The lock is reentrant, because a finalizer may call this method meanwhile.
         self._last_end = threading.RLock()
-        # The task that ends the producer after it was dropped, or after `close_later`.
+        # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
 
     async def open(self, connected: Callable[[], object]) -> None:
-        """Open the outbox and connect. This is possible only once.
+        """Open the outbox and connect. A producer can connect only once.
 
         Args:
             connected: called when the producer is connected.
@@ -159,8 +162,8 @@ class Engine(BaseEngine):
         Raises:
             ConnectionFailed: no host accepted a connection.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
-            ProducerClosed: the producer was closed before.
-            QflowError: the method was called before.
+            ProducerClosed: the producer was closed before or during this call.
+            QflowError: the method was called before, or no event loop of asyncio is running.
         """
         if self.ended:
             raise ProducerClosed(CLOSED)
@@ -197,7 +200,7 @@ class Engine(BaseEngine):
             try:
                 self.protocol.close(f"the producer could not connect: {error}", _monotonic())
                 self.unregister()
-                # After a GeneratorExit, which Ctrl-C may cause, the loop does not run, so waiting is not possible.
+                # Ctrl-C may cause a GeneratorExit. After this error the loop does not run, so do not wait.
                 if not isinstance(error, GeneratorExit):
                     await self._end(BRIEF)
             finally:
@@ -206,7 +209,7 @@ class Engine(BaseEngine):
             raise
 
     async def _open_outbox(self) -> None:
-        # Imported here, because these modules import SQLite.
+        # These modules are imported only here, because they import SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
         from qflow_client.outbox.storage import Storage
 
@@ -223,19 +226,20 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
-            # Opening fails if the outbox is closed meanwhile. Read this error, because otherwise asyncio logs it.
+            # If the outbox is closed meanwhile, its opening fails. Read the error, because asyncio would log an unread
+            # error.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
-                # Otherwise the next producer would find the outbox in use.
+                # Wait for the end of the opening. Without this wait, the next producer could find the outbox in use.
                 await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
             raise
 
     def _take(self, step: StoreStep) -> None:
-        """Make the loop execute a step for the outbox's thread."""
+        """Make the loop execute a step that the outbox's thread has requested."""
 
         def take() -> None:
             if self.storage is None:
-                # In a forked child process.
+                # In a forked child, the outbox belongs to the parent.
                 return
             self.step(lambda _protocol: step(_monotonic()))
             self.arm_timer()
@@ -265,7 +269,7 @@ class Engine(BaseEngine):
     @property
     def is_in_callback(self) -> bool:
         dispatcher = self.dispatcher
-        # Another thread may send while a callback runs.
+        # Check the thread, because another thread may send while a callback runs.
         return self.deliveries is not None and dispatcher is not None and dispatcher.is_running and self.may_step
 
     @property
@@ -312,7 +316,7 @@ class Engine(BaseEngine):
             super().arm_timer()
 
     def _is_left_to_loop(self, function: Callable[[], object]) -> bool:
-        """On another thread, make the loop call a function, because the loop's other methods are not thread-safe."""
+        """If this is not the loop's thread, make the loop call a function, and return True."""
         if self.may_step:
             return False
         assert self.loop is not None
@@ -333,7 +337,7 @@ class Engine(BaseEngine):
         if self.loop is None or self.loop.is_closed():
             self.after()
         elif not self._passes_on and not (self.protocol.reports.is_empty and self.protocol.admission.observer is None):
-            # The loop calls `after`, because an interrupt of a call from here would lose wake-ups and log entries.
+            # Let the loop call `after`. An interrupt of a call from here would lose wake-ups and log entries.
             self.loop.call_soon(self.after)
             self._passes_on = True
 
@@ -348,17 +352,17 @@ class Engine(BaseEngine):
         """Wait until a message is on disk. Without an outbox, return immediately.
 
         Args:
-            deadline: the end of the wait, in seconds.
+            deadline: the deadline of the caller in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: the message is not on disk at the deadline, or the disk failed.
+            NotDurable: the message is not on disk `GRACE` seconds after the deadline, or the disk failed.
         """
         if self.storage is not None:
             assert self._commits is not None
             assert isinstance(receipt, AsyncReceipt)
             await self._commits.wait_durable(receipt, deadline)
 
-    # After a step. No code of the application runs in these methods.
+    # The methods below run after a step. `after` only schedules the calls of the application's callbacks.
 
     def after(self) -> None:
         self._passes_on = False
@@ -379,12 +383,12 @@ class Engine(BaseEngine):
             try:
                 waiter.set_result(None)
             except RuntimeError:
-                # A closed loop has no task that waits, and the other waiters may belong to other loops.
+                # The closed loop has no waiting task. Continue, because other waiters may belong to other loops.
                 if self.loop is None or not self.loop.is_closed():
                     raise
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
-            # Events and receipts wait until the loop runs.
+            # No callback can be called without a running loop.
             return
         if protocol.reports.events:
             self.listeners.pass_on(protocol, self.call_listener)
@@ -407,7 +411,7 @@ class Engine(BaseEngine):
 
         Args:
             deadline: the end of the wait for unsettled messages, in seconds of `time.monotonic`.
-            waits_for_holds: False to wait only while the broker continues to answer.
+            waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
 
         Raises:
             WrongLoop: the running loop is not the producer's.
@@ -433,7 +437,7 @@ class Engine(BaseEngine):
             self._log_undelivered(await self.close(deadline))
 
         def start() -> None:
-            # The loop does not keep tasks alive. So keep the first task. A later task would only wait for the first.
+            # Keep a reference to the task, because the loop does not. A second task would only wait for the first task.
             if self._ending is None and self.loop is not None:
                 self._ending = self.loop.create_task(close())
 
@@ -457,10 +461,10 @@ class Engine(BaseEngine):
         except BaseException as caught:
             error, patience = caught, BRIEF
         if isinstance(error, GeneratorExit):
-            # The loop does not run, so waiting is not possible.
+            # The loop does not run, so do not wait.
             raise error
         left = self.protocol.unsettled_receipts
-        # In a separate task, so that a cancelled caller still waits for its end.
+        # End the producer in a separate task, so that a cancelled caller can still wait until the task ends.
         end_at = _monotonic() + _DISK_PATIENCE
         ending = asyncio.create_task(self._end(patience, end_at if error is not None else max(end_at, deadline)))
         cancelled = await _wait_until_done(ending)
@@ -477,8 +481,8 @@ class Engine(BaseEngine):
         """End the channel and all parts of the producer. A cancelled call still ends all parts, but waits less.
 
         Args:
-            patience: seconds that the broker may take to answer.
-            end_at: deadline for the end of the outbox, in seconds. The outbox may always take `BRIEF` seconds.
+            patience: the longest wait for the broker's answer in seconds.
+            end_at: when the outbox must end, in seconds of `time.monotonic`; at the earliest after `BRIEF` seconds.
         """
         self.detach()
         try:
@@ -500,7 +504,7 @@ class Engine(BaseEngine):
                 await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox within `patience` seconds. Wait for its end, so that the next producer can use it."""
+        """Close the outbox within `patience` seconds. Wait until it is closed, so that the next producer can use it."""
         try:
             if self.storage is not None:
                 # A separate executor, because all threads of the loop's executor may be in use.
@@ -520,15 +524,15 @@ class Engine(BaseEngine):
                 self._commits.end()
             self._all_ended.set()
 
-    # After the application has dropped the producer.
+    # The methods below run after the application has dropped the producer.
 
     def _end_later(self) -> None:
-        # If the loop is closed before it makes the call, the deletion of the `_Drop` ends the producer.
+        # If the loop is closed before it calls the `_Drop`, the deletion of the `_Drop` ends the producer.
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_Drop(self))  # type: ignore[union-attr]  # it was connected
+            self.loop.call_soon_threadsafe(_Drop(self))  # type: ignore[union-attr]  # the producer was connected
 
     def end_soon(self) -> None:
-        """End a dropped producer whose loop is closed. Finalizers call this, and must not wait for the disk."""
+        """End a dropped producer whose loop is closed. Finalizers call this, so do not wait for the disk."""
         if self.storage is None:
             self._end_without_loop(DROPPED)
             return
@@ -536,7 +540,7 @@ class Engine(BaseEngine):
             start_new_thread(self._end_without_loop, (DROPPED,))
 
     def drop(self) -> None:
-        """End the producer in its loop, because it was dropped."""
+        """End the producer in its loop, because the application has dropped the producer."""
         assert self.loop is not None
         self._ending = self.loop.create_task(self._end_dropped())
         self._ending.add_done_callback(self._after_dropped)
@@ -547,14 +551,14 @@ class Engine(BaseEngine):
 
     def _after_dropped(self, _ending: object) -> None:
         if not self._all_ended.is_set():
-            # The loop has ended, and has cancelled the task before it began.
+            # The loop has ended, and has cancelled the task before the task began.
             self._end_without_loop(DROPPED)
 
     def _end_without_loop(self, *why: str) -> None:
-        """Close the outbox, because another producer may need it, and log the lost messages. Do this only once."""
+        """Close the outbox, which another producer may need, and log the lost messages. A second call does nothing."""
         if self._all_ended.is_set():
             return
-        # If another thread does the same, the end of the process waits for it here.
+        # If another thread is running this method, the end of the process waits here for that thread.
         with self._last_end:
             if self._all_ended.is_set():
                 return
@@ -567,7 +571,7 @@ class Engine(BaseEngine):
     # Forks and the end of the process.
 
     def forked(self) -> None:
-        # The loop does not run in the child. A call to it would wake the parent's loop.
+        # The loop does not run in the child. A call of a loop's method would wake the parent's loop.
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()

@@ -17,7 +17,7 @@ class FlowEvents(BaseFlowEvents):
 
     Args:
         name, limit: as for `BaseFlowEvents`.
-        check_loop: raises an error if the running loop is not the producer's.
+        check_loop: raises an error if the running loop is not the producer's loop.
     """
 
     def __init__(self, name: str, limit: int, check_loop: Callable[[], object]) -> None:
@@ -37,7 +37,7 @@ class FlowEvents(BaseFlowEvents):
             self._check_loop()
         event: FlowEvent | None = await self._events.get()
         if event is None:
-            # The next calls, and other waiting tasks, find the end again.
+            # Put the end mark back, so that later calls and other waiting tasks also find it.
             self._events.put_nowait(None)
             raise StopAsyncIteration
         self.losses.report(self._events.qsize())

@@ -1,6 +1,6 @@
 """The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
 
-The engine makes a `Link` for each host that it tries. After a loss of the connection, the link connects again.
+`Engine` makes a `Link` for each host that the engine tries. If the connection is lost, the link connects again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more bytes than this are unwritten, they are written immediately.
+# If more than this number of bytes are unwritten, all of them are written immediately.
 _ENOUGH = 1 << 13
 
 
@@ -63,9 +63,9 @@ class Link:
 
     Args:
         connection: a shared connection on which to open the channel; ``None`` to make a connection.
-        after: called after any possible change of the protocol.
-        topology: the objects to declare on each connection that this makes; ``None`` for nothing.
-        asker: requests the credentials; ``None`` if the URLs contain them, or on a shared connection.
+        after: called after every event that may have changed the protocol.
+        topology: the objects to declare on each connection that the link makes; ``None`` for nothing.
+        asker: requests the credentials; ``None`` if the URLs contain the credentials, or on a shared connection.
     """
 
     def __init__(
@@ -82,33 +82,34 @@ class Link:
         self._is_own = connection is None
         self._settings = protocol.settings
         self._reconnection = reconnection
-        # Why this link ends the open connection; empty if it does not end it.
+        # The reason if this link ends the open connection; otherwise empty.
         self._leaves_because = ""
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
         later, post = self._loop.call_later, self._post
         self._upkeep = Upkeep(reconnection, protocol, LOOPS, later, post, self._leave_host, asker)
-        # The connection's socket; set when the channel is open.
+        # The transport of the connection; set when the channel is open.
         self.writer: TapTransport | None = None
-        # aiormq's objects; set when the channel is open.
+        # aiormq's connection and channel; set when the channel is open.
         self._amqp: Any = None
         self._channel: Any = None
-        # The channel's number while the channel is attached to the tap.
+        # The number of the channel while it is attached to the tap; otherwise ``None``.
         self._number: int | None = None
         # Done when the partly written message is complete; ``None`` while `close` does not wait for that.
         self._ended: asyncio.Future[None] | None = None
-        # The task that ends the producer's own connection, or the channel; ``None`` until it has begun.
+        # The task that closes the producer's own connection or the channel; ``None`` before this task begins.
         self._closing: asyncio.Task[None] | None = None
-        # The last task that connected again or opened a new channel; ``None`` if there was none.
+        # The newest task that connects again or opens another channel; ``None`` before the first task.
         self._returning: asyncio.Task[None] | None = None
         # Waits until aio-pika restores a lost shared connection; ``None`` if aio-pika does not restore it.
         self._restoration: Restoration | None = None
         if isinstance(connection, TappedRobustConnection):
             limit = self._settings.reconnect_timeout
             self._restoration = Restoration(connection, limit, self._on_restored, self._give_up)
-        # When the present timer fires, and the timer; ``None`` without a timer.
+        # The time at which the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
         self._timer_at: float | None = None
+        # The timer for the next `on_timer` of the protocol; ``None`` without a timer.
         self._timer: asyncio.TimerHandle | None = None
 
     def _delay(self, size: int) -> float:
@@ -122,7 +123,7 @@ class Link:
 
     @property
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if no try has failed since the last connection."""
+        """Why the newest try to connect failed; empty if no try has failed since a connection was last open."""
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
@@ -131,7 +132,7 @@ class Link:
             self._loop.call_soon_threadsafe(function)
 
     async def open(self) -> None:
-        """Connect and open the channel; with `connect_in_background`, only start to connect.
+        """Connect and open the channel. With the setting `connect_in_background`, only start to connect.
 
         Raises:
             ConnectionFailed: connecting failed; the text gives the reason.
@@ -158,7 +159,7 @@ class Link:
                     self._connection = connection
                 await self._open_channel()
         except GeneratorExit:
-            # The loop does not run, so waiting is not possible.
+            # The loop does not run, so do not wait.
             if self._is_own and self._connection is not None:
                 _cut(self._connection)
             raise
@@ -183,12 +184,12 @@ class Link:
         return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
-        """Try to connect and to open the channel, until this succeeds or no further try is allowed."""
+        """Try to connect and to open the channel, until a try succeeds or no further try is allowed."""
         reconnection = self._reconnection
         lost_one, self._connection = self._connection, None
         try:
             if lost_one is not None:
-                # Otherwise aio-pika may close this object at any later time.
+                # Close the lost connection now, because aio-pika may otherwise close it at any later time.
                 await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
             while True:
                 await asyncio.sleep(pause)
@@ -211,12 +212,12 @@ class Link:
             raise
 
     async def _reopen(self) -> None:
-        """Called when aio-pika has restored the shared connection."""
+        """Open the channel again, because aio-pika has restored the shared connection."""
         try:
             await self._open()
         except ConnectionFailed as error:
             if self._connection.connected.is_set():
-                # A further try would fail in the same way, until the connection is lost again.
+                # As long as this connection is open, a further try would fail in the same way.
                 self._give_up(
                     f"{self._reconnection.verdict}; it was restored, but its channel could not be opened: {error}"
                 )
@@ -224,7 +225,7 @@ class Link:
             log_connected(self._settings.name, hide_password(self.url), self._reconnection.verdict)
 
     async def _open_channel_again(self, pause: float) -> None:
-        """Called when the broker has closed the channel but not the connection."""
+        """Open another channel, because the broker has closed the channel but not the connection."""
         why = ""
         while not why:
             await asyncio.sleep(pause)
@@ -279,10 +280,10 @@ class Link:
     async def close(self, patience: float) -> None:
         """Settle all unsettled messages. Close the channel, and the connection if the producer owns it.
 
-        If the call is cancelled, it also settles all messages, and it aborts the producer's own connection.
+        A cancelled call also settles all messages, and aborts the producer's own connection.
 
         Args:
-            patience: seconds that the broker may take to answer.
+            patience: the longest wait for the broker's answer in seconds.
         """
         try:
             await self._close(patience)
@@ -308,7 +309,7 @@ class Link:
         until = self._loop.time() + patience
         channel = self._channel if self._number is not None else None
         if channel is not None and not await self._end_message(until + BRIEF):
-            # Inside a message, a close is an error in AMQP, and the broker would end the connection.
+            # AMQP forbids a close inside a message. The broker would end the connection.
             log(
                 logging.WARNING,
                 "%s: channel %d is left open, because a message on it is partly written and the broker does not read "
@@ -324,7 +325,7 @@ class Link:
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
-        """Complete the partly written message, and write no further message. Return False if the time is over."""
+        """Complete the partly written message, and write no further message. Return False at the time `until`."""
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
@@ -353,17 +354,17 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # aio-pika's tasks now end without the broker's answer. Wait for them, because a loop that is closed earlier
-            # would cancel them while they wait for each other.
+            # aio-pika's tasks now end without the broker's answer. Wait for these tasks. If the loop were closed before
+            # that, it would cancel the tasks while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
         connection = self._connection
         tapped = connection.tapped
-        # A broker that blocks the connection, or does not read, does not read a close either.
+        # A broker that blocks the connection, or has stopped reading, would not read a close.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
-        # The end of the channel may have started this task already.
+        # The end of the channel may already have started this task.
         if self._closing is None:
             self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)
@@ -401,11 +402,11 @@ class Link:
 
     def _on_channel_close(self, closing: asyncio.Future[Any]) -> None:
         if self._amqp.is_closed:
-            # `_on_close` reports the reason.
+            # The connection has ended too, and `_on_close` reports the reason.
             return
         error = _error(closing)
-        # If the broker closed the channel, the tap has reported that, and the protocol's channel has no number.
-        # Otherwise the end of the loop has cancelled aiormq's tasks.
+        # If the broker closed the channel, the tap has already reported the close, and the protocol's channel has no
+        # number. If not, the end of the loop has cancelled aiormq's tasks.
         by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
@@ -414,9 +415,9 @@ class Link:
             pause = self._reconnection.channel_closed(self._protocol.settled_so_far, time.monotonic())
             self._returning = self._loop.create_task(self._open_channel_again(pause))
         elif self._is_own:
-            # The connection has no other purpose than this channel.
+            # Close the connection too, because only this channel uses it.
             if error is None:
-                # The loop ends, so no new task may be started.
+                # The loop is ending, so a new task would not run.
                 _cut(self._connection)
             else:
                 self._begin_end()
@@ -437,8 +438,8 @@ class Link:
             )
         else:
             why = lost("it was closed" if error is None else words(error))
-        # Without an error, aiormq's tasks were cancelled: by the end of the loop, or by aiormq because it received
-        # nothing (`stuck`).
+        # If there is no error, aiormq's tasks were cancelled. Either the loop has ended, or aiormq has received nothing
+        # for too long (`stuck`).
         self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
@@ -473,7 +474,7 @@ class Link:
             tapped.delay = None
             self._upkeep.end()
         wanted = False
-        # If the broker closed the channel, the tap has already reported that, and the number is ``None``.
+        # If the broker closed the channel, the tap has already reported the close, and the number is ``None``.
         if reconnects or self._protocol.channel.number is not None:
             now = time.monotonic()
             shared = not self._is_own
@@ -483,7 +484,7 @@ class Link:
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)
-            # Write the remainder of a partly written frame.
+            # If a frame is partly written, write the rest of the frame.
             tapped.pump()
         if self._timer is not None:
             self._timer.cancel()
@@ -493,15 +494,15 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Return True if the output has to be written before the woken tasks run."""
+        """Report changes. Return True if the output must be written before the woken tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
         protocol = self._protocol
-        # If the broker stops the channel, the answer is written immediately. If the broker restarts it, the answer is
-        # written together with the waiting messages.
+        # The answer to a stop (``Channel.Flow``) is written immediately. The answer to a restart is written together
+        # with the waiting messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 
@@ -519,8 +520,8 @@ async def _close_connection(connection: Any) -> None:
     """Close a connection with AMQP's closing handshake.
 
     If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. At the end of
-    `asyncio.run`, this task may be cancelled before it begins. Then the wait never ends. So this function closes
-    aiormq's connection itself, and aio-pika's `close` has nothing to wait for.
+    `asyncio.run`, this task may be cancelled before it begins. In this case the wait never ends. So this function
+    closes aiormq's connection itself, and aio-pika's `close` has nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:

@@ -1,4 +1,4 @@
-"""Declares a topology and opens a publishing channel on a connection of aiormq. `Link` calls this."""
+"""Declares a topology and opens a publishing channel on a connection of aiormq. `Link` uses this module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHANNEL_MAX = 65535
 async def open_channel(
     amqp: Any, tap: Tap, settings: ProducerSettings, topology: Topology | None, url: str
 ) -> tuple[Any, int]:
-    """Make the declarations, announce a new channel to the tap, and open the channel for publishing.
+    """Make the declarations, announce a new channel to the `Tap`, and open the channel for publishing.
 
     Args:
         topology: the objects to declare first; ``None`` for nothing.
@@ -49,7 +49,7 @@ async def open_channel(
             tap.detach(number)
         if isinstance(error, ConnectionFailed) or not isinstance(error, Exception):
             raise
-        # The connection may end during each of these calls.
+        # The connection may have ended during any of the calls above.
         raise connection_failed(url, words(error)) from error
     return channel, number
 
@@ -68,7 +68,7 @@ async def _declare(amqp: Any, topology: Topology, url: str) -> None:
 
 
 def _free_number(amqp: Any, url: str) -> int:
-    """Choose the channel number here and not in aiormq, because the tap needs it before the channel opens."""
+    """Return a free channel number. The tap needs it before the channel opens, so aiormq cannot choose the number."""
     taken = amqp.channels
     highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
     number = max(taken, default=0) + 1
@@ -83,5 +83,5 @@ def _confirms(amqp: Any) -> bool:
     try:
         return bool(amqp.publisher_confirms)
     except (KeyError, TypeError):
-        # This broker announces no capabilities at all.
+        # The broker has announced no capabilities at all.
         return False

@@ -1,4 +1,4 @@
-"""The receipts and the waits for the disk of an `AsyncProducer` with an outbox. Its engine uses them."""
+"""Receipts and waits for the disk, for an `AsyncProducer` with an outbox. `Engine` uses this module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Commits", "SpilledReceipt"]
 
 
 class SpilledReceipt(Spilled, AsyncReceipt):
-    """The receipt of a message that an `AsyncProducer` put into its outbox, to send it later."""
+    """The receipt of a message that an `AsyncProducer` put into its outbox in order to send it later."""
 
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")
 
@@ -29,19 +29,19 @@ class SpilledReceipt(Spilled, AsyncReceipt):
 class _Wait(NamedTuple):
     """A task that waits for the disk."""
 
-    #: The sequence number of the last message for which it waits.
+    #: The sequence number of the last message for which the task waits.
     sequence: int
-    #: When it stops waiting, in seconds of `time.monotonic`.
+    #: The time at which the task stops waiting, in seconds of `time.monotonic`.
     deadline: float
-    #: The result is the reason why the messages are not on disk; "" if they are on disk.
+    #: Wakes the task. The result is the reason why the messages are not on disk; "" if they are on disk.
     waiter: asyncio.Future[str]
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk. All tasks of one iteration of the loop share a commit.
+    """Lets tasks wait until their messages are on disk. All waits that begin in one turn of the loop share a commit.
 
     Args:
-        storage: the producer's outbox. It need not be open yet.
+        storage: the producer's outbox, which need not be open yet.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
@@ -51,8 +51,8 @@ class Commits:
         self._waits: deque[_Wait] = deque()
         # Whether a request for a commit is scheduled.
         self._is_due = False
-        # One timer for all deadlines, because they are rarely reached. It fires at the earliest deadline. ``None`` if
-        # there is no deadline.
+        # One timer for all deadlines, because deadlines are rarely reached. The timer fires at the earliest deadline.
+        # ``None`` if no task has a deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
@@ -75,7 +75,7 @@ class Commits:
         if wait.deadline < self._timer_at:
             self._set_timer(wait.deadline)
         if not self._is_due:
-            # Request it after the tasks of this iteration, so that one commit contains all their messages.
+            # Request the commit after the present iteration of the loop, so that it contains the messages of all tasks.
             self._is_due = True
             self._loop.call_soon(self._request)
         why = await wait.waiter
@@ -102,8 +102,6 @@ class Commits:
         if not waits and self._timer is not None:
             self._timer.cancel()
             self._timer, self._timer_at = None, math.inf
-
-    # Deadlines.
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

@@ -1,7 +1,7 @@
 """`AsyncProducer` publishes messages from asyncio tasks.
 
-It checks the arguments of calls, and admits a message immediately if there is room. Its `Engine` does the rest: it
-connects, waits, writes and closes. The common part of both producers is `BaseProducer`.
+`AsyncProducer` checks the arguments of calls, and admits a message immediately if there is room. The producer's
+`Engine` connects, waits, writes and closes. `BaseProducer` has the common part of `Producer` and `AsyncProducer`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
 
-# `send_many` puts this number of messages into the outbox, and then waits for the disk.
+# After this number of messages for the outbox, `send_many` waits for the disk.
 _AT_ONCE = 500
 
 _monotonic = time.monotonic
@@ -56,36 +56,36 @@ _monotonic = time.monotonic
 class AsyncProducer(BaseProducer[AsyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
-    It connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in which it
-    connects. In another running loop its methods that wait raise `WrongLoop`, because they cannot wake that loop.
-    Other threads may call `send_nowait`, `pause`, `resume` and the manager. At the end of the ``async with`` block, the
-    producer is closed. If the application drops a connected producer without closing it, the producer issues a
-    `ResourceWarning`, delivers the admitted messages, and then ends its connection.
+    A producer connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in
+    which it connects. In another running loop, the methods that wait raise `WrongLoop`, because the producer cannot
+    wake tasks of that loop. Any thread may call `send_nowait`, `pause` and `resume`, and use the manager. At the end of
+    the ``async with`` block, the producer is closed. If the application drops a connected producer without closing it,
+    the producer issues a `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
-    If an exception leaves the ``async with`` block, closing does not wait at all during the holds ``channel_flow``,
-    ``connection_blocked``, ``disconnected`` and ``refused``. During ``capacity`` and ``transport`` it waits only while
-    the broker continues to answer. Without these holds it waits like `close`. Undelivered messages are logged and noted
-    on the exception. The attribute ``undelivered`` of the exception is an `UndeliveredMessages`.
+    If an exception leaves the ``async with`` block, closing does not wait during the holds ``channel_flow``,
+    ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
+    waits only while the broker continues to answer. Without these holds, closing waits like `close`. Undelivered
+    messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several URLs to try one after the other.
-        connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` to make a
+        connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` for its own
             connection.
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. If the callback calls `send_nowait`, its message goes before those of waiting
-            calls.
-        on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
+            report these receipts again. If the callback calls `send_nowait`, this message is sent before the messages
+            of waiting calls.
+        on_flow: called with every flow event, including the first event. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
             coroutine function is awaited in the loop. Any other function is called on a separate thread, and may return
-            an awaitable. `connect_timeout` includes the time of this call. If the call raises an error, the try fails.
-            The function is called again before the credentials expire, and the broker gets the new credentials
-            (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
-        settings: the settings; `keywords` replace some of their values.
+            an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try
+            fails. The function is called again before the credentials expire, and the broker gets the new credentials
+            (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
+        settings: the settings; `keywords` replace some of the values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: the manager that can stop and start all its producers together; by default that of the process.
+        manager: can stop and start all of its producers together; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
@@ -129,14 +129,14 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         Raises:
             ConnectionFailed: no host accepted a connection. The producer is closed.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. The producer is closed.
-            ProducerClosed: the producer was closed before.
-            QflowError: the method was called before.
+            ProducerClosed: the producer was closed before or during this call.
+            QflowError: the method was called before, or no event loop of asyncio is running.
         """
         await self._engine.open(self._connected)
         return self
 
     def _connected(self) -> None:
-        """The engine calls this. If this raises an error, the engine ends."""
+        """Called by the engine when it is connected. If this method raises an error, the engine ends."""
         engine = self._engine
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
@@ -158,17 +158,17 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Admit a message. Wait while the producer is blocked (flowed) (J7 A4 D1).
 
         If the call is cancelled before the message is admitted, the message will not be sent. If the message was
-        admitted before the cancel, it will be sent. If delivery fails, `on_delivery`, `flush` or `close` reports it.
+        admitted before the cancel, it will be sent. A failed delivery is reported by `on_delivery`, `flush` or `close`.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
-            routing_key: the routing key; its default is chosen in the same way.
-            timeout: seconds that the call may be blocked; ``None`` for no limit, 0 to raise an error immediately. The
-                default is the setting `max_producer_flow_control_wait`. The outbox's disk may take 0.5 s longer.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
+            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
+            timeout: the longest wait in seconds; ``None`` for no limit, 0 to raise an error instead. The default is the
+                setting `max_producer_flow_control_wait`. With an outbox, the call may take 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
-            position: the position in the source up to which the application has read; ``None`` for none. The outbox
-                stores message and position in one commit (E13). Then the message is written to the broker.
+            position: the position in the source up to which the application has read; ``None`` for no position. The
+                outbox stores message and position in one commit (E13), before the message is written to the broker.
 
         Returns:
             The receipt, as soon as the message is admitted. The broker's confirm comes later.
@@ -176,13 +176,13 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ProducerClosed: the producer was closed, lost its connection, or never had a connection, or its loop is
-                closed; the message was not sent.
+            ProducerClosed: the producer is closed, has lost its connection or never had one, or its loop is closed; the
+                message was not sent.
             WrongLoop: the producer belongs to another event loop; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
-            NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
+            NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
             SettingsError: a position is given, but there is no outbox; the message was not sent.
-            TypeError: the message is of another type, or `timeout` is not a number.
+            TypeError: the message has a type that is not accepted, or `timeout` is not a number.
             ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
@@ -205,7 +205,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
                 link = self._engine.link
-                # A signal handler may send before `connect` has set the link. Then `connect` wakes the writer.
+                # A signal handler may send before `connect` has set the link. In this case `connect` wakes the writer.
                 if link is not None and not link.writer.awake:  # type: ignore[union-attr]  # or nothing is admitted
                     link.writer.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes receipts of this class
@@ -235,15 +235,15 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts`` with the receipts of the messages that were admitted before. These messages will be sent. After
-        `NotDurable`, the last receipt is that of the failed message, which was also admitted. No further message was
-        taken from the iterable.
+        ``receipts`` with the receipts of the messages that were already admitted. All of these messages will be sent.
+        After `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further
+        message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
-            timeout: seconds that each message may wait, as for `send`.
+            timeout: the longest wait of each message in seconds, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
@@ -258,7 +258,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         self._engine.check_loop()
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
-                # Imported here, because this module imports SQLite.
+                # This module is imported only here, because it imports SQLite.
                 from qflow_client.storing import store_many
 
                 await coroutine(store_many)(
@@ -295,7 +295,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Wait until all messages that were admitted before this call are settled.
 
         Args:
-            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
+            timeout: the longest wait in seconds; ``None`` for no limit. By default `max_producer_flow_control_wait`.
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
@@ -318,7 +318,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.
@@ -337,7 +337,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         )
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
-        """Return an iterator over the flow events from now on. The iterator ends when the producer is closed.
+        """Return an iterator over all later flow events. The iterator ends when the producer is closed.
 
         If more than `max_flow_events` events wait for the reader, the oldest events are dropped.
 
@@ -347,28 +347,28 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         events = FlowEvents(self.name, self.settings.max_flow_events, self._engine.check_loop)
         self._add_events(events, kinds)
         if self._engine.loop is not None and self._engine.loop.is_closed():
-            # There are no more events, and no call of `close` can end the iteration.
+            # The closed loop makes no more events, and no call of `close` can end the iteration.
             events.put(None)
         return events
 
     # Closing.
 
     async def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, then close the channel and, if the producer owns it, the connection.
+        """Flush, and close the channel. If the connection belongs to the producer, close the connection too.
 
         The call returns within a second after the timeout, even if the broker or the network does not answer.
 
-        A second call only waits for the end of the first call. If the first call is cancelled, the producer does not
-        wait for confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute
+        A second call only waits until the first call ends. If the first call is cancelled, the producer no longer waits
+        for confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute
         ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when all parts of the
         producer have ended.
 
         Args:
-            timeout: seconds to wait until messages are settled; ``None`` for no limit. The default is the setting
-                `close_timeout`.
+            timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the
+                setting `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others are lost.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others failed.
             WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(close_deadline(timeout, self.settings))

@@ -1,4 +1,4 @@
-"""The receipts of an `AsyncProducer`. Tasks can wait for their outcome."""
+"""`AsyncReceipt` is the class of an `AsyncProducer`'s receipts. Tasks can wait for the outcome of a message."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qflow_client.settings import check_timeout
 
 __all__ = ["AsyncReceipt", "wake_in_its_loop"]
 
-# Guards the registration of futures, because the loops of several threads may wait for one receipt. It is reentrant,
-# because a finalizer may run at that moment.
+# Guards the registration of futures, because tasks in the loops of several threads may wait for one receipt. The lock
+# is reentrant, because a finalizer may run on the same thread and register a future.
 _registering = threading.RLock()
 
 
@@ -47,7 +47,7 @@ class AsyncReceipt(Receipt):
         """Wait until the message is settled.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             True if the message is settled; False after the timeout.
@@ -68,14 +68,14 @@ class AsyncReceipt(Receipt):
         """Wait for the outcome.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.
 
         Raises:
-            ConfirmTimeout: the message is not settled yet. It may still be settled later.
-            DeliveryError: the message has another outcome; each outcome has its own subclass.
+            ConfirmTimeout: the message is not settled yet, but may still be settled later.
+            DeliveryError: the message has any other outcome; each outcome has its own subclass of this error.
             TypeError, ValueError: `timeout` is not a number.
         """
         if not await self.wait(timeout):
@@ -94,20 +94,20 @@ class AsyncReceipt(Receipt):
                 else:
                     new = first if type(first) is _Waiters else _Waiters((first,))
                     new.add(future)
-                    # A task may wait again and again with short timeouts.
+                    # Remove the future when it is done, because a task may wait again and again with short timeouts.
                     future.add_done_callback(new.discard)
-                # A finalizer that ran meanwhile may have registered another future.
+                # Try again if a finalizer has meanwhile registered another future.
                 if self._waiter is first:
                     self._waiter = new
                     break
         if self._outcome is not None:
-            # Another thread may have settled the message before it could see the future.
+            # Another thread may have settled the message before the future was registered.
             _wake(future)
         return future
 
 
 class _Waiters(set[asyncio.Future[None]]):
-    """Wakes several tasks that wait for one receipt. The engine uses it like a future."""
+    """Wakes several tasks that wait for one receipt. The engine uses this object like a future."""
 
     __slots__ = ()
 

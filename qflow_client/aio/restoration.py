@@ -1,4 +1,4 @@
-"""Waits until a lost shared connection is restored by aio-pika or closed by the application. `Link` uses this."""
+"""Waits until aio-pika restores a lost shared connection, or the application closes it. `Link` uses this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Restoration:
     """Calls the link when its lost shared connection is open again, and when the link has to stop waiting.
 
     Args:
-        limit: seconds that its restoration may take; ``None`` for no limit.
+        limit: the longest wait for a restored connection in seconds; ``None`` for no limit.
         restored: called each time the connection is open again.
         give_up: called with a reason when the application has closed the connection, or after `limit`.
     """
@@ -37,7 +37,7 @@ class Restoration:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, why: str) -> None:
-        """Start waiting."""
+        """Start to wait for the restoration. `why` is the reason for the loss."""
         self._connection.reconnect_callbacks.add(self._on_restored)
         self._closed = asyncio.ensure_future(self._connection.closed())
         self._closed.add_done_callback(partial(self._on_closed, why))
@@ -55,7 +55,7 @@ class Restoration:
             self._timer = None
 
     def forget(self) -> None:
-        """Stop waiting, and make no further calls."""
+        """Stop waiting, and do not call the link any more."""
         self.end()
         self._connection.reconnect_callbacks.discard(self._on_restored)
 

@@ -1,6 +1,6 @@
 """Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and the drop-in for aio-pika.
 
-`Turns` is the driver of these calls. The call's waiter is a future that the loop or the protocol sets.
+`Turns` drives these calls. The waiter of a call is a future, which the engine sets when the protocol wakes the call.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
 
     Args:
         deadline: seconds of `time.monotonic`.
-        waiter: the future to set at that time, if it is not done before.
+        waiter: the future to set at the deadline, unless it is already done.
 
     Returns:
-        The timer. It need not be cancelled, because it does nothing if `waiter` is done.
+        The timer, which does nothing if `waiter` is done. So it need not be cancelled.
     """
     return loop.call_later(deadline - _monotonic(), _set_at, loop, deadline, waiter)
 
@@ -61,7 +61,7 @@ class Deadlines:
         self._seconds = seconds
         # The waiting futures and their deadlines, in the order of the deadlines.
         self._times: dict[asyncio.Future[None], float] = {}
-        # When the timer fires, in seconds of `time.monotonic`; minus infinity without a timer.
+        # The time at which the timer fires, in seconds of `time.monotonic`; minus infinity without a timer.
         self._next = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
@@ -70,7 +70,7 @@ class Deadlines:
 
         Args:
             waiter: the future. Call `remove` when it is done.
-            now: present seconds of `time.monotonic`; not less than in the last call.
+            now: the present time in seconds of `time.monotonic`, which must not decrease from call to call.
         """
         if self._seconds is None:
             return
@@ -121,12 +121,12 @@ class Waiter(asyncio.Future[None]):
 
 
 class _Turn(asyncio.Future[None]):
-    """The waiter of a `send`. It is done when its ticket is decided, or when its time is over.
+    """The waiter of a call of `send`. The future is done when the message is admitted or rejected, or at the deadline.
 
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: withdraws the ticket. A bound method would use 80 bytes more for each waiting call of `send`.
+        turns: withdraws the ticket. A bound method would use 80 bytes more for each waiting call.
     """
 
     __slots__ = ("_turns", "ticket")
@@ -134,7 +134,7 @@ class _Turn(asyncio.Future[None]):
     def __init__(self, turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self._turns = turns
-        #: The ticket; ``None`` until it is made.
+        #: The `SendTicket` of the message; ``None`` before the ticket is made.
         self.ticket: SendTicket | None = None
 
     async def wait_until(self, deadline: float) -> None:
@@ -183,12 +183,12 @@ class Turns:
         """Wait in line until a message is admitted. If the caller is cancelled, the message is not sent.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
             source: the source of the message, for a `WeightedLine`.
 
         Raises:
-            FlowControlTimeout: the timeout is over.
-            ProducerClosed: the producer was closed meanwhile.
+            FlowControlTimeout: the message was not admitted within the timeout, and will not be sent.
+            ProducerClosed: the producer was closed during the wait.
         """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
@@ -227,16 +227,16 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # This is inside a step, for example because a finalizer cancels a task. In a closed loop no call waits.
+            # Inside a step, for example if a finalizer cancels a task, try again later. In a closed loop no call waits.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        # A ticket that waited after this ticket may have been admitted now.
+        # The withdrawal may have made room, so that other waiting messages were admitted.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
         if LOOPS.try_take(lambda: self._protocol().waiters.forget(waiter)) is NOT_TAKEN:
-            # This is inside a step, for example because the garbage collector closes a dropped coroutine.
+            # Inside a step, for example if the garbage collector closes a dropped coroutine, try again later.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
 

@@ -25,7 +25,7 @@ class Channel(_aio_pika.Channel):
     window of unconfirmed messages, a rate limit or a full socket. All other I/O continues.
     """
 
-    # # Attributes of aio-pika's class.
+    # Attributes of aio-pika's class.
     _connection: Any
     _channel: Any
     # Whether aio-pika repeats the declarations of a lost channel on a new channel.
@@ -76,8 +76,8 @@ class Channel(_aio_pika.Channel):
         """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer. If an exception has ended the channel's ``async with``
-        block, the method waits only briefly.
+        `max_producer_flow_control_wait` seconds for the answer. If an exception has also ended the channel's ``async
+        with`` block, this wait takes at most 0.3 s.
         """
         flow = self.flow_control
         flow.left = True
@@ -90,7 +90,7 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Wait for a limited time only, because the broker does not read now."""
+        """Close the channel, and wait only for a limited time, because the broker does not read now."""
         flow = self.flow_control
         # After an exception in the channel's ``async with`` block, wait only briefly.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
@@ -99,7 +99,7 @@ class Channel(_aio_pika.Channel):
         if done:
             closing.result()
             return
-        # The broker may read the close later. If it does not, the end of the connection ends this task.
+        # The broker may still read the close. If it does not, the end of the connection ends this task.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -112,8 +112,8 @@ class Channel(_aio_pika.Channel):
         """Call a callback with each flow event, in order. The calls are scheduled on the loop.
 
         Args:
-            callback: the callback. It may call any method of the channel. If it raises an exception, the exception is
-                logged.
+            callback: the callback, which may call any method of the channel. If it raises an exception, the exception
+                is logged.
 
         Returns:
             A function that ends the calls.
@@ -132,10 +132,10 @@ class Channel(_aio_pika.Channel):
         """Wait until there are no holds.
 
         Args:
-            timeout: maximum seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds. False after the timeout.
+            True if there are no holds; False after the timeout.
 
         Raises:
             ChannelInvalidStateError: the channel is closed, so it will never send again. If the channel is closed

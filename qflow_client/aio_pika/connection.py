@@ -31,15 +31,15 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """Return the settings of a connection, its URL without settings, and its keywords without settings.
 
     Args:
-        drop_in: the settings that the connection accepts.
+        drop_in: knows which settings the connection accepts.
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a setting has no meaning here.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # The broker's management shows the name from aio-pika. Flow events and logs use its first bytes.
+    # The broker's management shows aio-pika's name of the connection. Flow events and logs use its first 255 bytes.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -63,7 +63,6 @@ class Connection(TappedConnection):
     # The settings that the connection accepts.
     _drop_in = AIO_PIKA
 
-    #: The settings of flow control.
     flow_settings: ProducerSettings
 
     def __init__(
@@ -75,7 +74,7 @@ class Connection(TappedConnection):
         **kwargs: Any,
     ) -> None:
         self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
-        #: The flows of its channels, including closed channels (internal).
+        #: The flow control of all channels of the connection, including closed channels (internal).
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 
@@ -106,8 +105,8 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
         url: as for aio-pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
         connection_class: as for aio-pika. Your own class has flow control if it is a subclass of `Connection` of this
             module.
-        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings with another meaning in aio-pika
-            are not accepted.
+        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings that aio-pika itself has in another
+            form are not accepted.
 
     Raises:
         SettingsError: the value of a setting is not allowed.
@@ -123,14 +122,14 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
         SettingsError: the value of a setting is not allowed.
         TypeError: a setting is not allowed for connections of aio-pika.
     """
-    # Check the keywords here, because aio-pika puts them into the URL, and its errors would show them.
+    # Check the keywords here, because aio-pika puts them into the URL, and the errors of aio-pika would show them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
     drop_in.settings(**drop_in.split(keywords.items())[0])
     try:
         return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
-    # Raise outside the handler. Otherwise the context would be the original error, which may contain the password.
+    # Raise outside the handler, so that the context is not the original error, which may contain the password.
     raise refused
 
 

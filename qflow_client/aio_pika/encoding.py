@@ -1,4 +1,4 @@
-"""Encodes the header frame of a message, with the same bytes as pamqp."""
+"""Encodes the header frame of a message to the same bytes as pamqp."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pamqp.header import ContentHeader
 __all__ = ["header_frame", "make_message_id"]
 
 _Properties = spec.Basic.Properties
-# In the order in which AMQP encodes the properties: their values, and the flag and pamqp's encoder of each.
+# Returns the values of all properties, in the order in which AMQP encodes them.
 _values = attrgetter(*_Properties.__slots__)
+# The flag and pamqp's encoder of each property, in the same order.
 _KINDS = tuple(
     (_Properties.flags[name], pamqp.encode.METHODS[_Properties.amqp_type(name)]) for name in _Properties.__slots__
 )

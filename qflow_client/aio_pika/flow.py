@@ -1,8 +1,8 @@
-"""The flow of a channel of aio-pika. It replaces ``basic_publish`` of aiormq's channel by a `ProducerProtocol`.
+"""Flow control for a channel of aio-pika. `ChannelFlow` publishes with a `ProducerProtocol`.
 
-aio-pika still manages connections, topology and consumers, and still restores channels. Its exchanges publish with
-aiormq's ``basic_publish``, so only this method is replaced. The tap at the connection's socket handles the broker's
-confirms and returned messages. aiormq does not see them.
+aio-pika still manages connections, topology and consumers, and still restores channels. aio-pika's exchanges publish
+with aiormq's ``basic_publish``, so only this method is replaced. A `Tap` at the connection's socket handles the
+broker's confirms and returned messages, which aiormq does not see.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ AIO_PIKA = replace(
 _BODY_HEAD = Struct(">BHI")
 # Class id and method id.
 _BASIC_PUBLISH = 60, 40
-# If more bytes than this are unwritten, they are written immediately.
+# If more than this number of bytes are unwritten, all of them are written immediately.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -101,15 +101,15 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # The refused method raises the error, and no message is affected. Without confirms the broker may have
-            # discarded messages that were written after the refused method.
+            # The call of the refused method raises the error, and no message is affected. Without confirms this is not
+            # certain: the broker may have discarded messages that were written after the refused method.
             self.forget_past()
         # Settle the messages later, because their errors are known only when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel of aio-pika. The channel may use several channels of aiormq, one after the other.
+    """Flow control for one channel of aio-pika, which may use several channels of aiormq, one after the other.
 
     Args:
         restores: whether aio-pika replaces a lost channel and repeats its declarations.
@@ -121,7 +121,7 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        # Without confirms, a message is settled when it is written. No latency is known, so the window cannot adapt.
+        # Without confirms, the broker's latency is unknown, so the window cannot adapt to it.
         changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
@@ -130,37 +130,38 @@ class ChannelFlow(DropInFlow):
         # Whether messages of a lost connection are sent again.
         self._republishes = restores and settings.on_disconnect is OnDisconnect.REPUBLISH
         self._is_closing = is_closing
-        #: Set when the program has closed the channel or the connection.
+        #: Whether the program has closed the channel or the connection.
         self.left = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's channel, and the object that transfers its frames. They stay set after the end of the channel.
+        # aiormq's newest channel; stays set after the end of this channel.
         self._channel: Any = None
+        # The `TapTransport` or `QueueCarrier` of this channel.
         self._tapped: Any = None
-        # Whether a channel was open before, and the number of the channel while it is attached to the tap.
         self._was_open = False
+        # The number of the channel while the channel is attached to the tap; otherwise ``None``.
         self._number: int | None = None
-        # Number of messages that aiormq had published on the channel before.
+        # Number of messages that aiormq had published on the channel before `opened` was called.
         self._before = 0
-        # Encoded method frames, by exchange, routing key, mandatory and immediate.
+        # Encoded ``Basic.Publish`` frames. The key is exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
-        # The futures for the results of mandatory messages, by message id.
+        # The futures for the results of mandatory messages. The key is the message id.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
-        # The error that ended the last channel, for the messages that were published on it.
+        # The error that ended aiormq's newest channel. Calls whose messages were published on this channel raise it.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # The timer for the time that the protocol has requested.
+        # The timer for the next `on_timer` of the protocol; ``None`` without a timer.
         self._timer: asyncio.TimerHandle | None = None
-        # The deadlines of publishing tasks without their own timeout.
+        # The deadlines of the publishing calls that have no `timeout`.
         self._deadlines = Deadlines(self._loop, settings.max_producer_flow_control_wait)
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
     # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. The gate of a replacement channel opens when `restored` is called.
+        """Start flow control on an open channel. If it replaces a lost one, messages wait until `restored` is called.
 
         Args:
             tapped: the connection's `TapTransport`, or an object that replaces it.
@@ -194,7 +195,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # Newer versions of aiormq return a new future to each caller. It is done after the channel's futures.
+            # In newer versions of aiormq, each caller gets its own future, which is done after the channel's futures.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -206,7 +207,7 @@ class ChannelFlow(DropInFlow):
         return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
 
     def restored(self) -> None:
-        """Open the gate, because aio-pika has repeated the declarations."""
+        """Let messages be sent, because aio-pika has repeated the declarations."""
         self.protocol.restored(_monotonic())
         self._kick()
 
@@ -223,12 +224,12 @@ class ChannelFlow(DropInFlow):
         words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
         if self.left:
             self.protocol.forget_past()
-        # If a channel ends while it is being restored, it is opened again, as after a lost connection.
+        # If a channel ends while it is being restored, aio-pika opens it again, as after a lost connection.
         is_lost = self.protocol.channel.is_restoring or not isinstance(error, AMQPChannelError)
         if is_lost and self.republishes:
             ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
             self.protocol.abandon(ended, words, _monotonic())
-            # These messages may not be the reason for the loss.
+            # The connection is shared, so messages of another channel may have caused the loss.
             self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
         else:
             self.protocol.channel_ended(words, _monotonic())
@@ -240,21 +241,21 @@ class ChannelFlow(DropInFlow):
 
     @property
     def channel(self) -> Any:
-        """The channel of aiormq. While there is no channel, the result is the last channel."""
+        """The newest channel of aiormq, even after the end of this channel."""
         return self._channel
 
     @property
     def republishes(self) -> bool:
-        """Whether messages wait for a replacement of a lost channel. Unconfirmed messages are then sent again."""
+        """Whether messages wait until a lost channel is replaced. If so, unconfirmed messages are sent again."""
         return self._republishes and self._comes_back
 
     @property
     def _comes_back(self) -> bool:
-        """Whether another channel will come, for which messages can wait."""
+        """Whether aio-pika will open another channel, for which messages can wait."""
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End the flow. No other channel will follow, unless the program opens this channel again."""
+        """End flow control. No other channel will follow, unless the program opens this channel again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -308,7 +309,7 @@ class ChannelFlow(DropInFlow):
             error = FlowControlTimeout(
                 self.protocol.reports.holds, 0.0, body, exchange=exchange, routing_key=routing_key
             )
-            # The channel may have no hold, so the text must not say that it is flowed.
+            # The channel may have no hold, so the text must not call the channel flowed.
             error.args = (f"the message was not sent, because timeout={timeout!r} leaves no time; set a longer one",)
             raise error
         if channel.is_closed and not self.republishes:
@@ -318,8 +319,8 @@ class ChannelFlow(DropInFlow):
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
-            # If a consumer is cancelled because the channel is closed, it gets the reason. Some versions do not have
-            # this method.
+            # If a consumer is cancelled because the channel is closed, aiormq raises the reason. Some versions of
+            # aiormq do not have this method.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise
@@ -335,7 +336,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None,
         wait: bool,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """`mandatory` is the message id if the message is mandatory, and otherwise ``None``."""
+        """Publish an encoded message. `mandatory` is the message id of a mandatory message; otherwise ``None``."""
         began = now = _monotonic()
         receipt = self.protocol.send(message, exchange, routing_key, now)
         if receipt is None:
@@ -375,7 +376,7 @@ class ChannelFlow(DropInFlow):
                 if mandatory is not None and self._mandatory.get(mandatory) is settled:
                     del self._mandatory[mandatory]
             if returned is not None:
-                return returned  # type: ignore[no-any-return]  # it is what `_tell_returns` gave
+                return returned  # type: ignore[no-any-return]  # `_tell_returns` has set it
         return self._verdict(receipt, began, message.body)
 
     def _method(self, channel: Any, exchange: str, routing_key: str, mandatory: bool, immediate: bool) -> bytes:
@@ -511,7 +512,7 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # Wake the waiters before the list is cleared. After an interrupt this may wake a waiter again.
+        # Wake the waiters before the list is cleared. After an interrupt, a waiter may be woken again.
         for waiter in protocol.reports.wake:
             if not waiter.done():
                 waiter.set_result(None)
@@ -526,12 +527,12 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Return True if the output has to be written before the woken tasks run."""
+        """Report changes. Return True if the output must be written before the woken tasks run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # Write the answer to a stop immediately. The answer to a restart is written together with the waiting messages.
+        # Write the answer to a stop (``Channel.Flow``) immediately, but that to a restart with the waiting messages.
         return protocol.unwritten > _SEPARATE_WRITE or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
@@ -565,7 +566,7 @@ class ChannelFlow(DropInFlow):
         if self._thread == threading.get_ident():
             call()
             return
-        # If the loop is closed, there is nothing to hold.
+        # A closed loop publishes nothing, so it needs no holds.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 

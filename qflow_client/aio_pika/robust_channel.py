@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages even without a connection. A message then waits for a limited time."""
+    """An exchange that accepts messages even without a connection. Without it, a message waits for a limited time."""
 
     # Attributes of aio-pika's class.
     channel: Any
@@ -52,8 +52,8 @@ class _Exchange(aio_pika.RobustExchange):
 class RobustChannel(Channel, _aio_pika.RobustChannel):
     """aio-pika's `RobustChannel`. While the broker has stopped the channel, `publish` waits for a limited time.
 
-    If the connection is lost, waiting tasks wait until aio-pika has restored the channel, or until their timeout. The
-    flow state of the lost channel is discarded. Flow control of the new channel starts before its first message.
+    If the connection is lost, publishing tasks wait until aio-pika has restored the channel, or until their timeout.
+    The flow state of the lost channel is discarded. Flow control of the new channel starts before its first message.
     """
 
     _restores = True
@@ -72,7 +72,7 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. aio-pika's channel would also restore itself. It could wait for the
+            # The connection restores its channels. aio-pika's channel would also restore itself, and could wait for the
             # connection while it holds a lock that the connection needs. This would be a deadlock.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)

@@ -46,8 +46,8 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
         url: as for aio-pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
         connection_class: as for aio-pika. Your own class has flow control if it is a subclass of `RobustConnection` of
             this module.
-        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings with another meaning in aio-pika
-            are not accepted.
+        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings that aio-pika itself has in another
+            form are not accepted.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

@@ -1,10 +1,10 @@
 """Adds flow control to connections and channels that aio-pika itself has created.
 
-These connections have no tap at their socket. A `QueueCarrier` replaces the tap. aiormq reads the socket and puts the
-frames of a channel into the channel's queue `frames`. aiormq writes the entries of the connection's `write_queue`. The
-carrier takes frames about publishing before they reach `frames`. To write, it puts a `_Turn` into `write_queue`. When
-aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So the bytes of a message are
-created only when aiormq passes them to asyncio.
+A connection of aio-pika has no `Tap` at its socket. A `QueueCarrier` replaces the tap. aiormq reads the socket and puts
+the frames of a channel into the channel's queue `frames`. aiormq writes the entries of the connection's `write_queue`.
+The carrier takes frames about publishing before they reach `frames`. To write, the carrier puts a `_Turn` into
+`write_queue`. When aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So the bytes
+of a message are created only when aiormq passes them to asyncio.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Blocked:
 
 
 class _Turn:
-    """An entry that aiormq's writer treats as a frame. Its bytes are created when they are written."""
+    """An entry of `write_queue`, like a frame of aiormq, but with bytes that are created when they are written."""
 
     should_close = False
     should_drain = True
@@ -79,7 +79,7 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """There may be no bytes."""
+        """The next bytes to write; possibly empty."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
@@ -88,7 +88,7 @@ class _Turn:
 
 
 class _WriteQueue:
-    """A channel's queue to the connection's writer. After ``Channel.Close`` it accepts no message."""
+    """Replaces a channel's `write_queue`. When it gets ``Channel.Close``, it ends the writing of messages."""
 
     def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
         self._queue = queue
@@ -110,7 +110,7 @@ class _WriteQueue:
 class QueueCarrier:
     """Transfers the frames of one channel in aiormq's queues.
 
-    `ChannelFlow` uses it like a `TapTransport` and its tap.
+    `ChannelFlow` uses this object in place of a `TapTransport` and its `Tap`.
     """
 
     # aiormq handles heartbeats and the frame size.
@@ -121,20 +121,21 @@ class QueueCarrier:
         self.tap = self
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
-        # ``None`` before the channel is attached, and after its end.
+        # The protocol; ``None`` before the channel is attached and after the channel is detached.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
-        # Number of messages that aiormq has published before. All of them are confirmed.
+        # Number of messages that aiormq has published on the channel. All of these are confirmed.
         self._before: int = channel.delivery_tag
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
         self._pass_on = channel.frames.put
-        # While a returned message is incomplete: its Basic.Return, its header, and the received part of its body.
+        # The Basic.Return and the header of an incomplete returned message; ``None`` if there is no such message.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
+        # The received part of the body of the incomplete returned message.
         self._body = b""
-        #: Whether a `_Turn` is in the queue, or waits for room in the queue.
+        #: Whether a `_Turn` is in the write queue, or waits for room in this queue.
         self.awake = False
-        #: Whether the bytes of the last `_Turn` are not passed to the socket yet.
+        #: Whether the bytes of the newest `_Turn` are not passed to the socket yet.
         self.full = False
         self._putting: asyncio.Task[None] | None = None
 
@@ -143,7 +144,7 @@ class QueueCarrier:
         return self._blocked.reason is not None
 
     def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
-        """Call it only if the broker confirms all published messages."""
+        """Start flow control. All messages that aiormq has published must be confirmed."""
         channel = self._channel
         self._protocol = protocol
         for queue in channel.rpc_frames, channel.frames:
@@ -177,7 +178,7 @@ class QueueCarrier:
             self._putting.cancel()
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Set the function to call after each possible change of the channel."""
+        """Set the function to call after every event that may have changed the channel."""
         self._after = after
 
     def remove_after(self, _after: Callable[[], bool]) -> None:
@@ -193,12 +194,12 @@ class QueueCarrier:
             self.pump()
 
     async def _take(self, item: tuple[int, Any]) -> None:
-        """Replaces `frames.put`."""
+        """Handle a frame of the channel. This method replaces `frames.put`."""
         if self._protocol is None or not self._take_frame(item[1]):
             await self._pass_on(item)
 
     def _take_frame(self, frame: Any) -> bool:
-        """Return False for a frame that is not about publishing."""
+        """Handle a frame. Return False if aiormq has to get the frame too."""
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)
@@ -304,17 +305,16 @@ def wrap(target: _ConnectionT) -> _ConnectionT: ...
 def wrap(target: Any) -> Any:
     """Add flow control to a connection or a channel of aio-pika.
 
-    `publish` of the channel's exchanges waits from now on, like `publish` of `qflow_client.aio_pika`. This also holds
-    after a robust connection has restored the channel. If you wrap a connection, all its new channels have flow
-    control. Wrap its existing channels, too. The following features need a connection of `qflow_client.aio_pika`:
+    From now on, `publish` of the channel's exchanges waits like `publish` of `qflow_client.aio_pika`, even after a
+    robust connection has restored the channel. If you wrap a connection, only its new channels get flow control. So
+    wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
-    - A guarantee that no byte of a message is written after an error. If the socket accepts no bytes, asyncio buffers
-      64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message
-      may be sent later.
-    - The broker's reason, if the broker already blocks the connection.
-    - A time limit for `connection.close()` while the broker blocks the connection. `channel.close()` has a limit.
-    - Settings from the connection's URL. A wrapped channel uses the settings of the environment.
-    - The speed of `qflow_client.aio_pika`. With a wrapped channel, aiormq's queues and tasks transfer every confirm.
+    - A message may be sent after its call has raised an error. If the socket accepts no bytes, asyncio buffers 64 KiB
+      or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`.
+    - If the broker already blocks the connection before this call, the broker's reason is not known.
+    - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has one.
+    - Its settings come from the environment, not from the connection's URL.
+    - It is slower, because aiormq's queues and tasks transfer every confirm.
 
     Args:
         target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika.

@@ -47,7 +47,7 @@ __all__ = [
     "wrap",
 ]
 
-# pika 1.5 and later have it.
+# Only pika 1.5 and later have `Connection`.
 with suppress(ImportError):
     from qflow_client.pika.adapters import Connection
 

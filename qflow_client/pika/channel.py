@@ -17,15 +17,16 @@ from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["Channel"]
 
-# A content header frame without properties, and the beginning of a body frame (AMQP 0-9-1, section 4.2).
+# A content header frame without properties (AMQP 0-9-1, section 4.2).
 _EMPTY_HEADER = Struct(">BHIHHQHB")
+# The bytes of a body frame before its payload.
 _BODY_HEAD = Struct(">BHI")
 
 
 class _Encoded(local):
     """Messages that pika's `basic_publish` has encoded on this thread.
 
-    They are a stack, because a finalizer may publish during the encoding.
+    The list is a stack, because a finalizer may publish while another message is being encoded.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,9 @@ class Channel(pika.channel.Channel):
 
     def adopt(self) -> None:
         """Start flow control (internal)."""
-        # The method frame, by exchange, routing key and mandatory.
+        # Encoded ``Basic.Publish`` frames. The key is exchange, routing key and mandatory.
         self._methods: dict[tuple[str, str, bool], bytes] = {}
-        # Maximum size of a frame's payload in bytes. It is known, because the connection is open.
+        # Maximum size of a frame's payload in bytes, which is known because the connection is open.
         self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
         #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
@@ -67,7 +68,7 @@ class Channel(pika.channel.Channel):
             and 0 < (size := len(body)) <= self._max_body
             and (properties is None or isinstance(properties, spec.BasicProperties))
         ):
-            # The method frame is the same as in an earlier message that pika encoded.
+            # Use the method frame of an earlier message with the same arguments.
             arguments = (exchange, routing_key, mandatory)
             try:
                 method = self._methods[arguments]
@@ -90,7 +91,7 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
-        # pika calls `_raise_if_not_open` before most methods, but not before all of them.
+        # Check here too, because pika does not call `_raise_if_not_open` before all methods.
         self.connection.flow_control.check_process()
         if isinstance(method, spec.Confirm.Select):
             self.flow_control.confirms_begin()
@@ -126,8 +127,8 @@ class Channel(pika.channel.Channel):
         """Publish a message like pika, if the channel is not flowed.
 
         Raises:
-            ProducerFlowed: the channel is flowed. The message was not sent and never will be. When the channel
-                may publish again, the callbacks of `on_flow` are called.
+            ProducerFlowed: the channel is flowed. The message was not sent and never will be. When the channel can
+                publish again, the callbacks of `on_flow` are called.
         """
         self.flow_control.send_nowait(self.encode(exchange, routing_key, body, properties, mandatory))
 
@@ -153,8 +154,8 @@ class Channel(pika.channel.Channel):
         """Call a callback with each flow event, in order, in the connection's I/O loop.
 
         Args:
-            callback: the callback. It may call any method of the channel. If it raises an exception, the exception is
-                logged.
+            callback: the callback, which may call any method of the channel. If it raises an exception, the exception
+                is logged.
 
         Returns:
             A function that removes the callback.

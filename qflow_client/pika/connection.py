@@ -23,8 +23,8 @@ class ConnectionParameters(pika.ConnectionParameters):
     Args:
         arguments: arguments of pika.
         keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika has
-            its own way for them: ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``,
-            ``connect_timeout``, ``url``. ``retry_delay`` is a keyword of pika.
+            its own way for them, for example ``exchange``, ``routing_key``, ``mandatory``, ``confirms``,
+            ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is always pika's keyword.
 
     Raises:
         SettingsError: the value of a setting is not allowed.
@@ -36,7 +36,6 @@ class ConnectionParameters(pika.ConnectionParameters):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         ours, theirs = PIKA.split(keywords.items())
         super().__init__(*arguments, **dict(theirs))
-        #: The settings of flow control.
         self.flow_settings = PIKA.settings(**ours)
 
     # pika's signature ends with ``**kwargs``, although pika accepts no other arguments.
@@ -65,14 +64,13 @@ class URLParameters(pika.URLParameters):
         except (AttributeError, SyntaxError, TypeError, ValueError) as error:
             refused = censored(error, url)
         else:
-            #: The settings of flow control.
             self.flow_settings = settings
             return
         raise refused
 
 
 class FlowedConnection:
-    """A mixin that adds flow control to the channels of an adapter of pika. It is the first base class."""
+    """A mixin that adds flow control to the channels of an adapter of pika. This mixin must be the first base class."""
 
     def _init_connection_state(self) -> None:
         super()._init_connection_state()  # type: ignore[misc]  # the adapter's

@@ -1,6 +1,6 @@
-"""The flow of a channel of pika. Its `ProducerProtocol` receives events from pika and writes with pika.
+"""Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-This module does not wait. `BlockingChannel` waits, and `Channel` raises an error.
+Nothing in this module waits. If the channel is flowed, `BlockingChannel` waits, and `Channel` raises an error.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# The holds that come from outside: from the broker, and from the manager of all producers. A channel that takes over
-# messages has its own holds of these kinds. The other holds move with the messages.
+# The holds that the broker, the socket and the manager of all producers cause. In `take_over`, a channel keeps its own
+# holds of these kinds. Holds of all other kinds move with the messages.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
-# The reasons for the end of a channel that the program has closed.
+# pika's reasons for the end of a channel if the program has closed the channel or the connection.
 _BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
 
-# Seconds until the next check of a full transport that does not report room.
+# Seconds until the next check of a full transport, because pika does not report when a transport has room.
 _LOOK_AGAIN = 0.01
 
 _monotonic = time.monotonic
 
 
 class Publish(RepeatableMessage):
-    """A message, as pika's `basic_publish` has encoded it.
+    """A message in the form that pika's `basic_publish` has encoded.
 
     Args:
         arguments: exchange, routing key and ``mandatory``.
@@ -76,7 +76,8 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Do not call the base class's constructor. That would be too slow, because each message needs an object.
+        # Do not call the base class's constructor, because that would be too slow for an object that each message
+        # needs.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -90,7 +91,7 @@ class Publish(RepeatableMessage):
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
 
-# The connections of this process.
+# All connections with flow control in this process.
 _connections: WeakSet[Any] = WeakSet()
 
 
@@ -109,11 +110,11 @@ class ConnectionFlow:
         #: Why this process cannot use the connection; ``None`` if it can.
         self.not_shared: str | None = None
         self._pid = os.getpid()
-        #: Called in a forked child with the error for each use; set by an object that has the connection (internal).
+        #: Called in a forked child with the error that each use of the connection raises (internal).
         self.on_forked: Callable[[BaseException], object] = bool
-        # The reason why the broker blocks the connection; ``None`` while it does not.
+        # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None
-        # The open channels by number. After the loss of the connection, the channels that were open before.
+        # The open channels, with their numbers as keys. After the loss of the connection, the entries stay.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -132,7 +133,7 @@ class ConnectionFlow:
             raise exceptions.ConnectionWrongStateError(self.not_shared)
 
     def leave_to_parent(self, connection: Any) -> None:
-        """Close the copy of the socket and all channels in a forked child, without sending anything to the broker."""
+        """In a forked child, close the copy of the socket and all channels. Nothing is sent to the broker."""
         transport = connection._transport
         if transport is None:
             return
@@ -144,7 +145,7 @@ class ConnectionFlow:
         self.on_forked(reason)
         # Twisted's transports have no `_sock`. Behind TLS they pass `fileno` on to the transport of the socket.
         replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
-        # The parent has the same epoll object, and this process must not change what it watches.
+        # The parent uses the same epoll object, so this process must not change the descriptors in that object.
         getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
 
     def _on_blocked(self, _connection: Any, blocked: Any) -> None:
@@ -161,16 +162,16 @@ class ConnectionFlow:
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel.
+    """Flow control for one channel of pika.
 
     Args:
-        channel: pika's `Channel`, also for a `BlockingChannel`.
+        channel: pika's `Channel`. For a `BlockingChannel`, the `Channel` that it contains.
     """
 
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # Admitted messages are passed to pika immediately, so this class checks the size of pika's transport.
+        # Admitted messages are passed to pika immediately, so `look_at_transport` checks the size of pika's transport.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -179,21 +180,21 @@ class ChannelFlow(DropInFlow):
         )
         now = _monotonic()
         self._channel = channel
-        #: Whether messages stay unconfirmed at the end of the connection, so that another channel can `take_over`.
+        #: Whether messages stay unconfirmed at the end of the connection, so that another channel can publish them.
         self.keeps_unconfirmed = False
-        #: The channel that the application uses, if it is another object (internal).
+        #: The `BlockingChannel` that contains this channel; ``None`` if there is none (internal).
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call raises. The call that noticed it did not raise it, because its message was
-        #: accepted.
+        #: An error that the next call raises. The call that noticed the error has not raised it, because the message of
+        #: that call was accepted.
         self.unraised: BaseException | None = None
-        #: The reason for the end of the channel; ``None`` before.
+        #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
         # Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.
         self._before_confirms: int | None = None
-        # Whether the next check of the time or the transport is scheduled.
+        # Whether a call of `_on_timer` is scheduled.
         self._is_armed = False
         shared.channels[number] = self
         if shared.blocked is not None:
@@ -207,7 +208,7 @@ class ChannelFlow(DropInFlow):
 
     def _on_flow(self, flow: Any) -> None:
         if not self._channel.is_open:
-            # This side has sent Channel.Close before the frame came, so no reply is possible.
+            # The channel has already sent Channel.Close, so no reply is possible.
             return
         self.protocol.on_flow(flow.method.active, _monotonic())
         self.write()
@@ -220,7 +221,7 @@ class ChannelFlow(DropInFlow):
         self.closing_reason = reason
         is_refusal = isinstance(reason, exceptions.ChannelClosedByBroker)
         if isinstance(reason, _BY_PROGRAM) or (is_refusal and self.protocol.is_idle):
-            # No message is affected, and the refused method raises the error.
+            # No message is affected. The call of the refused method, if there is one, raises the error.
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not is_refusal
         # A message of another channel may have caused the loss of the connection.
@@ -229,13 +230,13 @@ class ChannelFlow(DropInFlow):
         self.give_up_all()
 
     def take_over(self, ended: ChannelFlow) -> None:
-        """Continue with the unconfirmed messages of an ended channel, like a producer on its next channel.
+        """Publish the unconfirmed messages of an ended channel, like a producer that has a new channel.
 
-        This channel must be in confirm mode and have no unsettled messages. It gets the `capacity` of the ended
-        channel, which then has no messages any more.
+        This channel must be in confirm mode and have no unsettled messages. This channel also gets the `capacity` of
+        the ended channel. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners know the holds of `unused`, so report only differences below.
+        # The listeners already know the holds of `unused`, so report only the differences.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -251,7 +252,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # An interrupt before this line leaves the messages with the ended channel, and a later one with this channel.
+        # An interrupt before this line leaves the messages with the ended channel, a later interrupt with this channel.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
@@ -266,12 +267,12 @@ class ChannelFlow(DropInFlow):
         self.disown(str(reason))
 
     def give_up_all(self) -> None:
-        """Waiting calls get an error."""
+        """End all waiting calls with an error."""
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
-        """Call this after sending ``Confirm.Select``. After the first one, the next message has delivery tag 1."""
+        """Record that ``Confirm.Select`` is sent. After the first call, the next message has delivery tag 1."""
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
 
@@ -280,7 +281,7 @@ class ChannelFlow(DropInFlow):
         return self._before_confirms is not None
 
     def delivery_tag(self, number: int) -> int | None:
-        """Return ``None`` if the broker does not confirm the message."""
+        """Return the delivery tag of a message; ``None`` if the broker does not confirm the message."""
         before = self._before_confirms
         return None if before is None else number - before
 
@@ -303,19 +304,19 @@ class ChannelFlow(DropInFlow):
     # After an event.
 
     def write(self) -> None:
-        """Pass messages to pika if they may be sent now, and report events."""
+        """Pass the messages that can be sent now to pika, and report events."""
         protocol = self.protocol
-        # When bytes are written, more messages may be released. `take_output` treats its bytes as written, because pika
-        # may write immediately and call this method again.
+        # After a write, more messages may be released. `take_output` treats the bytes that it returns as written,
+        # because pika may write immediately and call this method again.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
                 if self._before_confirms is None:
-                    # The broker sends no confirms, so the message is settled.
+                    # The broker sends no confirms, so settle the messages now.
                     protocol.on_ack(0, True, now)
         except BaseException:
-            # For example, a signal handler has raised it. It is not known whether pika has the bytes, so the delivery
-            # tags of later messages would not be known.
+            # A signal handler, for example, has raised the error. It is not known whether pika has the bytes, so the
+            # delivery tags of later messages would not be known.
             connection = self._channel.connection
             if not connection.is_closed:
                 error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")
@@ -355,7 +356,7 @@ class ChannelFlow(DropInFlow):
     def look_at_transport(self, now: float) -> None:
         """Hold the channel if pika's transport is full. Lift the hold if the transport has room."""
         transport = getattr(self._channel.connection, "_transport", None)
-        # Twisted's transport has no such method.
+        # Twisted's transport has no `get_write_buffer_size`.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
@@ -364,7 +365,7 @@ class ChannelFlow(DropInFlow):
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
     def watch(self) -> None:
-        """Schedule another check for the time at which there may be room."""
+        """Schedule another check at the time at which the channel may have room again."""
         protocol = self.protocol
         now = _monotonic()
         at = protocol.next_timer(now)

@@ -17,9 +17,9 @@ from typing import Any
 
 __all__ = ["alias", "mirror", "passed_on"]
 
-# By the name of the drop-in's module: pika's module, and the names that the drop-in defines itself.
+# The key is the name of the drop-in's module. The value is pika's module, and the names of the drop-in itself.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# pika's value before an assignment to the drop-in's module, by module and name.
+# The value in pika's module before an assignment to the drop-in's module. The key is the module and the name.
 _assigned: dict[tuple[str, str], Any] = {}
 # Classes without flow control for which a warning was already issued.
 _warned: set[type] = set()
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # Test tools delete the name to undo an assignment, because the drop-in's module does not have it.
+            # To undo an assignment, test tools delete the name if the module did not have the name before.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -58,7 +58,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
     """Make a module of the drop-in behave like pika's module. The module calls this function at its end.
 
     Args:
-        name: name of the drop-in's module. Its ``__all__`` has the names that belong to the drop-in.
+        name: name of the drop-in's module, whose ``__all__`` has the names that belong to the drop-in.
     """
     ours = sys.modules[name]
     own = list(ours.__all__)
@@ -84,8 +84,8 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    If the drop-in does not support a class of connections or channels, the class has no flow control. One warning
-    reports it (E11).
+    If the drop-in does not support a class of connections or channels, the class has no flow control. One warning for
+    each class reports this (E11).
     """
     found = getattr(theirs, name)
     if (

@@ -22,19 +22,17 @@ def wrap(channel: Any) -> Any:
     """Add flow control to a channel of pika, for all code that uses the channel.
 
     From now on the channel answers ``Channel.Flow``. `basic_publish` of a `BlockingChannel` waits, and that of a
-    `Channel` raises an error, as on a connection of `qflow_client.pika`. The following features need a connection of
+    `Channel` raises an error, as on a connection of `qflow_client.pika`. A wrapped channel differs from a channel of
     `qflow_client.pika`:
 
-    - Earlier events. A wrapped channel does not know whether the broker has already stopped it or already blocks the
-      connection. So wrap the channel as soon as it is open.
-    - A guarantee that no byte of a message is written after an error. A wrapped channel knows the state of the socket
-      only after a write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not
-      `FlowControlTimeout`, and the message may be sent later.
-    - A time limit for `BlockingConnection.close` while the broker blocks the connection. The `close` of the channel has
-      a limit. pika's ``blocked_connection_timeout`` is a limit for the connection.
-    - Settings from pika's connection parameters. A wrapped channel uses the settings of the environment, unless the
-      parameters are those of `qflow_client.pika`.
-    - Flow control for all channels of the connection. Otherwise wrap each channel.
+    - It does not know whether the broker had already stopped the channel or blocked the connection before this call. So
+      wrap a channel as soon as it is open.
+    - A message may be sent after its call has raised an error, because the state of the socket is known only after a
+      write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`.
+    - While the broker blocks the connection, `BlockingConnection.close` has no time limit, unless you set pika's
+      ``blocked_connection_timeout``. `close` of the channel has a limit.
+    - Its settings come from the environment, unless the connection parameters are those of `qflow_client.pika`.
+    - The other channels of the connection have no flow control, unless you wrap each of them.
 
     Args:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.
@@ -43,7 +41,7 @@ def wrap(channel: Any) -> Any:
         The same object. Its class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
 
     Raises:
-        TypeError: the channel has another class, for example that of pika's thread-safe `Connection`.
+        TypeError: the channel has another class, for example the channel of pika's thread-safe `Connection`.
         ValueError: the channel is not open, or is in confirm mode, so that its unconfirmed delivery tags are unknown.
     """
     if isinstance(channel, (BlockingChannel, Channel)):

@@ -1,6 +1,6 @@
-"""The base class of `Link` (own connection) and `SharedLink` (shared connection), the channels of a `Producer`.
+"""The base class of a `Producer`'s publishing channels: `Link` and, on a shared connection, `SharedLink`.
 
-The engine calls its public methods on any thread. Most other methods run on the connection's I/O thread.
+`Engine` calls the public methods on any thread. Most other methods run on the I/O thread of the connection.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ __all__ = ["ChannelIO"]
 
 
 class ChannelIO(ABC):
-    """Attaches the channel to the tap, runs the protocol's timer, and lets other threads call the I/O thread.
+    """Attaches the channel to the `Tap`, runs the timer of the protocol, and schedules calls on the I/O thread.
 
     Args:
-        after: called on the I/O thread, without the lock, after any possible change of the protocol.
+        after: called on the I/O thread, without `lock`, after every event that may have changed the protocol.
     """
 
-    #: The I/O services of the I/O thread. `writer` is the same object, because the link of every skin has a `writer`.
+    #: pika's I/O services, on which the I/O thread runs.
     services: TapIOServices
+    #: The same object as `services`. `BaseProducer` uses this name, because a link for asyncio has no `services`.
     writer: TapIOServices
-    # The tap at the socket; guarded by the lock.
+    # The `Tap` at the socket, whose channels change only under `_lock`.
     _tap: Tap
 
     def __init__(self, protocol: ProducerProtocol, lock: Guard, after: Callable[[], None]) -> None:
         self._protocol = protocol
         self._lock = lock
         self._after = after
-        # Whether the I/O thread has ended its work for the channel; guarded by the lock.
+        # Whether the I/O thread has finished its work for the channel; set under `_lock`.
         self.ended = False
-        # Done when the channel is open for the first time. If that is not possible, it has the error.
+        # Done when the channel is open for the first time. If the channel cannot be opened, the future has the error.
         self._opened: Future[None] = Future()
-        # When the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
+        # The time at which the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
         self._timer_at: float | None = None
 
     @property
@@ -50,26 +51,26 @@ class ChannelIO(ABC):
         """The URL of the host without secrets."""
 
     def call_after(self) -> None:
-        """Call `after` on the I/O thread, unless it has ended. Any thread may call this."""
+        """Call `after` on the I/O thread. If the I/O thread has ended, do nothing. Any thread may call this method."""
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread execute a step, because each step first repairs an interrupted step.
+        """Make the I/O thread execute an empty step. A step first repairs the state after an interrupted step.
 
-        Any thread may call this method. If the I/O thread has ended, the method does nothing.
+        Any thread may call this method. If the I/O thread has ended, nothing happens.
         """
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Start the timer for the protocol's next `on_timer`. Any thread may call this."""
+        """Start the timer for the next `on_timer` of the protocol. Any thread may call this method."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:
-        """Close a forked child's copy of the socket. Nothing is sent to the broker."""
+        """In a forked child, close the copy of the socket. Nothing is sent to the broker."""
         self.ended = True
         self.services.forget()
 
-    # On the I/O thread.
+    # The methods below run on the I/O thread.
 
     def _attach(self, number: int, frame_max: int) -> None:
         now = time.monotonic()
@@ -80,7 +81,7 @@ class ChannelIO(ABC):
                 if self._protocol.admission.observer is not None:
                     self._protocol.admission.observer.peer = self.services.peer
         except BaseException as error:
-            # Otherwise the caller of `open` would wait until its timeout.
+            # Wake the caller of `open`, which would otherwise wait until its timeout.
             self._not_opened(f"the channel cannot be used: {error!r}")
             raise
 
@@ -88,7 +89,7 @@ class ChannelIO(ABC):
         return connection_failed(self.url, why)
 
     def _not_opened(self, why: str) -> bool:
-        """If the channel was never open, make `open` raise the reason, and return True."""
+        """If the channel was never open, make `open` raise an error with the reason, and return True."""
         try:
             self._opened.set_exception(self._failed(why))
         except InvalidStateError:

@@ -1,9 +1,10 @@
 """`connect` makes a connection of pika that the application shares with any number of producers.
 
-pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes only in its methods. So each
-connection has a `Carrier`, an I/O thread between pika and the socket. It transfers the bytes that pika writes and
-reads, frame by frame. It also transfers the bytes of the producers' channels, which pika does not know. No thread waits
-for the application's thread, and only that thread calls pika. The engine of each producer opens a `SharedLink`.
+A `BlockingConnection` belongs to one thread of the application, and reads and writes only in calls of that thread. So
+each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes that pika
+writes and reads, frame by frame. The carrier also transfers the bytes of the producers' channels, which pika does not
+know. Only the application's thread calls pika, and no other thread waits for that thread. Each producer has a
+`SharedLink` on the connection.
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# The carrier stops reading from pika while more than this number of pika's bytes are unwritten.
+# While more than this number of pika's bytes are unwritten, the carrier reads no more bytes from pika.
 _HIGH = 1 << 16
-# The protocol header, "AMQP" and the version. It is not a frame. pika sends it first, and then waits for the answer.
+# Size of the protocol header ("AMQP" and the version). pika sends this header before the first frame.
 _GREETING_SIZE = 8
-# Channel, frame and heartbeat limits of Connection.Tune-Ok.
+# The channel limit, the frame limit and the heartbeat interval in Connection.Tune-Ok.
 _TUNE = Struct(">HIH")
 # Maximum number of channels on an AMQP connection.
 _CHANNEL_MAX = 65535
-# Channel.Close with reply code 200, an empty text, and no method.
+# Channel.Close with reply code 200, an empty text, and no method ids.
 _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 
 
 class _SocketServices(TapIOServices):
-    """The I/O services of the I/O thread."""
+    """pika's I/O services for the I/O thread of a `Carrier`."""
 
     def __init__(self, tap: Tap, lock: Guard, after: Callable[[], None], drained: Callable[[], None]) -> None:
         super().__init__(tap, lock, after)
@@ -82,7 +83,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Called by pika's transport when it has written all its data."""
+        """Called by pika's transport when all data of the transport is written."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -101,34 +102,37 @@ class Carrier:
         # Guards the tap, the protocols of all producers on the connection, `_links` and `ended`.
         self.lock = Guard()
         self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
-        # The producers' links. Each change makes a new tuple, so a loop over the old one is safe.
+        # The producers' links. Each change makes a new tuple, so a loop over the old tuple is safe.
         self._links: tuple[SharedLink, ...] = ()
-        # Why the transfer has ended; ``None`` while it runs.
+        # Why the transfer has ended; ``None`` while the transfer runs.
         self.ended: str | None = None
-        # The limits on which pika and the broker have agreed.
+        # The maximum channel number and frame size (in bytes) on which pika and the broker have agreed.
         self.channel_max = _CHANNEL_MAX
         self.frame_max = 0
-        # Channel numbers that pika has used, and channel numbers that producers use.
+        # Channel numbers that pika has used.
         self._pikas: set[int] = set()
+        # Channel numbers that producers use.
         self._taken: set[int] = set()
-        # The carrier's end of the socket pair to pika, and received data that is not written to it yet.
+        # The carrier's end of the socket pair to pika.
         self._far: socket.socket
+        # Received data that is not written to `_far` yet.
         self._to_pika: deque[bytes] = deque()
-        # Splits pika's bytes into frames.
         self._splitter = FrameSplitter()
-        # Whether the protocol header was read.
+        # Whether the protocol header was read from pika.
         self._greeted = False
         # Whether reading from pika is paused.
         self._paused = False
-        # pika's transport for the broker's socket; ``None`` until the socket is connected.
+        # pika's transport for the broker's socket; ``None`` before the connection is established.
         self._transport: Any = None
-        # Until the transport exists: the object that makes it, and the callback for the result.
+        # pika's object that establishes the connection; ``None`` before and after that.
         self._connecting: Any = None
+        # Called with the result when the connection is established or has failed.
         self._on_done: Callable[[BaseException | None], None]
-        # Why the connection is about to end; ``None`` if that is not known.
+        # The reason for the expected end of the connection; ``None`` if no reason is known.
         self._why: str | None = None
-        # Number of consecutive heartbeat checks without data from the broker, and the heartbeat interval in seconds.
+        # Number of consecutive heartbeat checks without data from the broker.
         self._silent = 0
+        # The heartbeat interval in seconds; 0 for no heartbeats.
         self._heartbeat = 0
         self._thread = threading.Thread(target=serve, args=(self._run,), name=f"qflow-io {url}", daemon=True)
 
@@ -144,10 +148,10 @@ class Carrier:
         Args:
             ssl_context: the TLS context; ``None`` for no TLS.
             server_hostname: the broker's host name for TLS; ``None`` if there is none.
-            on_done: called on the I/O thread with an error, or with ``None`` when the transfer runs.
+            on_done: called on the I/O thread: with ``None`` when the transfer runs, or with an error.
 
         Returns:
-            The socket that pika uses instead. Closing it ends the connection.
+            The socket that pika uses instead of `sock`. The connection ends when pika closes this socket.
         """
         near, self._far = socket.socketpair()
         near.setblocking(False)
@@ -169,17 +173,16 @@ class Carrier:
 
         return self.lock.take(add)
 
-    # On the I/O thread.
+    # The methods below run on the I/O thread.
 
     def remove(self, link: SharedLink) -> None:
         with self.lock:
             self._links = tuple(each for each in self._links if each is not link)
 
     def take_number(self) -> int:
-        """Return a free number for a producer's channel; 0 if all are used.
+        """Return a free channel number for a producer; 0 if all numbers are in use.
 
-        Numbers are taken from the top, because pika takes them from the bottom. Numbers of channels that pika has
-        closed are not free, because pika may open them again.
+        The highest number is taken, because pika takes the lowest. A number that pika has used before is not taken.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -201,7 +204,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
             self.services.run()
         except BaseException as error:
-            # After any error, no caller may wait longer, and the connection must end.
+            # After any error, all waiting callers must get an error, and the connection must end.
             log(logging.ERROR, "%s: the I/O thread failed, and the connection is closed", self.url, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
@@ -213,7 +216,7 @@ class Carrier:
             self.services.close()
 
     def _connected(self, result: Any) -> None:
-        # The callback refers to pika's connection, which must be collected when the application drops it.
+        # Delete the callback, because its reference to pika's connection would keep the connection alive.
         on_done = self._on_done
         del self._on_done
         self._connecting = None
@@ -228,7 +231,7 @@ class Carrier:
             link.after_io()
 
     def _beat(self) -> None:
-        """Send a heartbeat for pika. Abort the connection if four checks have found no data from the broker."""
+        """Send a heartbeat for pika. Abort the connection if four successive checks found no data from the broker."""
         if self.ended is not None:
             return
         self._silent = 0 if self.services.heard else self._silent + 1
@@ -251,17 +254,17 @@ class Carrier:
         for link in links:
             link.lost(why)
         self.services.remove_reader(self._far.fileno())
-        # pika still gets the data that was received, and then finds the end of the connection.
+        # pika first gets the data that was already received, and then notices the end of the connection.
         self._feed()
 
-    # pika's interface for protocols: pika's transport calls these methods.
+    # The methods below are pika's interface for protocols. pika's transport calls them.
 
     def connection_made(self, transport: Any) -> None:
-        """Store the transport. If TLS is used, its handshake is complete."""
+        """Store the transport. The TLS handshake, if there is one, is complete."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass received data to pika. The tap has already removed the frames of producers."""
+        """Pass received data to pika. The `Tap` has already removed the frames of producers."""
         self._to_pika.append(data)
         if len(self._to_pika) == 1:
             self._feed()
@@ -274,7 +277,7 @@ class Carrier:
         """Handle the end of the connection to the broker."""
         self._end(lost(self._why or self.tap.closed or _words(error)))
 
-    # The socket pair to pika.
+    # The methods below use the socket pair to pika.
 
     def _feed(self) -> None:
         waiting = self._to_pika
@@ -284,7 +287,7 @@ class Carrier:
             except BlockingIOError:
                 sent = 0
             except OSError:
-                # pika has closed its end.
+                # pika has closed its end of the socket pair.
                 waiting.clear()
                 break
             if sent < len(waiting[0]):
@@ -330,7 +333,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
 
     def _look(self, number: int, payload: bytes) -> None:
-        """Record channel numbers, limits and the close from the methods that pika sends."""
+        """Read channel numbers, limits and ``Connection.Close`` from the methods that pika sends."""
         method = payload[:4]
         if method == CHANNEL_OPEN:
             self._pikas.add(number)
@@ -346,13 +349,13 @@ class Carrier:
 
 
 class _PikaServices(SelectorIOServicesAdapter):
-    """The I/O services of the application's thread. A carrier transfers the data of each socket.
+    """pika's I/O services for the application's thread. A `Carrier` transfers the data of each socket.
 
     Args:
         url: the broker's URL without secrets, for logs and errors.
     """
 
-    # The carrier of the last socket; not set before the first socket.
+    # The carrier of the newest socket; not set before the first socket.
     carrier: Carrier
 
     def __init__(self, loop: Any, url: str) -> None:
@@ -387,9 +390,9 @@ class _PikaServices(SelectorIOServicesAdapter):
 class _Establishing:
     """The object that pika can cancel while a connection is being established."""
 
-    # pika's end of the socket pair.
+    # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection; ``None`` until it exists; False if `cancel` was called first.
+    # pika's object that establishes the connection; ``None`` at first; False if `cancel` came before the object.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -401,7 +404,7 @@ class _Establishing:
 
 
 class _Maker:
-    """Makes the `SelectConnection` below pika's `BlockingConnection`. It is passed in place of a connection class."""
+    """Makes the `SelectConnection` of a `BlockingConnection`. pika uses this object like a connection class."""
 
     services: _PikaServices
 
@@ -410,7 +413,7 @@ class _Maker:
 
     def create_connection(self, connection_configs: Any, on_done: Any, custom_ioloop: Any = None) -> Any:
         services = self.services = _PikaServices(custom_ioloop or IOLoop(), self._url)
-        start: Any = pika.SelectConnection._start_connection_workflow  # type: ignore[attr-defined]  # made for this
+        start: Any = pika.SelectConnection._start_connection_workflow  # type: ignore[attr-defined]  # private
         return start(
             connection_configs=connection_configs,
             connection_factory=lambda parameters: pika.SelectConnection(
@@ -423,12 +426,12 @@ class _Maker:
 
 
 class TappedConnection(pika.BlockingConnection):
-    """pika's `BlockingConnection`, on which producers can be opened."""
+    """pika's `BlockingConnection`, on which producers can open channels."""
 
     def __init__(self, parameters: pika.connection.Parameters, url: str) -> None:
         maker = _Maker(url)
-        super().__init__(parameters, maker)  # type: ignore[arg-type]  # it stands for a class
-        #: Transfers the connection's bytes (internal).
+        super().__init__(parameters, maker)  # type: ignore[arg-type]  # used like a class
+        #: Transfers the bytes between pika and the socket (internal).
         self.carrier = maker.services.carrier
 
 
@@ -440,10 +443,10 @@ def connect(
 ) -> pika.BlockingConnection:
     """Connect with pika, for consumers and for any number of producers: ``Producer(connection=…)``.
 
-    Like any `BlockingConnection`, the connection belongs to one thread, which runs its consumers. Any thread may make,
-    use and close producers on it, even while that thread is busy. An I/O thread reads and writes the socket and sends
-    heartbeats. It keeps received messages in memory until pika reads them. So consumers should limit the number of
-    these messages with ``basic_qos``.
+    Like any `BlockingConnection`, the connection belongs to one thread, which runs the consumers. Any other thread may
+    also make, use and close producers on the connection, even while its own thread is busy. An I/O thread reads and
+    writes the socket and sends heartbeats. The I/O thread keeps received messages in memory until pika reads them. So
+    consumers should limit the number of unacknowledged messages with ``basic_qos``.
 
     Args:
         url: ``amqp://`` or ``amqps://`` URL of the broker, with pika's query parameters; or pika's own connection
@@ -456,7 +459,7 @@ def connect(
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
-        SettingsError: the URL is not valid.
+        SettingsError: `url` is not a valid URL, and not connection parameters of pika.
     """
     if isinstance(url, str):
         check_setting("url", url)
@@ -483,10 +486,11 @@ def _address(parameters: Any) -> str:
 class SharedLink(ChannelIO):
     """The publishing channel of a producer on a shared connection.
 
-    pika does not know the channel. The I/O thread opens and closes it, so no thread of the application is needed.
+    pika does not know the channel. The I/O thread opens and closes the channel, so the application's thread is not
+    needed.
 
     Args:
-        after: called on the I/O thread, without the lock, after any possible change of the protocol.
+        after: called on the I/O thread, without the lock, after every event that may have changed the protocol.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
@@ -494,16 +498,17 @@ class SharedLink(ChannelIO):
         super().__init__(protocol, carrier.lock, after)
         self._tap = carrier.tap
         self.writer = self.services = carrier.services
-        # A reference, because the connection ends when pika's object is collected.
+        # Keeps pika's object alive, because the connection ends when the garbage collector deletes the object.
         self._shared = connection
         # The channel's number; ``None`` before the channel is opened and after it is closed.
         self._number: int | None = None
-        # Whether to close the channel after the partly written message, and whether the close was sent.
+        # Whether to close the channel as soon as no message is partly written.
         self._leaves = False
+        # Whether this side has sent ``Channel.Close``.
         self._is_closing = False
-        # Set when the producer has settled its messages and left the channel.
+        # Set when the messages are settled and the producer no longer uses the channel.
         self._parted = Latch()
-        # Set when the channel is also closed.
+        # Set when the channel is closed, or will never be opened.
         self._left = Latch()
 
     @property
@@ -519,7 +524,7 @@ class SharedLink(ChannelIO):
         """Open the channel.
 
         Args:
-            timeout: the time limit in seconds.
+            timeout: the longest wait for the broker in seconds.
 
         Raises:
             ConnectionFailed: opening failed; the text gives the reason.
@@ -543,7 +548,7 @@ class SharedLink(ChannelIO):
         """Settle all unsettled messages with the reason `GIVEN_UP`, and close the channel.
 
         Args:
-            timeout: seconds that the broker may take to answer.
+            timeout: the longest wait for the broker's answer in seconds.
         """
         if self.ended:
             return
@@ -554,7 +559,7 @@ class SharedLink(ChannelIO):
             self.services.add_callback_threadsafe(self._abandon)
         self._parted.wait(BRIEF)
 
-    # On the I/O thread.
+    # The methods below run on the I/O thread.
 
     def _open_channel(self) -> None:
         number = self._carrier.take_number()
@@ -566,7 +571,7 @@ class SharedLink(ChannelIO):
         self._number = number
         with self._lock:
             self._tap.expect(number)
-            # The tap calls this under the lock. The callbacks run later, in the order in which the methods arrived.
+            # The tap calls this function under the lock. `_on_method` runs later, for one method after the other.
             self._tap.own(
                 number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
             )
@@ -583,7 +588,7 @@ class SharedLink(ChannelIO):
             self._ready(number)
         elif method == CHANNEL_CLOSE:
             self._carrier.write(number, CHANNEL_CLOSE_OK)
-            # If this side has sent a close, too, the broker's answer to it follows.
+            # If this side has also sent ``Channel.Close``, the broker will still answer with ``Channel.CloseOk``.
             if not self._is_closing:
                 code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
                 self.lost(f"the channel was closed: {code} {text}")
@@ -599,7 +604,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Report changes of the protocol. Continue a close that waits for the partly written message."""
+        """Report changes of the protocol. Continue a waiting close if no message is partly written any more."""
         self._after_io()
         if self._leaves:
             with self._lock:
@@ -610,7 +615,7 @@ class SharedLink(ChannelIO):
     def _leave(self) -> None:
         self._leaves = True
         self.services.pump()
-        # Closes the channel now if no message is partly written. Inside a message, a close is an error in AMQP.
+        # If no message is partly written, this call closes the channel now. AMQP forbids a close inside a message.
         self.after_io()
 
     def _abandon(self) -> None:
@@ -626,7 +631,7 @@ class SharedLink(ChannelIO):
             self._part(closes=False)
 
     def _part(self, *, closes: bool = True) -> None:
-        """Separate the channel from the producer, and close it if `closes` is True."""
+        """Separate the channel from the producer. If `closes` is True, close the channel."""
         self._leaves = False
         self._settle(GIVEN_UP)
         if self._number is None or self.ended:
@@ -642,7 +647,7 @@ class SharedLink(ChannelIO):
                 self._tap.detach(self._number)
             self._protocol.connection_lost(why, time.monotonic())
         self._after_io()
-        # Write the remainder of a partly written frame.
+        # If a frame is partly written, write the rest of the frame.
         self.services.pump()
 
     def lost(self, why: str) -> None:
@@ -653,7 +658,7 @@ class SharedLink(ChannelIO):
         self._gone()
 
     def _gone(self) -> None:
-        """Record that the channel is closed, or was never opened."""
+        """Record that the channel is closed, or will never be opened."""
         if self._number is not None:
             with self._lock:
                 self._tap.detach(self._number)
@@ -663,7 +668,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Report earlier changes. From now on each thread reports its own changes.
+        # Report the changes that are not reported yet. From now on each thread reports its own changes.
         self._after()
         self._parted.set()
         self._left.set()

@@ -13,7 +13,7 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-# Scheduled calls: a callback, and a function that returns its argument just before the call. ``None`` is the end.
+# Scheduled calls. Each is a callback, and a function that returns the callback's argument. ``None`` ends the thread.
 _Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 
@@ -26,12 +26,12 @@ def _run(calls: _Calls) -> None:
         except BaseException as error:
             # An exception of the application, even `SystemExit`, must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
-        # Keep no references to these objects during the next wait.
+        # Keep no reference to the callback or its argument while waiting for the next call.
         del call, callback, take, argument
 
 
 class Dispatcher:
-    """Calls callbacks in order on one thread, until it is deleted or stopped.
+    """Calls callbacks in order on one thread, until the dispatcher is deleted or stopped.
 
     An exception of a callback is logged and has no other effect.
     """
@@ -42,18 +42,18 @@ class Dispatcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it is started.
+        """Start the thread, unless it was started before.
 
-        Do not call this inside a step. It waits for the new thread, on which a finalizer may need the step's lock.
+        Do not call this method inside a step. It waits for the new thread, where a finalizer may need the step's lock.
         """
         if self._thread is not None:
             return
         thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-        # No other code runs between this check and the assignment.
+        # CPython runs no other code between this check and the assignment.
         if self._thread is None:
             self._thread = thread
         if self._thread is thread:
-            # Exit handlers still need the thread, so it does not end at exit.
+            # Exit handlers still need the thread, so `finalize` does not end the thread at exit.
             weakref.finalize(self, self._calls.put, None).atexit = False
             thread.start()
 
@@ -62,19 +62,19 @@ class Dispatcher:
         self._calls.put((callback, lambda: argument))
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Same as `call`, but ``take()`` is called just before the callback, and returns its argument."""
+        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called at that time, not now."""
         self._calls.put((callback, take))
 
     @property
     def is_current_thread(self) -> bool:
-        """Return True if a callback calls this."""
+        """Return True on the thread that calls the callbacks."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the scheduled calls, and wait for its end. If a callback calls this, it does not wait.
+        """End the thread after the scheduled calls, and wait for its end. On the thread itself, do not wait.
 
         Args:
-            timeout: maximum wait in seconds.
+            timeout: the longest wait in seconds.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

@@ -1,4 +1,4 @@
-"""Runs the protocol of a `Producer`. Any thread executes steps under a lock. Only the I/O thread uses the socket.
+"""Runs the protocol of a `Producer`. Any thread may execute steps. Only the I/O thread uses the socket.
 
 `Producer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets threads wait,
 and passes flow events and receipts to the callback thread.
@@ -54,7 +54,7 @@ __all__ = ["Engine", "Waiter"]
 
 _T = TypeVar("_T")
 
-# Waiters to wake, and log entries.
+# The waiters to wake, and the entries to log.
 _News = tuple[list[Any], list[Any]]
 
 # Maximum seconds that the end of the process waits for a producer that was not closed.
@@ -64,7 +64,7 @@ _monotonic = time.monotonic
 
 
 class Waiter:
-    """Wakes one thread; cheaper than `threading.Event`."""
+    """Wakes one thread. Cheaper than `threading.Event`."""
 
     __slots__ = ("_lock",)
 
@@ -89,7 +89,7 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which it opens a channel; ``None`` to make a connection.
+        connection: the shared connection on which the engine opens a channel; ``None`` to make a connection.
         credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
     """
 
@@ -107,17 +107,16 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._asker = None if credentials is None else Asker(credentials, settings.name)
-        #: Guards the protocol, the link's `awake`, and the listeners. All producers on a connection share it.
+        #: Guards the protocol, the link's `awake`, and the listeners. Producers on a shared connection share it.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when the first close has ended.
         self._all_ended = Latch()
-        # The deadline of a close for which the end of the process waits; ``None`` if there is none.
+        # If the end of the process waits for a close: the deadline of this close. Otherwise ``None``.
         self._leaves_until: float | None = None
         # The receipts that were unsettled when the connection ended.
         self._left: tuple[Receipt, ...] = ()
-        # Whether `warn_in_loop` has warned.
         self._has_warned = False
         #: The producer's own connection, or its channel on a shared connection; set by `open`.
         self.link: Link | SharedLink | None = None
@@ -130,7 +129,7 @@ class Engine(BaseEngine):
             warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
 
     def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
-        """Connect, and start the callback thread if it is needed. After an error, the caller has to call `discard`.
+        """Connect. If there are callbacks, start the callback thread. After an error, the caller must call `discard`.
 
         Args:
             line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
@@ -168,7 +167,7 @@ class Engine(BaseEngine):
         protocol = self._new_protocol(SyncReceipt, line)
         if self.settings.outbox is None:
             return protocol
-        # Imported here, because these modules import SQLite.
+        # These modules are imported only here, because they import SQLite.
         from qflow_client.outbox.storage import Storage
         from qflow_client.sync.outbox import SpilledReceipt
 
@@ -178,7 +177,7 @@ class Engine(BaseEngine):
         return protocol
 
     def _take(self, step: StoreStep) -> None:
-        """Execute a step for the outbox's thread."""
+        """Execute a step that the outbox's thread has requested."""
         self.step(lambda _protocol: step(_monotonic()))
         self.arm_timer()
 
@@ -188,7 +187,7 @@ class Engine(BaseEngine):
             shared.open(self.settings.connect_timeout)
             return shared
         errors = []
-        # An error in any host's URL is raised before the first host is tried.
+        # Check the URLs of all hosts before the first host is tried.
         urls = hosts_in_order(self.settings)
         hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
@@ -220,12 +219,12 @@ class Engine(BaseEngine):
 
     def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
         if self._all_ended.is_set:
-            # A closed producer needs no steps. Inside steps of other producers they could not run and would accumulate.
+            # A closed producer needs no steps. Inside a step of another producer, postponed steps would accumulate.
             return
         super().put_off(step)
         assert self.link is not None
         if self.link.ended:
-            # No I/O thread will execute the step. If it fails here, the next `ask`, slow `send` or `close` executes it.
+            # No I/O thread will execute the step, so try it now. If that fails, the next `ask` or `close` does it.
             self.try_step(self.take_all_put_off)
 
     def recheck(self) -> None:
@@ -239,7 +238,7 @@ class Engine(BaseEngine):
 
     def kick(self) -> None:
         link, protocol = self.link, self.protocol
-        # While there is an I/O thread, it passes on the reports, because Ctrl-C does not interrupt it.
+        # While the I/O thread runs, it passes on the reports, because Ctrl-C cannot interrupt the I/O thread.
         if link is None or link.ended:
             self._after(self.lock.try_take)
             return
@@ -254,12 +253,12 @@ class Engine(BaseEngine):
         """Run a call that waits, see `core.calls`.
 
         Args:
-            deadline: as for `Guard.try_take`. ``None`` for no deadline. Only threads of this package use that, because
-                they hold no lock for which a step waits.
-            ticket: the ticket of a `send`, to withdraw after an error. Without a ticket, the protocol forgets `waiter`.
+            deadline: as for `Guard.try_take`. Only threads of this package pass ``None``, for no deadline, because they
+                hold no lock of the application.
+            ticket: the ticket of a call of `send`, which is withdrawn after an error. Other calls have no ticket.
 
         Returns:
-            The result. `NOT_TAKEN` if a step could not be executed. Then the message of `ticket` will not be sent.
+            The result of the call; `NOT_TAKEN` if a step could not be executed, so that the message will not be sent.
         """
 
         def resume_call(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
@@ -281,7 +280,7 @@ class Engine(BaseEngine):
                 waiter.wait_until(now[0])
                 before, now = now, resume_call()
                 if now is NOT_TAKEN and ticket is not None and not ticket.claim(for_sender=True):
-                    # The other thread's step, which has not ended, has admitted the message, or is about to.
+                    # A running step of another thread has admitted the message, or is about to admit it.
                     receipt: Any = ticket.receipt
                     now = before if receipt is None or receipt._number == 0 else (None, receipt)
         except BaseException:
@@ -312,7 +311,7 @@ class Engine(BaseEngine):
             raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
         return receipt
 
-    # After a step, without the lock.
+    # The methods below run after a step, without the lock.
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:
@@ -328,7 +327,7 @@ class Engine(BaseEngine):
             return
         news = take(self._pass_on)
         if news is NOT_TAKEN:
-            # The next step passes the reports on.
+            # The reports stay in the protocol until after the next step.
             return
         wake, logs = news
         for waiter in wake:
@@ -339,7 +338,7 @@ class Engine(BaseEngine):
     def _pass_on(self) -> _News:
         """Pass on events and receipts, and return the waiters to wake and the entries to log."""
         settled, wake, logs = self.take_news()
-        # Under the lock, so that events and receipts are passed on in the order of the steps.
+        # Pass them on under the lock, so that the events and receipts keep the order of the steps.
         if self.protocol.reports.events:
             self.listeners.pass_on(self.protocol, self.call_listener)
         if settled:
@@ -355,13 +354,13 @@ class Engine(BaseEngine):
 
         Args:
             deadline: the end of the wait for unsettled messages, in seconds of `time.monotonic`.
-            waits_for_holds: False to wait only while the broker continues to answer.
+            waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
 
         Returns:
             The error for messages that were not delivered; ``None`` if there are none.
         """
         if sys.is_finalizing():
-            # Other threads do not run any more.
+            # The interpreter is ending, and no other thread runs.
             deadline = min(deadline, _monotonic())
         first = False
 
@@ -381,26 +380,26 @@ class Engine(BaseEngine):
                 begun, self._leaves_until = NOT_TAKEN, deadline
                 self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
-            # For example, Ctrl-C.
+            # Ctrl-C, for example, has interrupted the close.
             if first:
                 report_undelivered(self.settings.name, error, self.end(BRIEF))
             raise
         if begun is NOT_TAKEN:
             raise NestedCall("close()")
-        # A callback must not wait for its own end.
+        # A callback must not wait for the end of its own thread.
         if not self.dispatcher.is_current_thread:
             self._all_ended.wait(deadline - _monotonic())
         return None
 
     def _begin_to_close(self) -> bool:
-        """Call this inside a step. Return True for the first call."""
+        """Record that the close has begun. Return True for the first call. Call this method inside a step."""
         was_ended, self.ended = self.ended, True
         return not was_ended
 
     def close_later(self, deadline: float) -> None:
         """Close on a separate thread, and log messages that are not delivered.
 
-        The end of the process waits for this thread.
+        At its end, the process waits for this thread.
         """
 
         def close() -> None:
@@ -411,7 +410,7 @@ class Engine(BaseEngine):
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
-        """Called on a thread of this package, after the close has begun."""
+        """Complete a close that has begun, on a thread of this package."""
         try:
             self.unregister()
             waiter = Waiter()
@@ -423,17 +422,17 @@ class Engine(BaseEngine):
         self._log_undelivered(undelivered)
 
     def _on_own_thread(self, close: Callable[[], None]) -> None:
-        """Signal handlers and finalizers may call this."""
+        """Run `close` on a new thread. Signal handlers and finalizers may call this method."""
 
         def begin(start_thread: Callable[[], object]) -> None:
             try:
                 start_thread()
             except RuntimeError:
-                # No thread can start while the process ends. Then there is nothing to wait for.
+                # No thread can start while the process is ending, so there is no close to wait for.
                 self._leaves_until = None
 
         thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
-        # `threading.Thread.start` waits for the new thread. A signal handler and a finalizer must not wait.
+        # A signal handler must not call `threading.Thread.start`, which waits for the new thread.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
     def end(
@@ -442,12 +441,12 @@ class Engine(BaseEngine):
         deadline: float | None = None,
         take: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> UndeliveredMessages | None:
-        """End the connection, the callback thread and the outbox. After Ctrl-C this is called again.
+        """End the connection, the callback thread and the outbox. After Ctrl-C this method is called again.
 
         Args:
-            patience: seconds that the connection and the callback thread may each take.
-            deadline: the end of the waits for `on_delivery` and the outbox, in seconds; ``None`` for `patience`.
-            take: executes the last steps; `_take_last` by default.
+            patience: the longest wait for the connection, and the longest wait for the callback thread, in seconds.
+            deadline: the end of the waits for `on_delivery` and the outbox, in seconds. By default, they are short.
+            take: executes the final steps; `_take_last` by default.
 
         Returns:
             The error for messages that were not delivered; ``None`` if there are none.
@@ -455,7 +454,7 @@ class Engine(BaseEngine):
         assert self.link is not None
         take = take or self._take_last
         try:
-            # If Ctrl-C interrupted an earlier call, its result is still valid.
+            # If Ctrl-C has interrupted an earlier call, the receipts of that call are still valid.
             self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()
@@ -474,7 +473,7 @@ class Engine(BaseEngine):
                 if self.storage is not None:
                     self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
             finally:
-                # Other threads that call `close` wait until here.
+                # Let the other callers of `close` return.
                 self._all_ended.set()
         failures, dropped = take(self._take_last_failures)
         return self.undelivered(failures, dropped, self._left)
@@ -482,8 +481,8 @@ class Engine(BaseEngine):
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
         if self.storage is None:
-            # Only the I/O thread settles messages, because only it knows which bytes are written. Messages are still
-            # unsettled if this thread is stuck, or has stopped because the process ends.
+            # Only the I/O thread settles messages, because only this thread knows which bytes are written. So messages
+            # may be unsettled here if the I/O thread is stuck, or has stopped because the process is ending.
             failures += [receipt for receipt in self._left if not receipt.done]
         return failures, dropped
 
@@ -494,11 +493,11 @@ class Engine(BaseEngine):
             write_log(take(self.listeners.end))
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
-        """Execute one of the last steps, even without the lock if another thread does not end its step."""
+        """Execute one of the final steps, without the lock if another thread keeps the lock too long."""
         result = self.lock.try_take(step)
         return step() if result is NOT_TAKEN else result
 
-    # After the application has dropped the producer.
+    # The method below runs after the application has dropped the producer.
 
     def _end_later(self) -> None:
         deadline = deadline_of(self.settings.max_producer_flow_control_wait)
@@ -524,9 +523,9 @@ class Engine(BaseEngine):
         waiter = Waiter()
         now = _monotonic()
         self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter, now + _AT_EXIT)
-        # A later exit handler may still send, so the outbox stays open, unless its disk fails or does not answer.
+        # A later exit handler may still send, so the outbox stays open, unless the disk fails or does not answer.
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(self._log_forgotten)
-        # From now on, the collection of the producer has no effect. Exit handlers and finalizers can still close it.
+        # From now on, the collection of the producer has no effect. Exit handlers can still close the producer.
         self.detach()

@@ -1,4 +1,4 @@
-"""A latch for which threads wait: the end of a close, and the settlement of a message."""
+"""`Latch` lets threads wait for the end of a close, or until a message is settled."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ __all__ = ["Latch"]
 
 
 class Latch:
-    """A flag that is set once. Any number of threads can wait for it.
+    """A flag that is set only once. Any number of threads can wait until it is set.
 
-    It replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay locked.
-    Then the I/O thread, which sets the `Event`, would wait for this lock without end.
+    `Latch` replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay
+    locked. Then the I/O thread, which sets the `Event`, would wait for this lock forever.
     """
 
     __slots__ = ("_locks", "is_set")
 
     def __init__(self) -> None:
-        #: Whether the latch is set.
         self.is_set = False
         # One lock for each waiting thread.
         self._locks: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Wake all waiting threads. A second call completes an interrupted first one."""
+        """Set the latch, and wake all waiting threads. If Ctrl-C has interrupted a call, a second call completes it."""
         self.is_set = True
         for lock in tuple(self._locks):
             try:
                 lock.release()
             except RuntimeError:
-                # The lock is released already.
+                # Another call has already released the lock.
                 continue
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the latch is set.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             True if the latch is set; False after the timeout.
@@ -45,7 +44,7 @@ class Latch:
             lock = threading.Lock()
             lock.acquire()
             self._locks.append(lock)
-            # If the latch was set meanwhile, `set` may have missed this lock.
+            # If the latch was set meanwhile, `set` may not have seen this lock.
             if not self.is_set:
                 lock.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
             self._locks.remove(lock)

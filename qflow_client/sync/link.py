@@ -1,6 +1,6 @@
-"""A connection that belongs to one `Producer`. pika runs it on an I/O thread, with the tap at its socket.
+"""A connection that belongs to one `Producer`. pika runs the connection on an I/O thread, with a `Tap` at the socket.
 
-The engine makes a `Link` for each host that it tries. After a loss of the connection, the link connects again.
+`Engine` makes a `Link` for each host that the engine tries. If the connection is lost, the link connects again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
-# Seconds that the abort of a connection may take. It does not wait for the broker.
+# The longest wait for the abort of a connection, in seconds. An abort does not wait for the broker.
 _CUT_GRACE = 0.3
 # pika's time limits for connecting are this many seconds longer than `connect_timeout`.
 _MARGIN = 1.0
@@ -62,7 +62,7 @@ _REFUSED = re.compile(r"ConnectionClosedByBroker: \((\d+)\) (.*)", re.DOTALL)
 
 
 def _cause(error: object) -> object:
-    """Return the original error, which pika has wrapped several times."""
+    """Return the original error, which pika has wrapped in other errors."""
     if isinstance(error, PikaConnectionClosed):
         return error
     causes = getattr(error, "exceptions", None) or getattr(error, "args", ())
@@ -102,7 +102,7 @@ def url_parameters(url: str) -> pika.URLParameters:
         why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Raised outside the handlers. Otherwise the original error, which may contain the password, would be the context.
+    # Raise outside the handlers, so that the context is not the original error, which may contain the password.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
@@ -117,8 +117,8 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's default limits may be shorter than `connect_timeout`. They are replaced by a longer limit, so the error is
-    # that of `connect_timeout`. A shorter limit in the URL is kept.
+    # pika's default limits may be shorter than `connect_timeout`. Replace them by longer limits, so that
+    # `connect_timeout` ends the try. Keep a shorter limit that the URL contains.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
@@ -130,14 +130,14 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
 class Link(ChannelIO):
     """The producer's connection, its I/O thread, and the publishing channel.
 
-    Lost connections and channels are replaced. The thread runs pika's own loop, so heartbeats are sent even if the
+    Lost connections and channels are replaced. The I/O thread runs pika's own loop, so heartbeats are sent even if the
     application is busy.
 
     Args:
-        hosts: pika's parameters of each host, from `parameters`.
-        after: called on the I/O thread, without the lock, after any possible change of the protocol.
+        hosts: pika's connection parameters for each host, made by `parameters`.
+        after: called on the I/O thread, without `lock`, after every event that may have changed the protocol.
         topology: the objects to declare on each connection; ``None`` for nothing.
-        asker: requests the credentials; ``None`` if the hosts' URLs contain them.
+        asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class Link(ChannelIO):
         self._is_open = self._is_up = False
         # True if a lost connection will not be replaced.
         self._leaves = False
-        # The timer for the next try to connect, or for the end of a try that takes too long; ``None`` without a timer.
+        # The timer that starts the next try to connect, or ends a try that takes too long; ``None`` without a timer.
         self._next: Any = None
-        # Why this link ends the connection, and whether further tries are useless; ``None`` if it does not end it.
+        # If this link ends the connection: the reason, and whether all further tries would fail. Otherwise ``None``.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -183,14 +183,14 @@ class Link(ChannelIO):
 
     @property
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if no try has failed since the last connection."""
+        """Why the newest try to connect failed; empty if no try has failed since a connection was last open."""
         return self._reconnection.last
 
     def open(self, timeout: float) -> None:
-        """Connect and open the channel; with `connect_in_background`, only start to connect.
+        """Connect and open the channel. With the setting `connect_in_background`, only start to connect.
 
         Args:
-            timeout: maximum seconds to connect, authenticate and open the channel, together.
+            timeout: the longest time in seconds to connect, authenticate and open the channel, together.
 
         Raises:
             ConnectionFailed: connecting failed; the text gives the reason.
@@ -225,10 +225,10 @@ class Link(ChannelIO):
         """Settle all unsettled messages with the reason `GIVEN_UP`, and close the connection.
 
         Args:
-            timeout: seconds that the broker may take to answer. Then the connection is aborted.
+            timeout: the longest wait for the broker's answer in seconds. After this time the connection is aborted.
         """
         if self._thread.ident is None:
-            # Ctrl-C has interrupted `open` before it started the thread.
+            # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()
             return
         self.services.add_callback_threadsafe(self._leave)
@@ -242,7 +242,7 @@ class Link(ChannelIO):
         """Abort the connection, if it has not ended."""
         self.services.add_callback_threadsafe(self._cut)
 
-    # On the I/O thread.
+    # The methods below run on the I/O thread.
 
     def _run(self) -> None:
         try:
@@ -252,7 +252,7 @@ class Link(ChannelIO):
             self._connect()
             self.services.run()
         except BaseException as error:
-            # After any error, no caller may wait longer, and the connection must end.
+            # After any error, all waiting callers must get an error, and the connection must end.
             log(
                 logging.ERROR,
                 "%s: the I/O thread failed, and the connection is closed",
@@ -266,7 +266,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report earlier changes. From now on each thread reports its own changes.
+            # Report the changes that are not reported yet. From now on each thread reports its own changes.
             self._after()
             self.services.close()
 
@@ -312,7 +312,7 @@ class Link(ChannelIO):
         self._cut()
 
     def _open_channel(self) -> None:
-        """Called when the broker has closed the channel but not the connection."""
+        """Open another channel, because the broker has closed the channel but not the connection."""
         self._next = None
         connection = self._connection
         if connection is not None and connection.is_open:
@@ -328,7 +328,7 @@ class Link(ChannelIO):
             connection.channel(on_open_callback=lambda channel: self._declare(channel, declarations))
 
     def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
-        """Make the declarations, and then open the channel."""
+        """Make the declarations on `channel`, and then open the publishing channel."""
         channel.add_on_close_callback(lambda _channel, reason: ended(reason))
         declaration: Declaration | None = None
 
@@ -375,7 +375,7 @@ class Link(ChannelIO):
             self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        # `open` waits only for the first connection, and may have stopped waiting.
+        # `open` waits only for the first channel, and may no longer be waiting.
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
@@ -408,7 +408,7 @@ class Link(ChannelIO):
                 self._forget_next()
                 self._next = self.services.call_later(pause, self._open_channel)
                 return
-        # The connection has no other purpose than this channel.
+        # Close the connection too, because only this channel uses it.
         self._fail(_words(reason))
 
     def _fail(self, why: str, *, final: bool = False) -> None:
@@ -480,7 +480,7 @@ class Link(ChannelIO):
 
     def _cut(self) -> None:
         if self._is_open:
-            # pika logs an error if an open connection ends without a close.
+            # Close first, because pika logs an error if an open connection ends without a close.
             self._close()
             self.services.abort()
         elif self.services.tapped is not None:

@@ -9,6 +9,6 @@ __all__ = ["SpilledReceipt"]
 
 
 class SpilledReceipt(Spilled, SyncReceipt):
-    """The receipt of a message that a `Producer` put into its outbox, to send it later."""
+    """The receipt of a message that a `Producer` put into its outbox in order to send it later."""
 
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")

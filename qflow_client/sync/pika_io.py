@@ -1,9 +1,8 @@
-"""Puts the tap between pika and the socket, through pika's public interface for I/O services.
+"""Puts a `Tap` between pika and the socket, through pika's public interface for I/O services.
 
-After pika has connected a socket, it calls `create_streaming_connection` of its I/O services. The services of this
-module wrap the socket there. Received data goes through the tap before pika gets it. When pika sends data, the data
-waits for a frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link use
-this.
+When pika has connected a socket, it calls `create_streaming_connection`, where `TapIOServices` wraps the socket. The
+tap filters received data before pika gets the data. Data that pika sends waits for a frame boundary. `pump` writes the
+producers' bytes when the socket accepts them. `Link` and `SharedLink` use this module.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# Consecutive reads of a TLS socket. More reads follow only while the TLS layer has decrypted data.
+# Number of consecutive reads of a TLS socket. More reads follow only while the TLS layer still has decrypted data.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -47,11 +46,11 @@ class _TapSocket:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         # Whether the socket accepted only a part of pika's present chunk.
         self.library_mid_chunk = False
-        # Set by the first failed write, and when the connection is aborted. pika finds the error when it reads.
+        # Whether a write has failed or the connection was aborted. pika notices this at its next read.
         self.broken = False
         # Whether the socket accepts no more bytes of producers for now.
         self.full = False
-        # A partly written TLS record of a producer.
+        # A partly written TLS record of a producer; empty if there is none.
         self._begun_record = b""
         self.write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         services.tapped, services.peer = self, peer_of(sock)
@@ -64,26 +63,26 @@ class _TapSocket:
         reads = 0
         while True:
             if services.tap.error is not None:
-                # This call raises the error. Frames before the error were passed on.
+                # `received` raises the error of the tap. pika already has all frames before the error.
                 services.received(b"")
             data = self._sock.recv(_READ_CHUNK)
             if not data:
                 return b""
             passed = services.received(data)
             if services.tap.error is not None:
-                # pika does not continue to read by itself after a large read.
+                # After a large read, pika may not read again by itself. The abort makes the socket readable.
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
             if not self._is_tls:
                 raise BlockingIOError(errno.EAGAIN, "there is no data for pika")
-            # A TLS socket may buffer bytes that poll does not report, so it is read until the buffer is empty.
+            # A TLS socket may buffer bytes that poll does not report, so read until this buffer is empty.
             reads += 1
             if reads >= _TLS_READS and not self._sock.pending():
                 raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "there is no data for pika")
 
     def send(self, data: bytes) -> int:
-        """Send data of pika at the next frame boundary."""
+        """Send pika's data if it is pika's turn to write. Otherwise raise the error of a full socket."""
         services = self._services
         if not self.library_mid_chunk and (
             self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
@@ -103,7 +102,7 @@ class _TapSocket:
         return sent
 
     def send_ours(self, data: bytes) -> int:
-        """Return how many bytes are sent or cannot be withdrawn. `full` is False if the socket accepts more."""
+        """Send the producers' data, and set `full`. Return how many bytes are sent or can no longer be withdrawn."""
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
@@ -119,7 +118,7 @@ class _TapSocket:
         return sent
 
     def finish_record(self) -> None:
-        """Continue a partly written TLS record. If there is none, the socket is not full."""
+        """Continue a partly written TLS record. If there is no such record, set `full` to False."""
         if self._begun_record:
             data, self._begun_record = self._begun_record, b""
             self.send_ours(data)
@@ -127,14 +126,14 @@ class _TapSocket:
             self.full = False
 
     def cut(self) -> None:
-        """Abort the connection. pika notices this when it reads."""
+        """Abort the connection. pika notices the abort at its next read."""
         self.broken = True
         with suppress(OSError):
-            # After `SSLSocket.shutdown`, further data would be read as plain text.
+            # Do not call `SSLSocket.shutdown`, after which further data would be read as plain text.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """The parent's connection stays open."""
+        """In a forked child, close the copy of the socket. The parent's connection stays open."""
         _close_copy(self._sock)
 
     def close(self) -> None:
@@ -149,7 +148,7 @@ def _close_copy(sock: socket.socket) -> None:
 
 
 class _TapContext(ssl.SSLContext):
-    """A TLS context that makes tapped sockets with the application's context, which is not changed."""
+    """A TLS context that makes `_TapSocket` objects. The application's context makes the TLS sockets."""
 
     _context: ssl.SSLContext
     _services: TapIOServices
@@ -165,15 +164,15 @@ class _TapContext(ssl.SSLContext):
 
 
 class TapIOServices(SelectorIOServicesAdapter):
-    """pika's I/O services with the tap at the socket. They serve one connection after the other.
+    """pika's I/O services, with a `Tap` at the socket. One object serves several connections, one after the other.
 
-    Only the thread of the loop may use them, except `wake` and `add_callback_threadsafe`.
+    Any thread may call `wake` and `add_callback_threadsafe`. Only the thread of the loop may call the other methods.
 
     Args:
-        lock: held around every use of the tap and of its channels.
-        after: called, without the lock, after any possible change of a channel.
-        delay: called under the lock with the number of bytes that were read. Returns how many seconds to wait before
-            the next read, so that answers accumulate. By default there is no wait.
+        lock: the lock that is held during every change of the tap and of its channels.
+        after: called, without `lock`, after every event that may have changed a channel.
+        delay: called under `lock` with the number of bytes of a read. Returns the seconds to wait before the next read,
+            so that the broker's answers accumulate. The default is not to wait.
     """
 
     def __init__(
@@ -184,9 +183,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # it accepts pika's own loop
-        # Calls that other threads request, and the socket pair that wakes the loop. pika's own method uses a lock. A
-        # signal handler or a finalizer may interrupt a thread that has this lock, and would wait for itself.
+        # The calls that other threads request. pika's own queue of calls uses a lock. A signal handler or a finalizer
+        # may interrupt a thread that holds this lock, and would wait for the lock forever.
         self._calls: deque[Callable[[], object]] = deque()
+        # The socket pair that wakes the loop.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -195,48 +195,49 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.lock = lock
         self._after = after
         self._delay = delay
-        # The connected socket; ``None`` without a connection.
+        # The connected socket; ``None`` while there is no connection.
         self.tapped: _TapSocket | None = None
-        #: The address of the present or last connection; ``None`` before the first.
+        #: The broker's address in the newest connection; ``None`` before the first connection.
         self.peer: tuple[str, int] | None = None
-        # pika's transport for the socket. With TLS, it is set after the handshake.
+        # pika's transport for the socket. With TLS, the attribute is set after the handshake.
         self._transport: Any = None
-        # The last socket that pika tried to connect.
+        # The socket of pika's newest try to connect; ``None`` before the first try.
         self._connecting: socket.socket | None = None
-        # pika's callback for a writable socket, and whether producers also wait for a writable socket.
+        # pika's callback for a writable socket; ``None`` if pika does not wait for one.
         self._library_writer: Callable[[], None] | None = None
+        # Whether producers wait for a writable socket.
         self._ours = False
-        #: Sorts the addresses of a host name, for pika to try; ``None`` for the resolver's order.
+        #: Puts the addresses of a host name into the order in which pika tries them; ``None`` for the resolver's order.
         self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
-        # Bytes that pika has sent since the last write of a producer.
+        # Number of bytes that pika has sent since a producer last wrote.
         self.library_sent = 0
-        # True while `pump` runs or is scheduled. `pump` clears it before its last check for output. So a thread that
-        # adds output and finds it True does not need to wake the I/O thread.
+        # True while `pump` runs or is scheduled. `pump` clears the flag before its final check for output. So a thread
+        # that has added output and finds the flag True need not wake the I/O thread.
         self.awake = False
         # How often `awake` was cleared.
         self._rests = 0
-        # Whether `wake` may set `awake`, see `wake`.
+        # Whether `wake` sets `awake`; see `is_undisturbed`.
         self._may_set_awake = is_undisturbed()
 
     def wake(self) -> None:
-        """Schedule `pump`. Any thread may call this at any time, after it has added output."""
+        """Schedule `pump`. Any thread may call this method after it has added output."""
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
-        # Set `awake` last, so that after an interrupt before this line the next sender wakes the I/O thread. If the I/O
-        # thread has cleared `awake` meanwhile, it stays False. No other code runs between the check and the assignment,
-        # see `is_undisturbed`.
+        # Set `awake` last. If an exception interrupts this method earlier, the next sender wakes the I/O thread. If the
+        # I/O thread has cleared `awake` meanwhile, `awake` stays False. No other code runs between this check and the
+        # assignment (see `is_undisturbed`).
         if self._may_set_awake and rests == self._rests:
             self.awake = True
 
     def _rest(self) -> None:
-        """From now on, a thread that adds output wakes the I/O thread."""
+        """Clear `awake`, so that a thread that adds output wakes the I/O thread."""
         self._rests += 1
         self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
-        """Same as pika's method. It may be called at any time, even in a signal handler or a finalizer."""
+        """Same as pika's method, but signal handlers and finalizers may also call it."""
         self._calls.append(callback)
-        # If the socket is full, the bytes in it wake the loop.
+        # If the socket pair is full, the bytes in it already wake the loop.
         with suppress(OSError):
             self._waker.send(b"\0")
         if self._waker.fileno() < 0:
@@ -244,7 +245,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.clear()
 
     def _on_woken(self) -> None:
-        # Read first, so that calls that are requested from now on wake the loop again.
+        # Read before the calls are made, so that calls that are requested meanwhile wake the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
@@ -269,21 +270,21 @@ class TapIOServices(SelectorIOServicesAdapter):
                 ) from error
             self.awake = True
             delay = 0.0 if passed else self._delay(len(data))
-        # Write output before `after` wakes threads, because they compete for the interpreter.
+        # Write output before `after` wakes threads, because the woken threads compete for the interpreter.
         self.pump()
         self._after()
         if delay:
-            # Meanwhile answers accumulate in the socket, and senders add messages without waking this thread.
+            # During the sleep, answers accumulate in the socket, and senders add messages without waking this thread.
             self.awake = True
             time.sleep(delay)
             self.pump()
         return passed
 
     def pump(self) -> None:
-        """Write the channels' bytes until there are no more or the socket is full."""
+        """Write the channels' bytes until all are written or the socket is full."""
         tapped = self.tapped
         if tapped is None or tapped.broken or tapped.library_mid_chunk:
-            # `pump` is called again when this state ends.
+            # When there is a connection, or pika's chunk is written, `pump` is called again.
             with self.lock:
                 self._rest()
                 self.awake = tapped is not None and tapped.library_mid_chunk
@@ -292,9 +293,9 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # If pika has data to write, and has written nothing since the last write of a producer, pika writes at the
-            # next frame boundary. Otherwise a socket that is always full would delay pika's heartbeats and acks without
-            # end. This method is called again when the socket is writable. Similarly, after about one chunk of pika, a
+            # pika and the producers write in turns, so that a socket that is always full does not delay pika's
+            # heartbeats and acks without end. If pika has data to write, and has written nothing since a producer last
+            # wrote, only the present frame is completed here. Then pika writes. After about one chunk of pika, a
             # producer writes.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
@@ -348,7 +349,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
     ) -> Any:
-        """Same as pika's method, with the tap at the socket."""
+        """Same as pika's method, with the `Tap` at the socket."""
         tapped = sock
         if ssl_context is not None:
             ssl_context = _TapContext(ssl_context, self)
@@ -363,8 +364,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         try:
             return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
-            # The peer has reset the connection already. pika treats that as a mistake of the caller. It has closed the
-            # socket, and raises an error that no other code catches.
+            # The peer has already reset the connection. pika treats this as a mistake of the caller: pika has closed
+            # the socket, and has raised an error that no other code catches.
             self.tapped = None
             error = ConnectionResetError(errno.ECONNRESET, "the connection was reset as soon as it was open")
             return self.call_later(0.0, partial(on_done, error))
@@ -386,7 +387,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         return had
 
     def forget(self) -> None:
-        """Close a forked child's copy of the socket. The connection belongs to the parent."""
+        """In a forked child, close the copy of the socket. The connection belongs to the parent."""
         if self._connecting is not None:
             _close_copy(self._connecting)
         if self.tapped is not None:
@@ -400,7 +401,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._transport.abort()
 
     def untap(self) -> None:
-        """Stop watching the socket, and forget it. Call this before the socket is closed."""
+        """Stop watching the socket, and drop the references to it. Call this method before the socket is closed."""
         self._transport = None
         assert self.tapped is not None
         fd = self.tapped.fileno()
@@ -416,7 +417,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             super().remove_writer(fd)
 
     def _on_writable(self) -> None:
-        # A partly written frame is completed first.
+        # Complete a partly written frame before pika writes.
         self.pump()
         if self._library_writer is not None:
             self._library_writer()

@@ -1,7 +1,7 @@
 """`Producer` publishes messages from threads.
 
-It checks the arguments of calls, and admits a message immediately if there is room. Its `Engine` does the rest: it
-connects, waits, writes and closes. The common part of both producers is `BaseProducer`.
+`Producer` checks the arguments of calls, and admits a message immediately if there is room. The producer's `Engine`
+connects, waits, writes and closes. `BaseProducer` has the common part of `Producer` and `AsyncProducer`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
-# `send_many` puts this number of messages into the outbox, and then waits for the disk.
+# After this number of messages for the outbox, `send_many` waits for the disk.
 _AT_ONCE = 64
 
 _monotonic = time.monotonic
 
 
 def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Generator[Any, Any, Any]:
-    # The `yield` makes this function a generator.
+    # `yield` makes this function a generator.
     yield from ()
     return function(*arguments, **named)
 
@@ -65,39 +65,39 @@ class Producer(BaseProducer[SyncReceipt]):
     of a ``with`` block, the producer is closed. If the application drops a producer without closing it, the producer
     issues a `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
-    If an exception leaves the ``with`` block, closing does not wait at all during the holds ``channel_flow``,
-    ``connection_blocked``, ``disconnected`` and ``refused``. During ``capacity`` and ``transport`` it waits only while
-    the broker continues to answer. Without these holds it waits like `close`. Undelivered messages are logged and noted
-    on the exception. The attribute ``undelivered`` of the exception is an `UndeliveredMessages`.
+    If an exception leaves the ``with`` block, closing does not wait during the holds ``channel_flow``,
+    ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
+    waits only while the broker continues to answer. Without these holds, closing waits like `close`. Undelivered
+    messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several URLs to try one after the other.
-        connection: a connection from `connect`, on which the producer opens a channel; ``None`` to make a connection.
+        connection: a connection from `connect`, on which the producer opens a channel; ``None`` for its own connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
-            stops the producer. If the callback calls `send`, it waits neither for other senders nor for other
+            stops the producer. A call of `send` by the callback waits neither for other senders nor for other
             callbacks.
-        on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
+        on_flow: called with every flow event, including the first event. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
-            try to connect. `connect_timeout` includes the time of this call. If the call raises an error, the try
+            try to connect. `connect_timeout` includes the time of this call. If the function raises an error, the try
             fails. The function is called again before the credentials expire, and the broker gets the new credentials
-            (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
-        settings: the settings; `keywords` replace some of their values.
+            (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
+        settings: the settings; `keywords` replace some of the values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: the manager that can stop and start all its producers together; by default that of the process.
+        manager: can stop and start all of its producers together; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
         RuntimeWarning: the producer is made on the thread of a running event loop, or `send` waits there, which blocks
-            the loop. Each producer warns once.
+            the loop. Each producer warns only once.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
         ConnectionFailed: no host accepted a connection.
-        TypeError: another argument has the wrong type.
+        TypeError: an argument has the wrong type.
     """
 
     _engine: Engine
@@ -128,7 +128,7 @@ class Producer(BaseProducer[SyncReceipt]):
             )
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         engine.warn_in_loop(stacklevel=3)
-        # Ctrl-C may interrupt any of these lines. No lock and no connection may stay open then.
+        # If Ctrl-C interrupts any of these lines, the outbox and the connection must be closed.
         try:
             engine.open(line, on_flow)
             assert engine.link is not None
@@ -158,13 +158,13 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
-            routing_key: the routing key; its default is chosen in the same way.
-            timeout: seconds that the call may be blocked; ``None`` for no limit, 0 to raise an error immediately. The
-                default is the setting `max_producer_flow_control_wait`. The outbox's disk may take 0.5 s longer.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
+            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
+            timeout: the longest wait in seconds; ``None`` for no limit, 0 to raise an error instead. The default is the
+                setting `max_producer_flow_control_wait`. With an outbox, the call may take 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
-            position: the position in the source up to which the application has read; ``None`` for none. The outbox
-                stores message and position in one commit (E13). Then the message is written to the broker.
+            position: the position in the source up to which the application has read; ``None`` for no position. The
+                outbox stores message and position in one commit (E13), before the message is written to the broker.
 
         Returns:
             The receipt, as soon as the message is admitted. The broker's confirm comes later.
@@ -175,9 +175,9 @@ class Producer(BaseProducer[SyncReceipt]):
             NestedCall: the call would wait for itself (E2); the message was not and will not be sent.
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
-            NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
+            NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
             SettingsError: a position is given, but there is no outbox; the message was not sent.
-            TypeError: the message is of another type, or `timeout` is not a number.
+            TypeError: the message has a type that is not accepted, or `timeout` is not a number.
             ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
@@ -225,14 +225,15 @@ class Producer(BaseProducer[SyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, the exception has an attribute ``receipts`` with the receipts
-        of the messages that were admitted before. These messages will be sent. After `NotDurable`, the last receipt is
-        that of the failed message, which was also admitted. No further message was taken from the iterable.
+        of the messages that were already admitted. All of these messages will be sent. After `NotDurable`, the last
+        receipt belongs to the message that failed, which was also admitted. No further message was taken from the
+        iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
-            timeout: seconds that each message may wait, as for `send`.
+            timeout: the longest wait of each message in seconds, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
@@ -245,7 +246,7 @@ class Producer(BaseProducer[SyncReceipt]):
         receipts: list[SyncReceipt] = []
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
-                # Imported here, because this module imports SQLite.
+                # This module is imported only here, because it imports SQLite.
                 from qflow_client.storing import store_many
 
                 for _ in store_many(
@@ -260,7 +261,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 ):
                     """It yields nothing."""
                 return receipts
-            # Other iterables may make a message only when the message before it is on disk.
+            # Another iterable may make its next message only after the message before is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:
@@ -284,13 +285,13 @@ class Producer(BaseProducer[SyncReceipt]):
         """Wait until all messages that were admitted before this call are settled.
 
         Args:
-            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
+            timeout: the longest wait in seconds; ``None`` for no limit. By default `max_producer_flow_control_wait`.
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
                 The error contains the messages of all threads. If several threads call `flush`, only one of them gets
-                it.
+                the error.
             NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
@@ -315,7 +316,7 @@ class Producer(BaseProducer[SyncReceipt]):
         """Wait until there are no holds. In a callback, ignore the hold that slow callbacks cause.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.
@@ -345,14 +346,14 @@ class Producer(BaseProducer[SyncReceipt]):
         engine.ask(add)
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> Iterator[FlowEvent]:
-        """Return an iterator over the flow events from now on.
+        """Return an iterator over all later flow events.
 
         Args:
             kinds: as for `on_flow`.
 
         Returns:
-            An iterator for one thread. It waits for the next event, and ends when the producer is closed. If more than
-            `max_flow_events` events wait for the reader, the oldest events are dropped.
+            An iterator for one thread, which waits for the next event, and ends when the producer is closed. If more
+            than `max_flow_events` events wait for the reader, the oldest events are dropped.
         """
         events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
@@ -361,18 +362,18 @@ class Producer(BaseProducer[SyncReceipt]):
     # Closing.
 
     def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and end the connection. A second call only waits for the end of the first call.
+        """Flush, and end the connection. A second call only waits until the first call ends.
 
         The call returns within a second after the timeout, even if the broker or the network does not answer.
 
         Args:
-            timeout: seconds to wait until messages are settled; ``None`` for no limit. The default is the setting
-                `close_timeout`.
+            timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the
+                setting `close_timeout`.
 
         Raises:
             NestedCall: the call would wait for itself (E2). If the close has begun, another thread completes it and
                 logs the messages that were not delivered.
-            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others are lost.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others failed.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = close_deadline(timeout, self.settings)

@@ -1,4 +1,4 @@
-"""The receipts of a `Producer`. Threads can wait for their outcome."""
+"""`SyncReceipt` is the class of a `Producer`'s receipts. Threads can wait for the outcome of a message."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the creation of latches. It is held only for a moment, so one lock for all receipts is enough. It is reentrant,
-# because a finalizer may wait for a receipt at that moment.
+# Guards the creation of latches. One lock for all receipts is enough, because threads hold it only for a moment. The
+# lock is reentrant, because a finalizer may run on the same thread and wait for a receipt.
 _making = threading.RLock()
 
 
@@ -35,7 +35,7 @@ class SyncReceipt(Receipt):
         """Wait until the message is settled.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             True if the message is settled; False after the timeout.
@@ -52,7 +52,7 @@ class SyncReceipt(Receipt):
                 if self._waiter is None:
                     self._waiter = latch
             # The thread that settles the receipt sets the outcome, and then sets the latch, if there is one. So if
-            # there is no outcome here, the latch will be set.
+            # there is no outcome here, that thread will set this latch.
             if self._outcome is None:
                 self._waiter.wait(timeout)
         return self._outcome is not None
@@ -61,14 +61,14 @@ class SyncReceipt(Receipt):
         """Wait for the outcome.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.
 
         Raises:
-            ConfirmTimeout: the message is not settled yet. It may still be settled later.
-            DeliveryError: the message has another outcome; each outcome has its own subclass.
+            ConfirmTimeout: the message is not settled yet, but may still be settled later.
+            DeliveryError: the message has any other outcome; each outcome has its own subclass of this error.
             TypeError, ValueError: `timeout` is not a number.
         """
         if not self.wait(timeout):

@@ -15,7 +15,7 @@ from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["AsyncioConnection", "BaseConnection", "BlockingConnection", "IOLoop", "SelectConnection"]
 
-# pika 1.5 and later have it.
+# Only pika 1.5 and later have `Connection`.
 with suppress(ModuleNotFoundError):
     from qflow_client.pika.adapters.thread_safe_connection import Connection
 

@@ -45,16 +45,18 @@ _MANY_UNCONFIRMED = 16
 
 
 class _Services(SelectorIOServicesAdapter):
-    """pika's I/O services. They also report the state of the socket, and can write immediately."""
+    """pika's I/O services, which also report the state of the socket, and can write immediately."""
 
-    #: Whether pika's output is written immediately. Otherwise it is written after the next poll of the loop.
+    #: Whether pika's output is written immediately. If not, it is written after the next poll of the loop.
     eager = False
-    # The descriptor and handler of the connected socket; -1 and None before.
+    # The descriptor of the connected socket; -1 before the connection.
     _fd = -1
+    # The connected socket, and a poll object for this socket only; ``None`` before the connection.
     _sock: Any = None
     _poll: Any = None
-    # Whether the loop waits until the socket accepts bytes, and whether pika has just stopped waiting for this.
+    # Whether the loop waits until the socket accepts bytes.
     _watches = False
+    # Whether pika has just stopped waiting until the socket accepts bytes.
     _is_done = False
     # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
@@ -103,21 +105,21 @@ class _Services(SelectorIOServicesAdapter):
         return had
 
     def ready(self) -> int:
-        """Return ``POLLIN``, ``POLLOUT``, both, or an error."""
+        """Return the state of the socket: a combination of ``POLLIN``, ``POLLOUT`` and the flags for errors."""
         found: list[tuple[int, int]] = self._poll.poll(0)
         return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
-        """The kernel collects small writes for at most 200 ms."""
+        """If `on` is True, the kernel collects small writes for at most 200 ms."""
         if on is not self._is_corked:
             self._is_corked = on
-            # With TLS, the descriptor belongs to the TLS socket.
+            # With TLS, `_sock` has lost its descriptor to the TLS socket.
             if _TCP_CORK is not None and self._sock.fileno() >= 0:
                 with suppress(OSError):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Used only while pika does not wait for this."""
+        """End the loop's next poll when the socket is writable. Call this only while pika does not wait for this."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -129,15 +131,14 @@ class _Connection(SelectConnection):
     # Attributes of pika's class.
     frames_received: int
     flow_control: ConnectionFlow
-    #: The services that pika uses for its I/O.
     services: _Services
 
     @classmethod
     def create_connection(
         cls, connection_configs: Any, on_done: Any, custom_ioloop: Any = None, workflow: Any = None
     ) -> Any:
-        services = _Services(custom_ioloop or IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
-        start: Any = cls._start_connection_workflow  # type: ignore[attr-defined]  # made for this
+        services = _Services(custom_ioloop or IOLoop())  # type: ignore[arg-type]  # it accepts pika's own loop
+        start: Any = cls._start_connection_workflow  # type: ignore[attr-defined]  # private
 
         def make(parameters: Any) -> _Connection:
             made = cls(parameters=parameters, custom_ioloop=services, internal_connection_workflow=False)
@@ -170,13 +171,13 @@ _Connection.__name__ = SelectConnection.__name__
 class _Turns:
     """Processes the I/O of a `BlockingConnection`. Unlike pika, it does not wait until all output is written.
 
-    It calls no callbacks of the application. pika keeps their events for `process_data_events`.
+    This class calls no callbacks of the application. pika keeps the events for `process_data_events`.
     """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        # ``None`` if pika has created the connection. The state of the socket is unknown then.
+        # ``None`` if pika's own class has made the connection, so that the state of the socket is unknown.
         self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property
@@ -202,14 +203,14 @@ class _Turns:
                 loop.process_timeouts()
                 return True
             self.go_on_writing()
-            # This does not wait, because data can be read or written.
+            # `poll` does not wait here, because data can be read or written.
             if ready & ~_POLLOUT or (ready and self.unwritten):
                 loop.poll()
         loop.process_timeouts()
         return self.unwritten == 0 and services.ready() & _POLLOUT != 0
 
     def when_writable(self) -> None:
-        """Release the channels that waited for the socket."""
+        """Release the channels that wait for the socket, as soon as it is writable."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -253,7 +254,7 @@ class BlockingConnection(_pika.BlockingConnection):
     _impl: Any
 
     def __init__(self, parameters: Any = None, _impl_class: Any = None) -> None:
-        super().__init__(parameters, _impl_class or _Connection)  # type: ignore[arg-type]  # a class is what it takes
+        super().__init__(parameters, _impl_class or _Connection)  # type: ignore[arg-type]  # it accepts a class
         self._turns = _Turns(self)
 
     def _flush_output(self, *waiters: Any) -> None:
@@ -313,7 +314,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if the broker does not read, so that the block cannot close it in time."""
+    """Abort the connection if the ``with`` block cannot close it in time, because the broker does not read."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -362,7 +363,7 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Replaces pika's object for an answer. This package matches answers by their delivery tags."""
+    """Replaces pika's object for the broker's answer. This package matches answers by their delivery tags."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
@@ -393,7 +394,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether `basic_publish` returns before the confirm. Later calls then report failures.
+        # Whether `basic_publish` returns before the confirm. If so, later calls report failures.
         self._is_pipelined = False
 
     # Publishing.
@@ -414,8 +415,8 @@ class BlockingChannel(_pika.BlockingChannel):
             ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"``. The message was not sent.
             ConfirmTimeout: the message was written at least in part. Within `max_producer_flow_control_wait` the broker
                 did not confirm it, or did not read all of it. The outcome is unknown.
-            UnroutableError, NackError: as for pika. With pipelined confirms they are about earlier messages, and the
-                message of this call was not sent.
+            UnroutableError, NackError: as for pika. With pipelined confirms, these errors are about earlier messages,
+                and the message of this call was not sent.
         """
         flow, turns = self._flow, self._turns
         if self._is_pipelined and flow.closing_reason is not None:
@@ -454,7 +455,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._confirm(receipt, publish)
 
     def _check_open(self) -> None:
-        """Raise the error that pika raises after a wait."""
+        """If the channel or the connection has ended, raise the same error as pika."""
         closed = self._connection._closed_result
         if closed.ready:
             try:
@@ -464,7 +465,7 @@ class BlockingChannel(_pika.BlockingChannel):
         if self.is_closed:
             reason = self._flow.closing_reason
             if isinstance(reason, exceptions.ChannelClosedByBroker):
-                # Otherwise the traceback grows with each call, and keeps the refused messages in memory.
+                # Drop the traceback, which would grow with each call and keep the refused messages in memory.
                 raise reason.with_traceback(None)
             self._impl._raise_if_not_open()
 
@@ -539,7 +540,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._turns.until(deadline)
 
     def _confirm(self, receipt: Receipt, publish: Publish) -> None:
-        """Raise the same errors as pika."""
+        """Wait for the confirm of a message, and raise the same errors as pika."""
         if not receipt.done:
             wait, deadline = self._deadline()
             while not receipt.done and not self.is_closed:
@@ -551,7 +552,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.after()
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
-        # A late return belongs to an earlier message. Its call has already raised `ConfirmTimeout`.
+        # A late return belongs to an earlier message, whose call has already raised `ConfirmTimeout`.
         returned = [each for each in self._flow.returned if _is_of(each, publish)]
         self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
@@ -582,7 +583,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             TypeError: `republish` is not a channel of this class.
-            ValueError: `republish` is open, was closed by the broker, or had no pipelined confirms. This error is also
+            ValueError: `republish` is open, was closed by the broker, or had no pipelined confirms. The error is also
                 raised if this channel is already in confirm mode, or `pipelined` is False.
         """
         if republish is not None:
@@ -613,14 +614,15 @@ class BlockingChannel(_pika.BlockingChannel):
         """Wait until all published messages are confirmed.
 
         Args:
-            timeout: maximum seconds; ``None`` for no limit. The default is the setting
+            timeout: the longest wait in seconds; ``None`` for no limit. The default is
                 `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some messages are not confirmed. Their outcome is unknown.
-            NackError: the broker nacked messages. The attribute `messages` has them, with their ``Basic.Publish``. If
-                the channel itself dropped some of them, the notes of the error have their number and the reason.
-            UnroutableError: no queue has received some mandatory messages. The attribute `messages` has them.
+            ConfirmTimeout: some messages are not confirmed in time. The outcome of these messages is unknown.
+            NackError: the broker nacked messages. The attribute `messages` has these messages with their
+                ``Basic.Publish``. If the channel itself dropped some of them, the notes of the error have their number
+                and the reason.
+            UnroutableError: no queue has received some mandatory messages, which are in the attribute `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """
         wait, deadline = self._deadline(timeout)
@@ -640,7 +642,7 @@ class BlockingChannel(_pika.BlockingChannel):
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
         """The unconfirmed messages of confirm mode, in order.
 
-        On a closed channel they will never be confirmed. Each message has its ``Basic.Publish``, properties and body.
+        A closed channel confirms no message any more. Each message has its ``Basic.Publish``, properties and body.
         """
         protocol = self._flow.protocol
         receipts = [*protocol.reports.failures, *protocol.unsettled_receipts]
@@ -666,7 +668,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Settle the messages on the first call. Return an error if some messages were not delivered."""
+        """In the first call, wait until the messages are settled. Return an error if some were not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
@@ -710,14 +712,12 @@ class BlockingChannel(_pika.BlockingChannel):
                 return
         super().__exit__(exc_type, value, traceback)
 
-    # Flow.
-
     def add_on_flow_callback(self, callback: Callable[[FlowEvent], object]) -> None:
         """Call a callback with each flow event, in order.
 
         Args:
             callback: called in `BlockingConnection.process_data_events`, `BlockingConnection.sleep` and
-                `start_consuming`, like all callbacks of pika. It may call any method.
+                `start_consuming`, like all callbacks of pika. The callback may call any method.
         """
         self._flow.listen(lambda event: self._add_pending_event(_FlowNotice(callback, event)))
 
@@ -734,10 +734,10 @@ class BlockingChannel(_pika.BlockingChannel):
         """Wait until there are no holds. I/O continues during the wait.
 
         Args:
-            timeout: maximum seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds. False after the timeout.
+            True if there are no holds; False after the timeout.
 
         Raises:
             ChannelClosed, ConnectionClosed: as for pika's methods.

@@ -2,8 +2,8 @@
 
 pika runs the connection on a separate thread, the IOLoop's thread. Only this thread decides about the flow of a
 channel, so no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If
-there is certainly room, the publishing thread continues immediately, as with pika. Otherwise it waits until the message
-is written or rejected.
+there is certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread
+waits until the message is written or rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message whose thread may stop waiting at any time. Exactly one thread decides whether the message is sent."""
+    """A message whose thread can stop waiting at any time. Exactly one thread decides whether the message is sent."""
 
     future: Future[None]
 
@@ -58,9 +58,9 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """A `basic_publish` on another thread. That thread calls `accept` and `wait`. The IOLoop's thread calls the rest.
+    """A call of `basic_publish` outside the IOLoop's thread. The publishing thread calls only `accept` and `wait`.
 
-    The object is the waiter of its ticket. The step that admits the message also writes it and calls `set`. So
+    The object is the waiter of its `SendTicket`. The step that admits the message also writes it and calls `set`. So
     `on_publish` is called before the broker's answer can be read.
     """
 
@@ -70,9 +70,9 @@ class _Publishing:
         self._publish = publish
         self._on_publish = on_publish
         # ``None`` if no thread waits. The future is running after the message is admitted, and done when it is written
-        # or rejected. The thread cancels the future to withdraw the message.
+        # or rejected. To withdraw the message, the waiting thread cancels the future.
         self._future: Future[None] | None = None
-        # The ticket that waits until its message is admitted.
+        # The `SendTicket` of the message; ``None`` if the message need not wait.
         self._ticket: Any = None
 
     def accept(self) -> bool:
@@ -122,7 +122,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, the IOLoop's thread may have ended too. Then this call raises the reason.
+                # If the connection has ended, maybe with the IOLoop's thread, the call below raises the reason.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -145,7 +145,7 @@ class _Publishing:
             try:
                 self._channel.accepted.remove(self)
             except ValueError:
-                # The channel has ended before this call.
+                # The channel has ended, and `lose` has already handled the message.
                 return
         elif self._future.cancelled():
             return
@@ -215,7 +215,6 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     messages, a rate limit and a transport with more than `max_unwritten_bytes` stop publishing.
     """
 
-    #: The connection (internal).
     connection: Connection
     #: Messages that were accepted and are not in the waiting line yet; see `_Publishing.accept` (internal).
     accepted: deque[_Publishing]
@@ -243,7 +242,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         Raises:
             FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
                 sent and never will be.
-            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
+            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or the IOLoop's thread calls. The
                 message was not sent.
             ConnectionClosed, …: the connection has ended; the same error as pika's.
             ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself only logs this error.
@@ -316,7 +315,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
     _ioloop_ident: int | None = None
 
     def _on_connection_open(self, connection: Any) -> None:
-        # This runs on the IOLoop's thread, before any data after Connection.OpenOk is read.
+        # pika calls this method on the IOLoop's thread, before it reads any data that follows Connection.OpenOk.
         self._ioloop_ident = get_ident()
         follow(connection)
         ConnectionFlow.of(connection).on_forked = self._leave_to_parent
