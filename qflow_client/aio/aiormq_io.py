@@ -72,7 +72,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store asyncio's transport. The library does not use it, but the transport that `tap` makes."""
+        """Store asyncio's transport. The library uses another transport, which `tap` makes."""
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
@@ -185,8 +185,8 @@ class TapTransport(asyncio.Transport):
         # that has added output and finds the flag True need not call `wake`.
         self.awake = False
         self._thread = get_ident()
-        # Gets the number of bytes of a read. Returns the seconds to wait before the next read, so that the broker's
-        # answers accumulate. ``None`` on a shared connection, where reads do not wait.
+        # Called with the number of bytes of a read. Returns the seconds to wait before the next read, so that the
+        # broker's answers accumulate. ``None`` on a shared connection, where reads do not wait.
         self.delay: Callable[[int], float] | None = None
         # The timer that ends the wait before the next read; ``None`` while there is no such wait.
         self._gathers: asyncio.TimerHandle | None = None

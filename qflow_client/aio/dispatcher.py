@@ -44,7 +44,6 @@ class Dispatcher:
         try:
             callback(argument)
         except Exception as error:
-            # An exception of the application must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         finally:
             self.is_running = False

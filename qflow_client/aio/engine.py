@@ -138,7 +138,6 @@ class Engine(BaseEngine):
         self._all_ended = asyncio.Event()
         #: The event loop of the producer; set by `open`.
         self.loop: asyncio.AbstractEventLoop | None = None
-        # The thread of the loop; set by `open`.
         self._thread: int | None = None
         #: Calls the application's callbacks on the loop; set by `open`.
         self.dispatcher: Dispatcher | None = None
@@ -226,8 +225,7 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
-            # If the outbox is closed meanwhile, its opening fails. Read the error, because asyncio would log an unread
-            # error.
+            # If the outbox is closed meanwhile, the opening fails. Read this error, because otherwise asyncio logs it.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
                 # Wait for the end of the opening. Without this wait, the next producer could find the outbox in use.
@@ -437,7 +435,7 @@ class Engine(BaseEngine):
             self._log_undelivered(await self.close(deadline))
 
         def start() -> None:
-            # Keep a reference to the task, because the loop does not. A second task would only wait for the first task.
+            # Keep a reference to the task, because the loop keeps none. A second task would only wait for the first.
             if self._ending is None and self.loop is not None:
                 self._ending = self.loop.create_task(close())
 

@@ -96,7 +96,7 @@ class Link:
         self._channel: Any = None
         # The number of the channel while it is attached to the tap; otherwise ``None``.
         self._number: int | None = None
-        # Done when the partly written message is complete; ``None`` while `close` does not wait for that.
+        # Done when the partly written message is complete; ``None`` while `close` does not wait for this message.
         self._ended: asyncio.Future[None] | None = None
         # The task that closes the producer's own connection or the channel; ``None`` before this task begins.
         self._closing: asyncio.Task[None] | None = None
@@ -309,7 +309,7 @@ class Link:
         until = self._loop.time() + patience
         channel = self._channel if self._number is not None else None
         if channel is not None and not await self._end_message(until + BRIEF):
-            # AMQP forbids a close inside a message. The broker would end the connection.
+            # AMQP forbids a close inside a message, and the broker would end the connection.
             log(
                 logging.WARNING,
                 "%s: channel %d is left open, because a message on it is partly written and the broker does not read "
@@ -325,7 +325,7 @@ class Link:
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
-        """Complete the partly written message, and write no further message. Return False at the time `until`."""
+        """Complete the partly written message, and write no further one. Return False at the deadline `until`."""
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
@@ -364,7 +364,7 @@ class Link:
         # A broker that blocks the connection, or has stopped reading, would not read a close.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
-        # The end of the channel may already have started this task.
+        # If the channel has already ended, this task may exist.
         if self._closing is None:
             self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)

@@ -15,7 +15,6 @@ from qflow_client.topology import Topology
 
 __all__ = ["open_channel"]
 
-# Maximum number of channels on an AMQP connection.
 _CHANNEL_MAX = 65535
 
 
@@ -68,7 +67,7 @@ async def _declare(amqp: Any, topology: Topology, url: str) -> None:
 
 
 def _free_number(amqp: Any, url: str) -> int:
-    """Return a free channel number. The tap needs it before the channel opens, so aiormq cannot choose the number."""
+    """Return a free channel number. The tap needs the number before the channel opens, so aiormq cannot choose it."""
     taken = amqp.channels
     highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
     number = max(taken, default=0) + 1

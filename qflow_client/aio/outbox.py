@@ -1,4 +1,4 @@
-"""Receipts and waits for the disk, for an `AsyncProducer` with an outbox. `Engine` uses this module."""
+"""The receipts of an `AsyncProducer` with an outbox, and its waits for the disk. `Engine` uses this module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Wait(NamedTuple):
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk. All waits that begin in one turn of the loop share a commit.
+    """Lets tasks wait until their messages are on disk. All waits that begin in one iteration share a commit.
 
     Args:
         storage: the producer's outbox, which need not be open yet.
@@ -60,7 +60,7 @@ class Commits:
         """Wait until all messages that are in the outbox now are on disk.
 
         Args:
-            receipt: the receipt of the caller's last message. The error contains it.
+            receipt: the receipt of the caller's last message, for the error.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:

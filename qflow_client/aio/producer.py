@@ -79,9 +79,9 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
             coroutine function is awaited in the loop. Any other function is called on a separate thread, and may return
-            an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try
-            fails. The function is called again before the credentials expire, and the broker gets the new credentials
-            (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
+            an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try to
+            connect fails. The function is called again before the credentials expire, and the broker gets the new
+            credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
         settings: the settings; `keywords` replace some of the values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
@@ -136,7 +136,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         return self
 
     def _connected(self) -> None:
-        """Called by the engine when it is connected. If this method raises an error, the engine ends."""
+        """Called by the engine when the producer is connected. If this method raises an error, the engine ends."""
         engine = self._engine
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
@@ -165,7 +165,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 to raise an error instead. The default is the
-                setting `max_producer_flow_control_wait`. With an outbox, the call may take 0.5 s longer.
+                setting `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
             position: the position in the source up to which the application has read; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
@@ -235,9 +235,9 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts`` with the receipts of the messages that were already admitted. All of these messages will be sent.
-        After `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further
-        message was taken from the iterable.
+        ``receipts`` with the receipts of the messages that were already admitted. All of them will be sent. After
+        `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further message
+        was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -368,7 +368,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
                 setting `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others failed.
+            UndeliveredMessages: some messages were not delivered and not reported before. No other message is lost.
             WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(close_deadline(timeout, self.settings))

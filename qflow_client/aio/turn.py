@@ -69,7 +69,7 @@ class Deadlines:
         """Start the time limit of a future.
 
         Args:
-            waiter: the future. Call `remove` when it is done.
+            waiter: the future, which must be removed with `remove` when it is done.
             now: the present time in seconds of `time.monotonic`, which must not decrease from call to call.
         """
         if self._seconds is None:
@@ -85,7 +85,7 @@ class Deadlines:
         self._times.pop(waiter, None)
 
     def end(self) -> None:
-        """Cancel the timer if no future needs it. A later `add` begins again."""
+        """Cancel the timer if no future needs it. A later `add` starts a new timer."""
         if all(waiter.done() for waiter in self._times):
             self._disarm()
 

@@ -48,7 +48,7 @@ class Channel(_aio_pika.Channel):
 
     def _make_flow(self) -> None:
         connection = self._connection
-        #: The channel's flow (internal).
+        #: The flow control of the channel (internal).
         self.flow_control = ChannelFlow(
             connection.flow_settings,
             confirms=self.publisher_confirms,

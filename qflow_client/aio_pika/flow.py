@@ -78,7 +78,6 @@ AIO_PIKA = replace(
 )
 
 _BODY_HEAD = Struct(">BHI")
-# Class id and method id.
 _BASIC_PUBLISH = 60, 40
 # If more than this number of bytes are unwritten, all of them are written immediately.
 _SEPARATE_WRITE = 1 << 13
@@ -148,7 +147,7 @@ class ChannelFlow(DropInFlow):
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
         # The futures for the results of mandatory messages. The key is the message id.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
-        # The error that ended aiormq's newest channel. Calls whose messages were published on this channel raise it.
+        # The error that ended aiormq's newest channel. Publishing calls that used the channel raise this error.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
@@ -161,7 +160,7 @@ class ChannelFlow(DropInFlow):
     # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. If it replaces a lost one, messages wait until `restored` is called.
+        """Start flow control on an open channel. On a replacement channel, messages wait until `restored` is called.
 
         Args:
             tapped: the connection's `TapTransport`, or an object that replaces it.
@@ -287,9 +286,10 @@ class ChannelFlow(DropInFlow):
 
         Args:
             mandatory: whether the broker returns the message if no queue receives it.
-            timeout: maximum seconds of the whole call. With ``None`` the setting `max_producer_flow_control_wait`
-                applies twice: to the wait while the channel is flowed, and to the wait for the confirm.
-            wait: whether to wait until the message is written, if there are no confirms.
+            timeout: the longest time of the whole call in seconds. With ``None`` the setting
+                `max_producer_flow_control_wait` applies twice: to the wait while flowed, and to the wait for the
+                confirm.
+            wait: without confirms, whether to wait until the message is written.
 
         Raises:
             FlowControlTimeout: no byte of the message was written in time. The message will never be sent.
@@ -319,8 +319,8 @@ class ChannelFlow(DropInFlow):
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
-            # If a consumer is cancelled because the channel is closed, aiormq raises the reason. Some versions of
-            # aiormq do not have this method.
+            # If a consumer is cancelled because the channel is closed, `_raise_on_channel_close` raises the reason.
+            # Some versions of aiormq do not have this method.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise
@@ -427,7 +427,7 @@ class ChannelFlow(DropInFlow):
             raise self._ended_by() from None
 
     def _ended_by(self) -> BaseException:
-        """Return the error for messages that were published on the last channel."""
+        """Return the error for messages that were published on the newest channel."""
         return self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
 
     def _withdraw(self, receipt: Receipt) -> bool:
@@ -437,7 +437,7 @@ class ChannelFlow(DropInFlow):
         return withdrawn
 
     def _end_wait(self, receipt: Receipt) -> bool:
-        """Withdraw a message whose call has ended. Return True if no byte of it was written."""
+        """Withdraw a message whose call has ended. Return True if no byte of the message was written."""
         if self._withdraw(receipt):
             return True
         if receipt._outcome is None and self._number is None:
@@ -504,8 +504,6 @@ class ChannelFlow(DropInFlow):
                     log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
             settled.set_result(message)
 
-    # After a change.
-
     def after(self) -> None:
         """Report returned messages, wake waiters, and report logs and flow events."""
         self._passes_on = False
@@ -532,7 +530,7 @@ class ChannelFlow(DropInFlow):
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # Write the answer to a stop (``Channel.Flow``) immediately, but that to a restart with the waiting messages.
+        # Write the answer to a stop immediately. The answer to a restart is written together with the waiting messages.
         return protocol.unwritten > _SEPARATE_WRITE or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:

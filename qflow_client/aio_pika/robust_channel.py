@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages even without a connection. Without it, a message waits for a limited time."""
+    """An exchange that accepts messages even without a connection, for which a message waits for a limited time."""
 
     # Attributes of aio-pika's class.
     channel: Any

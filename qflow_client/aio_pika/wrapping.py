@@ -313,8 +313,8 @@ def wrap(target: Any) -> Any:
       or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
     - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has one.
-    - Its settings come from the environment, not from the connection's URL.
-    - It is slower, because aiormq's queues and tasks transfer every confirm.
+    - The settings come from the environment, not from the connection's URL.
+    - A wrapped channel is slower, because aiormq's queues and tasks transfer every confirm.
 
     Args:
         target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika.

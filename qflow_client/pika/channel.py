@@ -56,7 +56,7 @@ class Channel(pika.channel.Channel):
         self._methods: dict[tuple[str, str, bool], bytes] = {}
         # Maximum size of a frame's payload in bytes, which is known because the connection is open.
         self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
-        #: The channel's flow (internal).
+        #: The flow control of the channel (internal).
         self.flow_control = ChannelFlow(self)
 
     def encode(
@@ -138,7 +138,7 @@ class Channel(pika.channel.Channel):
         """Start confirm mode like pika. From now on at most `capacity` messages are unconfirmed at the same time."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
-            # Update the gate first, so that the callback can publish if there is room.
+            # Update the flow control first, so that the callback can publish if there is room.
             def told(answer: Any) -> None:
                 self.flow_control.on_confirm(answer)
                 ack_nack_callback(answer)

@@ -76,8 +76,7 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Do not call the base class's constructor, because that would be too slow for an object that each message
-        # needs.
+        # Do not call the base class's constructor, because each message needs this object and the call is slow.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -199,7 +198,7 @@ class ChannelFlow(DropInFlow):
         shared.channels[number] = self
         if shared.blocked is not None:
             self.protocol.on_blocked(shared.blocked, now)
-        # Add this callback first, so that all other callbacks see the new state of the gate.
+        # Add this callback first, so that all other callbacks see the new flow state.
         channel.add_on_flow_callback(self._on_flow)
         channel.add_on_close_callback(self._on_close)
         flow_manager.register(self)
@@ -300,8 +299,6 @@ class ChannelFlow(DropInFlow):
             self.write()
 
         self._channel.connection._adapter_add_callback_threadsafe(call)
-
-    # After an event.
 
     def write(self) -> None:
         """Pass the messages that can be sent now to pika, and report events."""

@@ -21,24 +21,24 @@ def wrap(channel: pika.channel.Channel) -> Channel: ...
 def wrap(channel: Any) -> Any:
     """Add flow control to a channel of pika, for all code that uses the channel.
 
-    From now on the channel answers ``Channel.Flow``. `basic_publish` of a `BlockingChannel` waits, and that of a
-    `Channel` raises an error, as on a connection of `qflow_client.pika`. A wrapped channel differs from a channel of
+    From now on the channel answers ``Channel.Flow``. `BlockingChannel.basic_publish` waits, and `Channel.basic_publish`
+    raises an error, as on a connection of `qflow_client.pika`. A wrapped channel differs from a channel of
     `qflow_client.pika`:
 
-    - It does not know whether the broker had already stopped the channel or blocked the connection before this call. So
-      wrap a channel as soon as it is open.
+    - A wrapped channel does not know whether the broker had stopped the channel or blocked the connection before this
+      call. So wrap a channel as soon as it is open.
     - A message may be sent after its call has raised an error, because the state of the socket is known only after a
       write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`.
     - While the broker blocks the connection, `BlockingConnection.close` has no time limit, unless you set pika's
       ``blocked_connection_timeout``. `close` of the channel has a limit.
-    - Its settings come from the environment, unless the connection parameters are those of `qflow_client.pika`.
+    - The settings come from the environment, unless the connection parameters are those of `qflow_client.pika`.
     - The other channels of the connection have no flow control, unless you wrap each of them.
 
     Args:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.
 
     Returns:
-        The same object. Its class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
+        The same object, whose class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
 
     Raises:
         TypeError: the channel has another class, for example the channel of pika's thread-safe `Connection`.

@@ -1,10 +1,9 @@
 """`connect` makes a connection of pika that the application shares with any number of producers.
 
 A `BlockingConnection` belongs to one thread of the application, and reads and writes only in calls of that thread. So
-each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes that pika
-writes and reads, frame by frame. The carrier also transfers the bytes of the producers' channels, which pika does not
-know. Only the application's thread calls pika, and no other thread waits for that thread. Each producer has a
-`SharedLink` on the connection.
+each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes of pika,
+frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread calls
+pika, and no other thread waits for that thread. Each producer has a `SharedLink` on the connection.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ _HIGH = 1 << 16
 _GREETING_SIZE = 8
 # The channel limit, the frame limit and the heartbeat interval in Connection.Tune-Ok.
 _TUNE = Struct(">HIH")
-# Maximum number of channels on an AMQP connection.
 _CHANNEL_MAX = 65535
 # Channel.Close with reply code 200, an empty text, and no method ids.
 _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
@@ -128,7 +126,7 @@ class Carrier:
         self._connecting: Any = None
         # Called with the result when the connection is established or has failed.
         self._on_done: Callable[[BaseException | None], None]
-        # The reason for the expected end of the connection; ``None`` if no reason is known.
+        # The known reason if the connection is about to end; otherwise ``None``.
         self._why: str | None = None
         # Number of consecutive heartbeat checks without data from the broker.
         self._silent = 0
@@ -182,7 +180,8 @@ class Carrier:
     def take_number(self) -> int:
         """Return a free channel number for a producer; 0 if all numbers are in use.
 
-        The highest number is taken, because pika takes the lowest. A number that pika has used before is not taken.
+        The highest free number is taken, because pika takes the lowest. A number that pika has used before is not
+        taken.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -392,7 +391,7 @@ class _Establishing:
 
     # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection; ``None`` at first; False if `cancel` came before the object.
+    # pika's object that establishes the connection. ``None`` before it exists, or False if `cancel` was called then.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -444,9 +443,9 @@ def connect(
     """Connect with pika, for consumers and for any number of producers: ``Producer(connection=…)``.
 
     Like any `BlockingConnection`, the connection belongs to one thread, which runs the consumers. Any other thread may
-    also make, use and close producers on the connection, even while its own thread is busy. An I/O thread reads and
-    writes the socket and sends heartbeats. The I/O thread keeps received messages in memory until pika reads them. So
-    consumers should limit the number of unacknowledged messages with ``basic_qos``.
+    also make, use and close producers on the connection, even while the connection's thread is busy. An I/O thread
+    reads and writes the socket and sends heartbeats. The I/O thread keeps received messages in memory until pika reads
+    them. So consumers should limit the number of unacknowledged messages with ``basic_qos``.
 
     Args:
         url: ``amqp://`` or ``amqps://`` URL of the broker, with pika's query parameters; or pika's own connection
@@ -486,11 +485,10 @@ def _address(parameters: Any) -> str:
 class SharedLink(ChannelIO):
     """The publishing channel of a producer on a shared connection.
 
-    pika does not know the channel. The I/O thread opens and closes the channel, so the application's thread is not
-    needed.
+    pika does not know the channel. The I/O thread opens and closes the channel, without the application's thread.
 
     Args:
-        after: called on the I/O thread, without the lock, after every event that may have changed the protocol.
+        after: called on the I/O thread after every event that may have changed the protocol, but not under the lock.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:

@@ -219,12 +219,12 @@ class Engine(BaseEngine):
 
     def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
         if self._all_ended.is_set:
-            # A closed producer needs no steps. Inside a step of another producer, postponed steps would accumulate.
+            # A closed producer needs no steps, and postponed steps could accumulate.
             return
         super().put_off(step)
         assert self.link is not None
         if self.link.ended:
-            # No I/O thread will execute the step, so try it now. If that fails, the next `ask` or `close` does it.
+            # No I/O thread will execute the step, so try it now. If that fails, the next `ask` or `close` executes it.
             self.try_step(self.take_all_put_off)
 
     def recheck(self) -> None:
@@ -380,7 +380,6 @@ class Engine(BaseEngine):
                 begun, self._leaves_until = NOT_TAKEN, deadline
                 self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
-            # Ctrl-C, for example, has interrupted the close.
             if first:
                 report_undelivered(self.settings.name, error, self.end(BRIEF))
             raise
@@ -445,7 +444,8 @@ class Engine(BaseEngine):
 
         Args:
             patience: the longest wait for the connection, and the longest wait for the callback thread, in seconds.
-            deadline: the end of the waits for `on_delivery` and the outbox, in seconds. By default, they are short.
+            deadline: when the waits for `on_delivery` and the outbox end, in seconds of `time.monotonic`. ``None`` to
+                wait `patience` seconds for `on_delivery` and `BRIEF` seconds for the outbox.
             take: executes the final steps; `_take_last` by default.
 
         Returns:
@@ -527,5 +527,5 @@ class Engine(BaseEngine):
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(self._log_forgotten)
-        # From now on, the collection of the producer has no effect. Exit handlers can still close the producer.
+        # From now on, the garbage collection of the producer has no effect. Exit handlers can still close the producer.
         self.detach()

@@ -11,7 +11,7 @@ class Latch:
     """A flag that is set only once. Any number of threads can wait until it is set.
 
     `Latch` replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay
-    locked. Then the I/O thread, which sets the `Event`, would wait for this lock forever.
+    locked. In this case the I/O thread, which sets the `Event`, would wait for this lock forever.
     """
 
     __slots__ = ("_locks", "is_set")

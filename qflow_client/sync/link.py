@@ -135,7 +135,7 @@ class Link(ChannelIO):
 
     Args:
         hosts: pika's connection parameters for each host, made by `parameters`.
-        after: called on the I/O thread, without `lock`, after every event that may have changed the protocol.
+        after: called on the I/O thread after every event that may have changed the protocol, but not under `lock`.
         topology: the objects to declare on each connection; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """

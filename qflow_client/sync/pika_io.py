@@ -70,7 +70,7 @@ class _TapSocket:
                 return b""
             passed = services.received(data)
             if services.tap.error is not None:
-                # After a large read, pika may not read again by itself. The abort makes the socket readable.
+                # After a large read, pika does not always read again by itself. The abort makes the socket readable.
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
@@ -170,7 +170,7 @@ class TapIOServices(SelectorIOServicesAdapter):
 
     Args:
         lock: the lock that is held during every change of the tap and of its channels.
-        after: called, without `lock`, after every event that may have changed a channel.
+        after: called after every event that may have changed a channel, but not under `lock`.
         delay: called under `lock` with the number of bytes of a read. Returns the seconds to wait before the next read,
             so that the broker's answers accumulate. The default is not to wait.
     """

@@ -119,7 +119,7 @@ class _Services(SelectorIOServicesAdapter):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Call this only while pika does not wait for this."""
+        """End the loop's next poll when the socket is writable. Used only while pika does not wait for that event."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -349,7 +349,7 @@ def cut(connection: Any) -> None:
 
 
 class _FlowNotice:
-    """A flow event that waits for `process_data_events`, like pika's events."""
+    """A flow event that waits for `process_data_events`, like the events of pika."""
 
     def __init__(self, callback: Callable[[FlowEvent], object], event: FlowEvent) -> None:
         self._callback = callback
@@ -576,10 +576,10 @@ class BlockingChannel(_pika.BlockingChannel):
                 unconfirmed at the same time. If a message is returned or nacked, the next `basic_publish`,
                 `wait_for_confirms` or `close` raises an error. If `basic_publish` raises any other error than
                 `ConfirmTimeout`, its own message was not sent.
-            republish: an ended channel with pipelined confirms, whose connection was lost. Its unconfirmed messages are
-                published on this channel, in order, before all other messages. Messages that may have arrived get the
-                header `REPUBLISHED`. If this call raises an error, the ended channel still has its messages. After
-                ``KeyboardInterrupt`` one of the two channels has the messages.
+            republish: an ended channel with pipelined confirms, whose connection was lost. The unconfirmed messages of
+                the ended channel are published on this channel, in order, before all other messages. Messages that may
+                have arrived get the header `REPUBLISHED`. If this call raises an error, the ended channel still has its
+                messages. After ``KeyboardInterrupt`` one of the two channels has the messages.
 
         Raises:
             TypeError: `republish` is not a channel of this class.
@@ -619,9 +619,8 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             ConfirmTimeout: some messages are not confirmed in time. The outcome of these messages is unknown.
-            NackError: the broker nacked messages. The attribute `messages` has these messages with their
-                ``Basic.Publish``. If the channel itself dropped some of them, the notes of the error have their number
-                and the reason.
+            NackError: the broker nacked messages, which are in the attribute `messages`, with their ``Basic.Publish``.
+                If the channel itself dropped some of them, the notes of the error have their number and the reason.
             UnroutableError: no queue has received some mandatory messages, which are in the attribute `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -642,7 +641,7 @@ class BlockingChannel(_pika.BlockingChannel):
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
         """The unconfirmed messages of confirm mode, in order.
 
-        A closed channel confirms no message any more. Each message has its ``Basic.Publish``, properties and body.
+        The messages of a closed channel stay unconfirmed. Each message has its ``Basic.Publish``, properties and body.
         """
         protocol = self._flow.protocol
         receipts = [*protocol.reports.failures, *protocol.unsettled_receipts]
@@ -668,7 +667,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """In the first call, wait until the messages are settled. Return an error if some were not delivered."""
+        """In the first call, wait until the messages are settled. Return an error if a message was not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False

@@ -102,7 +102,7 @@ class _Publishing:
         """Wait until the message is sent.
 
         Args:
-            timeout: maximum seconds; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
 
         Raises:
             FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
@@ -176,7 +176,7 @@ class _Publishing:
         flow.look_at_transport(now)
 
     def set(self) -> None:
-        """Finish, because the message was admitted and written, or was rejected."""
+        """Finish the call, because the message was admitted and written, or was rejected."""
         ticket = self._ticket
         if ticket.receipt is None:
             self._end(self._channel.closing_error if isinstance(ticket.error, ProducerClosed) else ticket.error)
@@ -195,7 +195,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Fail, because the channel has ended before the message was in the waiting line."""
+        """Let the call fail, because the channel has ended before the message was in the waiting line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -211,8 +211,8 @@ class _Publishing:
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a transport with more than `max_unwritten_bytes` stop publishing.
+    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
     connection: Connection
@@ -221,7 +221,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def flow_control(self) -> ChannelFlow:
-        """The channel's flow (internal)."""
+        """The flow control of the channel (internal)."""
         flow: ChannelFlow = self._channel.flow_control
         return flow
 
