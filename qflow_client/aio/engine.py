@@ -1,7 +1,8 @@
 """Runs the protocol of an `AsyncProducer`. Tasks of one event loop execute steps, and the loop uses the socket.
 
 `AsyncProducer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets tasks
-wait, and schedules the application's callbacks on the loop.
+wait, and schedules the application's callbacks on the loop. A step is a call that changes the protocol's state (see
+`core.step`).
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Link:
 
     @property
     def last_failure(self) -> str:
-        """Why the newest try to connect failed; empty if no try has failed since a connection was last open."""
+        """Why the last finished try to connect failed; empty if it succeeded, or if there was none."""
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:

@@ -127,8 +127,9 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             The producer.
 
         Raises:
-            ConnectionFailed: no host accepted a connection. The producer is closed.
-            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. The producer is closed.
+            ConnectionFailed: no host accepted a connection. After this error, the producer is closed.
+            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. After this error, the
+                producer is closed.
             ProducerClosed: the producer was closed before or during this call.
             QflowError: the method was called before, or no event loop of asyncio is running.
         """
@@ -235,7 +236,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts`` with the receipts of the messages that were already admitted. All of them will be sent. After
+        ``receipts``. It has the receipts of the messages that were already admitted and will be sent. After
         `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further message
         was taken from the iterable.
 

@@ -108,7 +108,7 @@ class _WriteQueue:
 
 
 class QueueCarrier:
-    """Transfers the frames of one channel in aiormq's queues.
+    """Transfers the frames of one channel between aiormq's queues and a `ProducerProtocol`.
 
     `ChannelFlow` uses this object in place of a `TapTransport` and its `Tap`.
     """
@@ -309,8 +309,9 @@ def wrap(target: Any) -> Any:
     robust connection has restored the channel. If you wrap a connection, only its new channels get flow control. So
     wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
-    - A message may be sent after its call has raised an error. If the socket accepts no bytes, asyncio buffers 64 KiB
-      or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`.
+    - Even a message of which no byte is written may be sent after its call has raised an error. If the socket accepts
+      no bytes, asyncio buffers 64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not
+      `FlowControlTimeout`.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
     - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has one.
     - The settings come from the environment, not from the connection's URL.

@@ -1,7 +1,8 @@
 """Runs the protocol of a `Producer`. Any thread may execute steps. Only the I/O thread uses the socket.
 
 `Producer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets threads wait,
-and passes flow events and receipts to the callback thread.
+and passes flow events and receipts to the callback thread. A step is a call that changes the protocol's state (see
+`core.step`).
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Link(ChannelIO):
 
     @property
     def last_failure(self) -> str:
-        """Why the newest try to connect failed; empty if no try has failed since a connection was last open."""
+        """Why the last finished try to connect failed; empty if it succeeded, or if there was none."""
         return self._reconnection.last
 
     def open(self, timeout: float) -> None:

@@ -119,7 +119,7 @@ class _Services(SelectorIOServicesAdapter):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Used only while pika does not wait for that event."""
+        """End the loop's next poll when the socket is writable. Used only while pika does not wait for this."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -574,8 +574,8 @@ class BlockingChannel(_pika.BlockingChannel):
         Args:
             pipelined: if True, `basic_publish` returns when the message is written. At most `capacity` messages are
                 unconfirmed at the same time. If a message is returned or nacked, the next `basic_publish`,
-                `wait_for_confirms` or `close` raises an error. If `basic_publish` raises any other error than
-                `ConfirmTimeout`, its own message was not sent.
+                `wait_for_confirms` or `close` raises an error. If a call of `basic_publish` raises any other error than
+                `ConfirmTimeout`, the message of this call was not sent.
             republish: an ended channel with pipelined confirms, whose connection was lost. The unconfirmed messages of
                 the ended channel are published on this channel, in order, before all other messages. Messages that may
                 have arrived get the header `REPUBLISHED`. If this call raises an error, the ended channel still has its

@@ -140,7 +140,7 @@ class _Publishing:
             raise
 
     def begin(self) -> None:
-        """Send the message, or put it in the waiting line."""
+        """Send the message, or put it into the line of waiting messages."""
         if self._future is None:
             try:
                 self._channel.accepted.remove(self)
@@ -195,7 +195,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Let the call fail, because the channel has ended before the message was in the waiting line."""
+        """Let the call fail, because the channel has ended before the message was in line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -216,7 +216,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """
 
     connection: Connection
-    #: Messages that were accepted and are not in the waiting line yet; see `_Publishing.accept` (internal).
+    #: Messages that were accepted and are neither sent nor in line yet; see `_Publishing.accept` (internal).
     accepted: deque[_Publishing]
 
     @property
