@@ -236,7 +236,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts``. It has the receipts of the messages that were already admitted and will be sent. After
+        ``receipts``. This tuple has the receipts of the messages that were already admitted and will be sent. After
         `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further message
         was taken from the iterable.
 

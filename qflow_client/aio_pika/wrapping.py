@@ -88,7 +88,7 @@ class _Turn:
 
 
 class _WriteQueue:
-    """Replaces a channel's `write_queue`. When it gets ``Channel.Close``, it ends the writing of messages."""
+    """Replaces a channel's `write_queue`. It stops the writing of messages when it gets ``Channel.Close``."""
 
     def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
         self._queue = queue
@@ -309,7 +309,7 @@ def wrap(target: Any) -> Any:
     robust connection has restored the channel. If you wrap a connection, only its new channels get flow control. So
     wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
-    - Even a message of which no byte is written may be sent after its call has raised an error. If the socket accepts
+    - After an error, a message may still be sent, even if no byte of it was written at that time. If the socket accepts
       no bytes, asyncio buffers 64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not
       `FlowControlTimeout`.
     - If the broker already blocks the connection before this call, the broker's reason is not known.

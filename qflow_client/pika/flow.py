@@ -301,7 +301,7 @@ class ChannelFlow(DropInFlow):
         self._channel.connection._adapter_add_callback_threadsafe(call)
 
     def write(self) -> None:
-        """Pass the messages that can be sent now to pika, and report events."""
+        """Pass all messages to pika that can be sent now, and report events."""
         protocol = self.protocol
         # After a write, more messages may be released. `take_output` treats the bytes that it returns as written,
         # because pika may write immediately and call this method again.

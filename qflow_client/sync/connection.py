@@ -391,7 +391,7 @@ class _Establishing:
 
     # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection. ``None`` before it exists, or False if `cancel` was called then.
+    # pika's object that establishes the connection. ``None`` before it exists. An early `cancel` sets it to False.
     step: Any = None
 
     def cancel(self) -> bool:

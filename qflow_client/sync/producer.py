@@ -223,7 +223,7 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        If the call or the iterable raises an exception, the exception has an attribute ``receipts``. It has the
+        If the call or the iterable raises an exception, the exception has an attribute ``receipts``. This tuple has the
         receipts of the messages that were already admitted and will be sent. After `NotDurable`, the last receipt
         belongs to the message that failed, which was also admitted. No further message was taken from the iterable.
 

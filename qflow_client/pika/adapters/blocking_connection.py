@@ -177,7 +177,7 @@ class _Turns:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        # ``None`` if pika's own class has made the connection, so that the state of the socket is unknown.
+        # The I/O services. ``None`` if pika's own class has made the connection, so that the socket's state is unknown.
         self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property
@@ -639,7 +639,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
-        """The unconfirmed messages of confirm mode, in order.
+        """The messages that were published in confirm mode and are not confirmed, in the order of publishing.
 
         The messages of a closed channel stay unconfirmed. Each message has its ``Basic.Publish``, properties and body.
         """

@@ -1,9 +1,9 @@
 """`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: `basic_publish` waits for a limited time.
 
-pika runs the connection on a separate thread, the IOLoop's thread. Only this thread decides about the flow of a
-channel, so no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If
-there is certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread
-waits until the message is written or rejected.
+pika runs the connection on a separate thread, the IOLoop's thread. Only this thread controls the flow of a channel, so
+no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If there is
+certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread waits until
+the message is written or rejected.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class _Publishing:
         self._flow = channel.flow_control
         self._publish = publish
         self._on_publish = on_publish
-        # ``None`` if no thread waits. The future is running after the message is admitted, and done when it is written
-        # or rejected. To withdraw the message, the waiting thread cancels the future.
+        # A future for the thread that waits; ``None`` if no thread waits. The future is running after the message is
+        # admitted, and done when it is written or rejected. To withdraw the message, the waiting thread cancels the
+        # future.
         self._future: Future[None] | None = None
         # The `SendTicket` of the message; ``None`` if the message need not wait.
         self._ticket: Any = None
