@@ -35,7 +35,7 @@ _Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the object with this name, or all if the name is ``None``. Raise `LookupError` if no object has it."""
+    """Return the object with this name, or all if `name` is ``None``. Raise `LookupError` if no object has the name."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -148,8 +148,8 @@ class Broker(InspectableBroker):
         """Bind a queue or an exchange to an exchange. If the binding exists, nothing changes.
 
         Args:
-            source: the exchange that gets the messages.
-            destination: the queue or exchange that receives the messages from it.
+            source: name of the exchange from which the messages come.
+            destination: name of the queue or exchange to which the messages go.
             routing_key: the binding key.
             destination_type: whether the destination is a queue or an exchange.
             arguments: arguments of the binding, for headers exchanges.
@@ -173,8 +173,8 @@ class Broker(InspectableBroker):
         """Remove a binding. If the binding does not exist, nothing changes.
 
         Args:
-            source: the exchange that gets the messages.
-            destination: the queue or exchange that receives the messages from it.
+            source: name of the exchange from which the messages come.
+            destination: name of the queue or exchange to which the messages go.
             routing_key: the binding key.
             destination_type: whether the destination is a queue or an exchange.
             arguments: the arguments with which the binding was created.
@@ -241,7 +241,8 @@ class Broker(InspectableBroker):
             The number of queues that the message is in.
 
         Raises:
-            ChannelException: 404 if the exchange does not exist. 506 if a queue refuses the message.
+            ChannelException: 403 if the exchange is internal. 404 if it does not exist. 406 if the ``expiration`` is
+                invalid or the message is too large. 506 if a queue refuses the message.
             TypeError: the body is not bytes.
         """
         if not isinstance(body, bytes):
@@ -276,7 +277,7 @@ class Broker(InspectableBroker):
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
         """Send ``Connection.Blocked`` to each client that announced the capability.
 
-        It is only a notice: the broker still accepts published messages.
+        This is only a notice: the broker still accepts published messages.
 
         Args:
             reason: the text for the client.

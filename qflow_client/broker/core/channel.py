@@ -3,12 +3,12 @@
 A published message consists of a method, a header and bodies. When it is complete, `Channel._finish` makes sure that
 its target has the current queues. Then there are three cases:
 
-- In transaction mode it goes into the open transaction.
-- If an append to each of its queues is enough, it goes into the queues immediately.
+- In transaction mode the message goes into the open transaction.
+- If an append to each destination queue is enough, the message goes into the queues immediately.
 - Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. See `Target.watched` and
   `Controls.watches_publishes`.
 
-In confirm mode every complete message gets a tag, and exactly one ack or nack, or none if the channel is closed first.
+In confirm mode every complete message gets a tag, and later exactly one ack or nack if the channel is still open.
 
 The other parts of a channel are in `channelflow.py` (flow state), `transaction.py` and `consuming.py` (deliveries).
 """
@@ -61,7 +61,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
     controls: Controls
     #: Set after a frame that took long; the other connections are then served before the next frame.
     has_done_much: bool
-    #: Set if its first published message waits because memory is full or because too many bytes wait for the disk.
+    #: Set if the connection's first message waits because memory is full, or because too many bytes wait for the disk.
     waits_to_publish: bool
 
     @property
@@ -119,8 +119,7 @@ class Channel:
         self.is_closing = False
         # The queue that the channel declared last. An empty queue name means this queue.
         self.last_queue = ""
-        # Name of the queue of its reply consumer; empty if it never had one. The queue is deleted together with the
-        # consumer.
+        # Name of the queue of the channel's reply consumer; empty if there never was one. Both are deleted together.
         self.reply_queue = ""
         # The incoming message: its target, its header if it has arrived, its body so far, and the number of missing
         # body bytes.
@@ -130,17 +129,17 @@ class Channel:
         self._missing = 0
         #: Bytes received of the incoming message, if it has more than one body frame.
         self.incoming = 0
-        # The exchanges and routing keys that the channel has published to, as keys.
+        # The latest pairs of exchange and routing key that the channel has published to, as keys.
         self.targets: dict[tuple[str, str], None] = {}
         # The target of the last publish.
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
-        # Only set in confirm mode.
+        # The unconfirmed messages; None without confirm mode.
         self.confirms: Confirms | None = None
         # Messages of the channel that wait for room.
         self.waiting: dict[WaitingPublish, None] = {}
-        # Only set in transaction mode.
+        # The open transaction; None without transaction mode.
         self.transaction: Transaction | None = None
         self.consuming = Consuming(session, number)
         self.flow = ChannelFlow(session, number)
@@ -296,7 +295,7 @@ class Channel:
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
-            # The message came on a channel that is blocked, and not only because of the backlog.
+            # Whether the message came on a channel that is blocked for another reason than the backlog.
             was_flowed = flow.is_flowed_by_others
             flow.check()
         if self.session.blocks:
@@ -308,7 +307,8 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can take the room meanwhile, so none has to wait. Waits would make publishing 5 % slower.
+            # No dead letter can use the room meanwhile, so dead letters need not wait. Their waits would slow
+            # publishing by 5 %.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -333,13 +333,13 @@ class Channel:
             self.host.journal.divide()
         self.count_rates(message, queues)
         if was_flowed and not is_held and flow.is_flowed_by_others:
-            # If the confirm was held, the message would be owed for that reason already.
+            # If the confirm is held, the message is owed already.
             flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
-        """Return whether the confirm is held. It is then sent when all queues and the disk have released it."""
+        """Enqueue a message. Return True if its confirm is held, until all queues and the disk have released it."""
         is_open = not self.is_closing
-        # A message that waited for room may be older than confirm mode. Its tag is then 0.
+        # A message that waited for room perhaps came before confirm mode was selected. Its tag is then 0.
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
@@ -374,7 +374,7 @@ class Channel:
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Close the channel if there is an alarm, and if the dialect closes channels for alarms.
+        """Raise an exception if there is an alarm, and if the dialect closes channels during alarms.
 
         Args:
             so: end of the error text, which says what the channel cannot do.
@@ -456,7 +456,8 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: too many deliveries for one step. The oldest are settled; handle the frame again later.
+            FrameWaitsError: there are too many deliveries for one step. The oldest are settled; handle the frame again
+                later.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -477,7 +478,7 @@ class Channel:
         """Close the channel with an error. `cause` has the class id and method id of the method at fault."""
         if self.is_closing:
             return
-        # This is done first, so that nothing has changed if the code cannot be encoded.
+        # Encoded first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)
@@ -496,7 +497,7 @@ class Channel:
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
             # With confirms, the client cannot learn the outcome of waiting messages any more, so they are discarded.
-            # Without confirms, no outcome was ever due: the messages stay, and enter when there is room.
+            # Without confirms, clients never learn an outcome: the messages stay, and enter when there is room.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)
@@ -507,7 +508,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """The broker does not wait for this answer to a ``Channel.Flow``; tests do."""
+    """Count an answer to ``Channel.Flow``. The broker shows whether answers are missing, but never waits for them."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

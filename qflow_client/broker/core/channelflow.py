@@ -1,11 +1,11 @@
-"""`ChannelFlow` has the flow state of one channel, sans-I/O, and counts its owed messages.
+"""`ChannelFlow` has the flow state of one channel, and its part of the connection's backlog. Sans-I/O.
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rates, the operator and the discipline block and
 unblock it. The client gets one ``Channel.Flow`` when the first controller blocks the channel, and one when the last
 controller unblocks it (J3 J4). A blocked channel is also called flowed.
 
-A message is owed (D7) if the broker has not fully accepted it: it waits, it is not confirmed, or it came while the
-channel was blocked. The backlog of a connection consists of all its owed messages. The discipline counts them.
+A message is owed (D7) if it waits for room, if its confirm is held, or if it came while the channel was blocked. The
+owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Discipline(Protocol):
     limiter: ThresholdLimiter
     #: Blocks channels because of the backlog.
     backlog: FlowController
-    #: Total number of messages that came on flowed channels after the grace time.
+    #: Number of messages that came on blocked (flowed) channels after the grace time.
     past_flow: int
-    #: Total number of times that the connection was not read for a time.
+    #: Number of times that the broker stopped reading from the connection for a while (tarpits).
     tarpits: int
-    #: Total number of channels that were closed.
+    #: Number of channels that were closed because their clients ignored ``Channel.Flow``.
     channels_closed: int
 
     def owe(self, size: int, now: float) -> None:
@@ -52,7 +52,7 @@ class Discipline(Protocol):
 
         Raises:
             ChannelException: the channel has published too much since it was blocked.
-            ConnectionException: the connection has published too much.
+            ConnectionException: the connection has published too much on blocked channels.
         """
 
 
@@ -63,7 +63,7 @@ class FlowingSession(Protocol):
     host: VirtualHost
     output: Output
     handshake: Handshake
-    #: Counts the owed messages; ``None`` if nothing counts them.
+    #: Counts the backlog; ``None`` if nothing limits it.
     discipline: Discipline | None
 
 
@@ -92,7 +92,7 @@ class ChannelFlow(CountedSource):
         self._number = number
         self._host = session.host
         self._discipline = session.discipline
-        # Whether the channel has published, or announced that it will.
+        # Whether the channel has published, or has selected confirm or transaction mode.
         self.is_producer = False
         # Whether the channel has ended.
         self.is_over = False
@@ -102,10 +102,10 @@ class ChannelFlow(CountedSource):
         self._seconds = 0.0
         # Number of Channel.Flow methods that the client has not answered.
         self.oks_due = 0
-        # Number of messages that came in the current flowed period, after its grace time (D8).
+        # Number of messages in the current flowed period that came after the grace time (D8).
         self.past_flow = 0
-        # Owed messages (D7): number and body bytes. The second pair counts messages that are owed only because they
-        # came while the channel was blocked, with or without grace time. The channel owes them until it is unblocked.
+        # Number and body bytes of the owed messages (D7). The second pair counts only those that are owed because they
+        # came while the channel was blocked. They are owed until the channel is unblocked.
         self._owed = [0, 0]
         self._owed_until_unblocked = [0, 0]
 
@@ -156,8 +156,8 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        While only the backlog blocks the channel, new messages on it do not become owed merely because it is blocked.
-        Otherwise these messages would keep the backlog too large.
+        If only the backlog blocks the channel, its new messages are not owed for that reason alone. Otherwise these
+        messages would keep the backlog too large.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -165,17 +165,17 @@ class ChannelFlow(CountedSource):
     # Owed messages (D7).
 
     def check(self) -> None:
-        """Check a published message against the discipline if the channel is blocked (flowed).
+        """If the channel is blocked (flowed), let the `Discipline` check a published message.
 
         Raises:
             ChannelException: the channel has published too much since it was blocked.
-            ConnectionException: the connection has published too much.
+            ConnectionException: the connection has published too much on blocked channels.
         """
         if self._discipline is not None and self.blocked_by:
             self._discipline.check(self, self._host.clock())
 
     def look_at_backlog(self) -> None:
-        """Block the channel, which has become a producer, if the backlog is too large."""
+        """If the backlog is too large, block the channel. Called when the channel becomes a producer."""
         if self._discipline is not None:
             self._discipline.look_at(self)
 
@@ -184,7 +184,7 @@ class ChannelFlow(CountedSource):
 
         Args:
             size: body size in bytes.
-            until_unblocked: whether the message is owed only because the channel is blocked. It is then owed until the
+            until_unblocked: whether the message is owed only because the channel is blocked. Then it is owed until the
                 channel is unblocked.
 
         Returns:
@@ -217,8 +217,8 @@ class ChannelFlow(CountedSource):
             self.repay(size, count)
         self.is_over = True
         for controller in tuple(self.blocked_by):
-            # `forget` unblocks the channel, if the controller keeps a list of its blocked channels. The operator and
-            # alarms keep no list.
+            # `forget` does nothing for the controllers of the operator and of alarms, which keep no list of blocked
+            # channels.
             controller.forget(self)
             self.unblock(controller)
         self._host.source_gone(self)

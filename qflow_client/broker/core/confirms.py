@@ -1,9 +1,9 @@
 """Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
 A channel in confirm mode has a `Confirms`. The published messages are numbered from 1, and these numbers are the tags.
-A due tag can be acked. A held tag cannot be acked yet, because a queue or the disk holds it, or because the message
-waits for room. `Confirms.flush` acks all due tags below the lowest held tag with one frame. Each other due tag gets a
-separate frame.
+A due tag can be acked. A held tag cannot be acked yet, because a queue, the disk or an operator holds the confirm, or
+because the message waits for room in a queue. `Confirms.flush` acks all due tags below the lowest held tag with one
+frame. Each other due tag gets a separate frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Confirms:
 
     Args:
         on_due: called when the first tag becomes due after a `flush`.
-        on_released: called when a message in `owed` is no longer held, with its body bytes.
+        on_released: called with the body bytes of a message in `owed` when the message is no longer held.
     """
 
     __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "_on_released", "owed")
@@ -33,11 +33,11 @@ class Confirms:
         self._on_due = on_due
         self._on_released = on_released
         self._last_tag = 0
-        # The held tags (C5), each with its holds.
+        # The held tags (C5), each with the `Completion` that counts its holds.
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
-        # Body bytes of the held publishes that are in the connection's backlog, by tag.
+        # Held tags of messages in the backlog of the connection (D7), each with the body bytes of the message.
         self.owed: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -49,18 +49,18 @@ class Confirms:
         return bool(self._due)
 
     def next_tag(self) -> int:
-        """Return the tag of the message that has arrived."""
+        """Return a tag for the next message."""
         self._last_tag += 1
         return self._last_tag
 
     def confirm(self, tag: int) -> None:
-        """Queue the confirm of a published message."""
+        """Make the tag of a published message due."""
         if not self._due:
             self._on_due()
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """Withhold the confirm of a message until its queues accept it. Call `completion` and `arm` next, or `drop`."""
+        """Hold the tag of a message that waits for room. Later call either `completion` and `arm`, or `drop`."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
@@ -69,14 +69,14 @@ class Confirms:
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return the object that counts the holds of a message while it enters its queues. Then pass it to `arm`."""
+        """Return an object that counts the holds of a message. Pass it to `arm` when all queues have the message."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """Record that all queues have the message. It is confirmed now, or when the last hold is released.
+        """Record that all queues have the message. The tag becomes due now, or when the last hold is released.
 
         Returns:
-            Whether the confirm is held.
+            Whether the tag is still held.
         """
         self._held[completion.tag] = completion
         if completion.arm():
@@ -109,7 +109,7 @@ class Confirms:
 
 
 class WithheldConfirms(EntryObserver):
-    """The confirms of one queue that an operator withholds."""
+    """Holds the confirms of one queue for an operator, until `release` is called."""
 
     __slots__ = ("_completions",)
 

@@ -1,9 +1,9 @@
 """`Consuming` has the consumers of one channel and its unsettled deliveries, sans-I/O. The channel calls it.
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
-each delivery. Credit is the number of messages that the prefetch counts still allow. When credit becomes free,
-`Consuming.wake` offers it to the consumers in turn. The consumer that got the last message comes last. Otherwise one
-consumer could take all of the credit.
+each delivery. Credit is the number of messages that the prefetch counts still allow. When there is new credit,
+`Consuming.wake` offers messages to the consumers in turn. The consumer that got the last message comes last. Otherwise
+one consumer could take all of the credit.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ChannelConsumer:
     """A consumer on a channel.
 
     Args:
-        consuming: the deliveries of its channel.
+        consuming: the `Consuming` of the consumer's channel.
         no_ack: whether a delivery settles the message.
-        prefetch: the maximum of its unsettled messages; 0 for no limit.
+        prefetch: maximum number of unsettled messages of this consumer; 0 for no limit.
     """
 
     __slots__ = ("_prefix", "consuming", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
@@ -69,9 +69,9 @@ class ChannelConsumer:
         self.no_ack = no_ack
         self.prefetch = prefetch
         self.is_active = False
-        # Number of messages that it has not settled.
+        # Number of messages that the consumer has not settled.
         self.unacked = 0
-        # Start of the payload of each of its Basic.Deliver methods, up to the delivery tag.
+        # First bytes of the payload of each Basic.Deliver to this consumer, up to the delivery tag.
         self._prefix = b"\0\x3c\0\x3c" + wire.short(tag)
 
     @property
@@ -114,8 +114,8 @@ class ChannelConsumer:
 class Returning:
     """Returns a large number of deliveries of a closed channel to their queues, in slices.
 
-    The newest deliveries return first, so each slice goes in front of the earlier slices. To keep the order, the queues
-    deliver nothing until all deliveries have returned.
+    The newest deliveries return first, so each slice is put in front of the slices that have already returned. To keep
+    the order, the queues deliver nothing until all deliveries have returned.
 
     Args:
         deliveries: the unsettled deliveries, the oldest first.
@@ -193,9 +193,9 @@ class Consuming:
         self._host = session.host
         # Unsettled deliveries by delivery tag.
         self.unacked: dict[int, Delivery] = {}
-        # How many of these deliveries belong to consumers.
+        # Number of unsettled deliveries to consumers, without those of Basic.Get.
         self.consumer_unacked = 0
-        # Last delivery tag of an ack of all deliveries (tag 0) that still runs in slices; otherwise 0.
+        # While an ack with tag 0 is handled in slices, the last delivery tag that it settles; otherwise 0.
         self._ack_until = 0
         # The consumer of the last delivery.
         self.last_served: ChannelConsumer | None = None
@@ -224,12 +224,12 @@ class Consuming:
 
         Args:
             tag: consumer tag; empty to let the broker choose one.
-            exclusive: whether it has to be the only consumer of the queue.
+            exclusive: whether the new consumer has to be the only consumer of the queue.
             nowait: whether to send no answer.
 
         Raises:
-            ChannelException: 403 if one of the queue's consumers is exclusive, or if this one has to be exclusive and
-                others exist. 406 if the maximum number of consumers is reached.
+            ChannelException: 403 if the queue has an exclusive consumer, or if the new consumer has to be exclusive and
+                the queue has others. 406 if the maximum number of consumers is reached.
             ConnectionException: 530 if the channel already has a consumer with this tag.
         """
         tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
@@ -342,8 +342,7 @@ class Consuming:
         before any other frame of the channel.
 
         Args:
-            multiple: whether the ack includes all deliveries up to this tag. With tag 0 it then includes all current
-                deliveries.
+            multiple: whether the ack settles all deliveries up to this tag. Tag 0 then means all current deliveries.
 
         Raises:
             ChannelException: 406 if there is no such delivery.
@@ -406,14 +405,15 @@ class Consuming:
         self.wake()
 
     def _requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """No queue delivers before all deliveries are back at their places in their queues."""
+        """Return deliveries to their queues. No queue delivers before all of them are back at their places."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
             queue.dispatcher.requeue(entries)
         for queue in back:
-            # The returned messages may exceed the queue's maximum. As in RabbitMQ, it is applied before new deliveries.
+            # The returned messages may exceed the queue's maximum. As in RabbitMQ, the maximum is applied before new
+            # deliveries.
             queue.trim()
         self.wake()
         for queue in back:
@@ -466,7 +466,7 @@ class Consuming:
 
 
 def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
-    """`names` are the exchange and the routing key as short strings."""
+    """Return a ``Basic.Get-Ok`` frame. `names` are the exchange and the routing key as short strings."""
     payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
     return frame(METHOD_FRAME, channel, payload)
 

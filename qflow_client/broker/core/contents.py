@@ -35,7 +35,7 @@ class EntryObserver:
         Args:
             entry: the ready entry.
             source: the publishing channel; ``None`` if there is none.
-            completion: its confirm, which the observer may delay; ``None`` if there is none.
+            completion: the confirm of the message, which the observer may delay; ``None`` if there is none.
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
@@ -54,7 +54,7 @@ class EntryObserver:
         """An unacked entry is about to become ready again."""
 
     def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
-        """An entry has left. If it was not dropped, the reason is ``None``."""
+        """An entry has left the queue. The reason is ``None`` if the entry was not dropped."""
 
 
 class LastValueMap(EntryObserver, ABC):
@@ -76,7 +76,7 @@ class LastValueMap(EntryObserver, ABC):
 class Contents:
     """The entries of one queue."""
 
-    #: If more entries than this in `ready` are gone, and they are more than half of it, `ready` is built again.
+    #: `ready` is built again if more than this number of its entries, and more than half of them, are gone.
     MAX_GAPS = 64
     #: Maximum number of entries that leave in one slice.
     AT_ONCE = 1000
@@ -104,7 +104,7 @@ class Contents:
         self.values: LastValueMap | None = None
         # Entries to deliver, in the order of their sequence numbers.
         self.ready: deque[QueueEntry] = deque()
-        # How many of the entries in `ready` are gone.
+        # Number of entries in `ready` that are gone.
         self.gaps = 0
         # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
@@ -138,7 +138,7 @@ class Contents:
         return entry
 
     def conflate(self, message: StoredMessage) -> None:
-        """Drop the last message with the same key as a new message, unless it is unacked."""
+        """Drop the last message with the same key as a new message. An unacked message is not dropped."""
         last = self.values.last(message) if self.values is not None else None
         if last is not None and not last.is_unacked and not last.is_gone:
             self.take_out(last)
@@ -163,7 +163,7 @@ class Contents:
             observer.lent(entry)
 
     def remove_unacked(self, entry: QueueEntry) -> None:
-        """Remove an entry from the unacked entries. The caller decides where it goes."""
+        """Remove an entry from the unacked entries. The caller then requeues it or lets it leave."""
         del self.unacked[entry]
         self.unacked_size -= entry.message.size
 
@@ -195,7 +195,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Record that an entry has left, after its removal (J6). The reason is ``None`` if it was not dropped."""
+        """Count an entry as gone after its removal, and call the observers (J6). Only a drop has a reason."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -252,7 +252,7 @@ class Contents:
         self.leaving_size += size
 
     def let_leave(self, count: int = AT_ONCE) -> None:
-        """Remove up to `count` entries of `leaving`, so that they have left the queue."""
+        """Let up to `count` entries of `leaving` leave the queue."""
         leaving = self.leaving
         for _ in range(min(count, len(leaving))):
             entry = leaving.popleft()

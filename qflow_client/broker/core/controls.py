@@ -46,7 +46,7 @@ class Controls:
         self.nack_publishes = False
         # Whether every published message is checked, even if its queues need no check.
         self.watches_publishes = watches_publishes
-        # Two of the reasons for this check: the settings, and rate limits.
+        # Whether the settings require this check, and whether rate limits require it.
         self._watches_always = watches_publishes
         self._has_rates = False
         # Number of sanctions against clients that ignore Channel.Flow, by kind (D8).

@@ -43,7 +43,7 @@ class Death(NamedTuple):
         queue: name of the queue, or any value that a client wrote there.
         reason: the reason, or any value that a client wrote there.
         fields: all fields of the entry.
-        raw: the same entry, encoded with its type.
+        raw: the entry of ``x-death``, encoded with its type.
     """
 
     queue: Any
@@ -96,7 +96,7 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Dead messages that are not dead-lettered yet. They wait while the counter is not 0.
+        # Dead messages that are not dead-lettered yet. They wait while `_pauses` is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._pauses = 0
         # The dead letters that were created in this step.
@@ -117,7 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Messages that die in the meantime are appended, so a chain of queues does not become a chain of calls."""
+        """Send all dead messages. Those that die meanwhile are appended, so a chain of queues is no chain of calls."""
         self._pauses += 1
         try:
             while self._dead:
@@ -125,8 +125,8 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # The list is decoded again if the letter dies later, because a decoded list uses far more memory than
-                # its bytes.
+                # A decoded list uses far more memory than its bytes. If the letter dies later, the list is decoded
+                # again.
                 letter.deaths = None
             self._letters.clear()
 
@@ -231,7 +231,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """Return the queues that must not get a dead letter, because it died there and was not rejected since.
+    """Return the queues that must not get a dead letter, because its message died there and was not rejected since.
 
     `reason` is the reason of its last death. `deaths` begins with the latest death.
     """
@@ -250,7 +250,7 @@ def _deaths_and_headers(
 ) -> tuple[list[Death], dict[bytes, bytes]]:
     """Return the deaths of a message that has just died, the latest first, and the headers that record them.
 
-    The headers are encoded with their types, by name. `time` is in seconds since 1970.
+    The headers map names to values that are encoded with their types. `time` is in seconds since 1970.
     """
     try:
         before = _deaths_of(message)

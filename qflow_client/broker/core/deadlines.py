@@ -16,7 +16,7 @@ class Deadlines:
     """The deadlines of one connection.
 
     Args:
-        handshake: has the negotiated heartbeat and the end of the login's validity.
+        handshake: has the negotiated heartbeat, and the time at which the login expires.
         now: monotonic seconds.
     """
 
@@ -28,20 +28,20 @@ class Deadlines:
         self._output = output
         # Time at which the last bytes arrived.
         self.last_received = now
-        # Time by which the connection must be open; infinite once it is. The connection ends at this time even if it is
-        # closing.
+        # Time at which the connection ends if it was not opened before, even if it is closing; infinite when it was
+        # opened.
         self.open_by = now + settings.unauthenticated_timeout
-        # Time until which the socket is not read (D8); None if it is read.
+        # Time until which the socket is not read because of a tarpit (D8); None if there is no tarpit.
         self.tarpit_until: float | None = None
-        # Time at which to call the session's `tick`.
+        # Time of the next call of `Session.tick`.
         self.at = self.open_by
 
     def by(self, at: float) -> None:
-        """Schedule `tick` for this time, or earlier."""
+        """Make sure that `Session.tick` is called at this time or earlier."""
         self.at = min(self.at, at)
 
     def closing(self, now: float) -> None:
-        """Start the timeout for the answer to Connection.Close, and read the socket again."""
+        """Start the timeout for the answer to Connection.Close, and end a tarpit."""
         self.tarpit_until = None
         self.at = min(now + self._settings.close_timeout, self.open_by)
 
@@ -51,18 +51,18 @@ class Deadlines:
         self.by(self.tarpit_until)
 
     def missed(self, now: float, *, is_closing: bool) -> str | None:
-        """Return which deadline the peer has missed, for the log; ``None`` if it has missed none."""
+        """Return a text for the log if the peer has missed a deadline; otherwise ``None``."""
         if now >= self.open_by:
             return f"the connection was not open within {self._settings.unauthenticated_timeout} s"
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None
 
     def beat(self, now: float, *, is_silenced: bool, login_at: float = math.inf) -> str | None:
-        """Send a heartbeat if it is time for one, and compute when to call `tick` next.
+        """Send a heartbeat if one is due, and compute the time of the next `Session.tick`.
 
         Args:
             now: monotonic seconds.
             is_silenced: whether nothing can arrive from the peer because the socket is not read.
-            login_at: time at which its delayed login is checked.
+            login_at: time at which a delayed login is checked; infinite if no login is delayed.
 
         Returns:
             A text for the log if the peer was silent for too long; otherwise ``None``.

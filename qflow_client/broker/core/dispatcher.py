@@ -1,7 +1,7 @@
 """`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. The queue and channels call it.
 
-A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When it
-may be able to take messages again, its channel wakes it.
+A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When the
+consumer can perhaps take messages again, its channel calls `Dispatcher.wake`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Dispatcher:
         self._single_active = single_active
         # All consumers.
         self.consumers: dict[Consumer, None] = {}
-        # Active consumers. The next one is first.
+        # Active consumers. The first of them gets the next message.
         self.active: deque[Consumer] = deque()
-        # The exclusive consumer.
+        # The exclusive consumer; None if there is none.
         self.exclusive: Consumer | None = None
-        # Whether the queue has ever had a consumer. Otherwise auto-delete does nothing.
+        # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before.
         self.was_used = False
-        # Number of closed channels that still return deliveries. Nothing is delivered until it is 0.
+        # Number of closed channels that still return deliveries. While it is not 0, nothing is delivered.
         self._pauses = 0
         # Messages so far: delivered to consumers, acked by them.
         self.delivered = 0
@@ -70,7 +70,7 @@ class Dispatcher:
         self.wake(consumer)
 
     def wake(self, consumer: Consumer) -> None:
-        """Make a consumer active, because it may be able to take messages."""
+        """Make a consumer active, because it can perhaps take messages again."""
         if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
             consumer.is_active = True
             self.active.append(consumer)
@@ -79,7 +79,7 @@ class Dispatcher:
         return not self._single_active or next(iter(self.consumers)) is consumer
 
     def remove(self, consumer: Consumer) -> None:
-        """Remove a consumer, without delivering to others yet. Its unsettled messages stay unacked."""
+        """Remove a consumer. Its unsettled messages stay unacked. Nothing is delivered yet."""
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
@@ -102,7 +102,7 @@ class Dispatcher:
     def pause(self, change: int) -> None:
         """Change the pause counter by 1 or -1.
 
-        Nothing is delivered while the counter is not 0. Call `dispatch` when it is 0.
+        Nothing is delivered while the counter is not 0. When the counter is 0 again, call `dispatch`.
         """
         self._pauses += change
 
@@ -113,7 +113,7 @@ class Dispatcher:
         self.deliver()
 
     def deliver(self) -> None:
-        """Deliver like `dispatch`, but without dropping expired messages first."""
+        """Deliver as many messages as the consumers take, without dropping expired messages first."""
         contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
         if self._pauses or (expiry is not None and expiry.is_behind):
             return

@@ -1,4 +1,4 @@
-"""Removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call it.
+"""`Dropping` removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call it.
 
 A message that expires, is rejected or is dropped to make room may be dead-lettered. A message that is purged, lost or
 dropped for memory is never dead-lettered.
@@ -40,7 +40,7 @@ class Dropping:
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop expired ready entries. If there are too many for one step, the others are dropped soon after."""
+        """Drop expired ready entries. If there are too many for one step, the remaining ones are dropped soon."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)

@@ -77,7 +77,7 @@ class EmbeddedBroker:
         self._server = Server(self._host, self._controls, self._on_turn, discipline)
         # Only set if there is a store.
         self._disk: Disk | None = None
-        # Started after the broker listens, and stopped before it stops listening.
+        # Servers of other protocols. They start after the broker listens, and stop before it stops listening.
         self._fronts: list[Front] = []
         self._port: int | None = None
         self._started = AsyncExitStack()
@@ -154,8 +154,8 @@ class EmbeddedBroker:
 
         Args:
             changes: whether the function changes the broker.
-            lasts: whether it makes a change that has to be on disk before this method returns. On the loop itself, this
-                method does not wait.
+            lasts: whether the function makes a change that has to be on disk before this method returns. On the loop
+                itself, this method does not wait for the disk.
         """
         caller = threading.get_ident()
         durable: Future[None] | None = None

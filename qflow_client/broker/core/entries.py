@@ -1,8 +1,9 @@
 """The objects in queues: messages, their entries in queues, and their confirms.
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
-place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator may
-hold (delay) it. It is sent when the last hold is released. Queues, the journal and channels change these objects.
+place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator can
+hold (delay) the confirm. It is sent when the last hold is released. Queues, the journal and channels change these
+objects.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
@@ -37,24 +38,24 @@ __all__ = [
 class DropReason(StrEnum):
     """The reason why a message left a queue without an ack, or did not enter it."""
 
-    #: A consumer rejected it without requeue.
+    #: A consumer rejected the message without requeue.
     REJECTED = "rejected"
-    #: It waited longer than its time to live.
+    #: The message waited longer than its time to live.
     EXPIRED = "expired"
-    #: It made room for a new message.
+    #: The message was dropped to make room for a new message.
     MAXLEN = "maxlen"
     #: A later message with the same key has arrived.
     CONFLATED = "conflated"
     #: Memory exceeded its limit, and the policy of the queue drops messages (A1).
     MEMORY = "memory"
-    #: Its body was only on disk, and is damaged there (E10).
+    #: The body of the message was only on disk, and is damaged there (E10).
     DAMAGED = "damaged"
-    #: The queue was full, and the sender was not informed: it was a dead letter, or was published without confirms.
+    #: The queue was full, and no publisher was informed: for example, the message was a dead letter.
     REFUSED = "refused"
-    #: It came as a dead letter although it had already died in this queue, and no consumer had rejected it since.
+    #: A dead letter came to a queue in which it had died before, and no consumer had rejected it since then.
     CYCLE = "cycle"
-    #: It died in this queue and was not dead-lettered, because another copy of the same message had gone from this
-    #: queue to the same target. The message is also counted under the reason of its death.
+    #: The message died but was not dead-lettered, because the queue had already dead-lettered another copy of it to the
+    #: same target. The message is also counted under the reason of its death.
     COPY = "copy"
 
 
@@ -88,24 +89,24 @@ class Record:
     )
 
     def __init__(self) -> None:
-        # Number of queues that have the message; and, if it survives a restart, the numbers of those that do so too.
+        # Number of queues that have the message, plus the calls of `Journal.hold`.
         self.holders = 0
         self.queues: list[int] = []
-        # Its number on disk, greater than all earlier numbers; 0 if it does not have to be on disk.
+        # Number of the message on disk; 0 if the message does not have to be on disk.
         self.number = 0
-        # Whether a batch of records includes it, now or earlier.
+        # Whether a batch of records for the disk has included the message.
         self.is_taken = False
-        # Whether it is on disk.
+        # Whether the message is on disk.
         self.is_written = False
-        # Its confirm, which waits for the disk; None if there is none.
+        # The confirm, if it waits for the disk; otherwise None.
         self.completion: Completion | None = None
-        # Whether it has to be on disk as long as any queue has it.
+        # Whether the message has to be on disk while any queue has it, even a queue that is not durable.
         self.is_spooled = False
-        # Whether its body is removed from memory when it is on disk.
+        # Whether the body will be removed from memory when the message is on disk.
         self.is_evicting = False
-        # Whether its body is damaged on disk, and no longer in memory.
+        # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Its entries that could not be dropped to free memory. They are tried again when this may have changed.
+        # Entries of the message that could not be dropped to free memory. They are tried again after a change.
         self.aside: Sequence[QueueEntry] = ()
 
 
@@ -113,39 +114,39 @@ class StoredMessage:
     """A message, shared by all queues that have it. Its content never changes, but the body may be only on disk.
 
     Args:
-        target: the exchange and routing key with which it was published.
+        target: the exchange and routing key with which the message was published.
         header: the payload of its content header frame, as received.
     """
 
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
-    #: The queues that have dead-lettered a copy of it, each with the exchange and routing key of the target. All copies
-    #: share this set. The attribute does not exist before the first dead letter.
+    #: The queues that have dead-lettered a copy of the message, each with the exchange and routing key of the dead
+    #: letter. All copies share this set. The attribute does not exist before the first dead letter.
     dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:
         self.target = target
         self.header = header
-        # None while the body is only on disk.
+        # The body of the message; None while the body is only on disk.
         self.body: bytes | None = body
         # Body bytes. Thresholds and maxima use this size.
         self.size = len(body)
-        # The journal's data; None if there is no journal, or no queue has the message.
+        # The journal's data about the message; None if there is no journal, or no queue has the message.
         self.record: Record | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether its body was only on disk and is damaged there."""
+        """Whether the body was only on disk and is damaged there."""
         return self.record is not None and self.record.is_lost
 
     @property
     def footprint(self) -> int:
-        """Approximate bytes in memory while no queue has it."""
+        """Approximate bytes of the message in memory while it is in no queue."""
         return self.size + len(self.header) + 512
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it survives a restart of the broker in durable queues."""
+        """Whether the message survives a restart of the broker in durable queues."""
         return is_persistent(self.header)
 
     @property
@@ -163,7 +164,7 @@ class Completion:
     """The confirm of one message. Flow states that were ON (C5), the disk or an operator may hold (delay) it.
 
     Args:
-        tag: the publish sequence number on its channel.
+        tag: the publish sequence number of the message on its channel.
         complete: called with the tag when the last hold is released.
     """
 
@@ -174,7 +175,7 @@ class Completion:
         self._complete = complete
         # Number of holds.
         self.holds = 0
-        # Set when every destination has the message. Until then it is not complete, even without holds.
+        # Whether every destination queue has the message. Before that the confirm is not sent, even without holds.
         self._armed = False
 
     def release(self) -> None:
@@ -184,7 +185,7 @@ class Completion:
             self._complete(self.tag)
 
     def arm(self) -> bool:
-        """Record that all destinations have the message. Return True if there are no holds."""
+        """Record that all destination queues have the message. Return True if there are no holds."""
         self._armed = True
         return not self.holds
 
@@ -197,20 +198,20 @@ class QueueEntry:
     def __init__(self, queue: QueueView, message: StoredMessage, sequence: int) -> None:
         self.queue = queue
         self.message = message
-        # Its place in the order of the queue; a requeue does not change it.
+        # Place of the entry in the order of the queue. A requeue does not change this number.
         self.sequence = sequence
-        # Whether it was delivered before.
+        # Whether the message was delivered before.
         self.redelivered = False
-        # Whether a consumer has it and has not settled it.
+        # Whether a consumer has the message and has not settled it.
         self.is_unacked = False
-        # Whether it has left the queue. A later ack changes nothing.
+        # Whether the entry has left the queue or is leaving. A later ack changes nothing.
         self.is_gone = False
 
 
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue may deliver to it; the queue sets this.
+    #: Whether the queue may deliver to the consumer. The queue sets this.
     is_active: bool
 
     @property
@@ -219,7 +220,7 @@ class Consumer(Protocol):
 
     @property
     def can_take(self) -> bool:
-        """Whether it has credit and is not stopped, and its connection accepts more bytes."""
+        """Whether the consumer has credit, its channel delivers, and its connection accepts more bytes."""
 
     def deliver(self, entry: QueueEntry) -> None:
         """Take a message. The caller has checked `can_take`."""
@@ -238,40 +239,40 @@ class BodyPager(Protocol):
         """An entry was added."""
 
     def came(self, entry: QueueEntry) -> None:
-        """The body of a ready entry is in memory again."""
+        """Record that the body of a ready entry is in memory again."""
 
     def lend(self, entry: QueueEntry) -> None:
-        """An entry was delivered to a consumer; its body is in memory."""
+        """Record that an entry with its body in memory was delivered to a consumer."""
 
     def ready_again(self, entry: QueueEntry) -> None:
         """An entry is ready again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue."""
+        """Record that an entry has left the queue."""
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Remove bodies from memory until at most `size` bytes and `count` bodies are left."""
+        """Remove bodies from memory, so that at most `size` bytes and `count` bodies remain there."""
 
 
 class DroppableEntries(Protocol):
     """The entries of one queue that may be dropped if memory exceeds its limit (A1)."""
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry was added at the end."""
+        """Record that an entry was added at the end of the queue."""
 
     def ready_again(self, entry: QueueEntry) -> None:
-        """An entry is ready again, or has to be checked again."""
+        """Record that an entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue, or was delivered to a consumer."""
+        """Record that an entry has left the queue, or was delivered to a consumer."""
 
     def __len__(self) -> int: ...
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Yield the current entries, in the order of the queue."""
+        """Yield the droppable entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Return all entries of this entry's message if they can be dropped together; otherwise return no entries."""
+        """Return all entries of the message of `entry`, if all of them can be dropped; otherwise return no entries."""
 
 
 class QueueContents(Protocol):
@@ -283,11 +284,11 @@ class QueueContents(Protocol):
 
     @property
     def ready_count(self) -> int:
-        """The number of messages to deliver."""
+        """The number of ready messages."""
 
     @property
     def ready_size(self) -> int:
-        """Body bytes of the messages to deliver."""
+        """Body bytes of the ready messages."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
         """Yield all entries, ready and unacked, in the order of the queue."""
@@ -343,7 +344,7 @@ class QueueView(Protocol):
 
     @property
     def size(self) -> int:
-        """Body bytes of these messages."""
+        """Body bytes of the messages: ready, unacked and leaving (D6)."""
 
     @property
     def contents(self) -> QueueContents:
@@ -359,15 +360,15 @@ class QueueView(Protocol):
 
     @property
     def thresholds(self) -> Sequence[Thresholds]:
-        """The families of marks that are set."""
+        """The flow thresholds that are set."""
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if all bodies stay."""
+        """Decides which bodies stay in memory; ``None`` if all bodies stay in memory."""
 
     @property
     def droppable(self) -> DroppableEntries | None:
-        """The entries that may be dropped for memory; ``None`` if no entry may."""
+        """The entries that may be dropped to free memory; ``None`` if no entry may be dropped."""
 
     def trim(self) -> None:
         """After a requeue, drop the messages beyond the maximum. See `Queue.trim`."""

@@ -41,7 +41,7 @@ class AmqpError(Exception):
 
     Args:
         code: the reply code.
-        text: what went wrong and how to avoid it, for people.
+        text: text for people: what went wrong and how to avoid it.
     """
 
     def __init__(self, code: ReplyCode, text: str) -> None:
@@ -53,7 +53,7 @@ class AmqpError(Exception):
 
     @property
     def reply_text(self) -> str:
-        """The text of the close method: the code's name and what went wrong."""
+        """The reply text of the close method: the name of the code, and `text`."""
         return f"{self.code.title} - {self.text}"
 
 
@@ -66,4 +66,4 @@ class ConnectionException(AmqpError):
 
 
 class FrameWaitsError(Exception):
-    """The frame has to be handled again later. Later frames of the connection wait for it."""
+    """Raised if a frame has to be handled again later. All further frames of the connection wait for this frame."""

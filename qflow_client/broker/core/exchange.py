@@ -1,8 +1,8 @@
 """Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
 `topology.py` declares exchanges and bindings, and `routing.py` finds the matching bindings of a message. Two bindings
-with the same destination, key and arguments are one binding. A headers exchange needs the headers of each message. The
-destinations of all other types depend only on the routing key, so a `Target` can cache them.
+with the same destination, routing key and arguments are one binding. A headers exchange needs the headers of each
+message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.
 
 A direct exchange finds bindings by their key. A topic exchange finds them in a tree of the words of their keys. So the
 cost of a message does not grow with the number of bindings that it does not match (E7).
@@ -23,7 +23,7 @@ __all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType
 
 Headers = Mapping[str, object]
 
-#: If a message goes to more queues than this, the connection lets other connections continue afterwards.
+#: If a message goes to more queues than this, other connections are served before the next frame.
 MANY_QUEUES = 500
 
 
@@ -61,7 +61,7 @@ class Binding:
         self.destination = destination
         self.routing_key = routing_key
         self.arguments = arguments
-        # Identity of the binding: two bindings with the same key are the same.
+        # Two bindings with equal keys are the same binding.
         self.key = (destination, routing_key, repr(sorted(arguments.items())))
 
 
@@ -69,12 +69,12 @@ class Exchange(ABC):
     """An exchange.
 
     Args:
-        auto_delete: whether it is deleted with its last binding.
-        internal: whether clients are not allowed to publish to it.
+        auto_delete: whether the exchange is deleted with its last binding.
+        internal: whether the broker refuses messages that are published to the exchange.
     """
 
     type: ExchangeType
-    #: Whether its routing depends on more than the routing key.
+    #: Whether routing by this exchange depends on headers.
     needs_headers = False
 
     def __init__(
@@ -93,7 +93,7 @@ class Exchange(ABC):
         self.arguments = dict(arguments or {})
         # The bindings from this exchange, in the order in which they were added.
         self.bindings: dict[object, Binding] = {}
-        #: The exchanges that are destinations of its bindings, by the key of the binding.
+        #: The destinations that are exchanges. The keys are those of `bindings`.
         self.next_exchanges: dict[object, Exchange] = {}
 
     def bind(self, binding: Binding) -> None:
@@ -172,7 +172,7 @@ class FanoutExchange(Exchange):
 
 
 class _Branch:
-    """A branch of the tree of a topic exchange. Binding keys share a branch until they differ.
+    """A branch of the tree of a topic exchange. Binding keys with the same first words share branches.
 
     Args:
         words: words of the binding keys on this branch, without those of the parent branches.
@@ -184,7 +184,7 @@ class _Branch:
         self.words = words
         # The child branches, by their first word.
         self.next: dict[str, _Branch] = {}
-        # The bindings whose keys end at the end of this branch, with their numbers.
+        # The bindings whose keys end at the end of this branch, each with a number that grows with each new binding.
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
@@ -211,7 +211,7 @@ class _Branch:
         return first
 
     def path(self, words: list[str]) -> list[_Branch]:
-        """Return the branches along these words."""
+        """Return the branches along these words, which must be a binding key in the tree."""
         path = [self]
         while words:
             path.append(path[-1].next[words[0]])
@@ -230,7 +230,7 @@ def _words(key: str) -> list[str]:
     return key.split(".") if key else []
 
 
-# Positions in the tree: a branch, and the number of its words that have matched.
+# Positions in the tree: each is a branch and the number of its words that have matched.
 _Places = dict[tuple[_Branch, int], None]
 
 
@@ -242,7 +242,7 @@ class TopicExchange(Exchange):
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
         self._root = _Branch([])
-        # Number of bindings made so far. Bindings match in the order in which they were made.
+        # Number of bindings made so far. `matching` returns bindings in the order in which they were made.
         self._made = 0
 
     def _added(self, binding: Binding) -> None:
@@ -332,7 +332,7 @@ _KINDS: dict[ExchangeType, type[Exchange]] = {
 
 
 def make_exchange(name: str, kind: str, **settings: Any) -> Exchange:
-    """Create an exchange of a type that a client requested. `settings` are those of `Exchange`.
+    """Create an exchange of a type that a client requested. `settings` are arguments of `Exchange`.
 
     Raises:
         ConnectionException: 503 if the type does not exist.

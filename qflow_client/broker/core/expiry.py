@@ -16,8 +16,8 @@ __all__ = ["Expiry"]
 class Expiry(EntryObserver):
     """The entries of one queue that expire, ordered by time.
 
-    Entries that have left the queue are removed at their expiry time, or in a sweep. A sweep runs when the number of
-    entries here has doubled since the previous sweep.
+    An entry that leaves the queue stays in this object until its expiry time or a sweep. A sweep runs when the number
+    of entries in this object has doubled since the previous sweep.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
@@ -27,7 +27,7 @@ class Expiry(EntryObserver):
 
     __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
 
-    #: There is no sweep with fewer entries.
+    #: Minimum number of entries for a sweep.
     MIN_SWEEP = 64
 
     def __init__(self, message_ttl: float | None, clock: Callable[[], float], wake_at: Callable[[float], None]) -> None:
@@ -38,7 +38,7 @@ class Expiry(EntryObserver):
         # The expiry times of all entries, including unacked ones.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
-        # Whether there are more expired entries. They have to be removed before the next delivery.
+        # Whether expired entries are still ready. They have to be removed before the next delivery.
         self.is_behind = False
 
     @property
@@ -50,7 +50,7 @@ class Expiry(EntryObserver):
         self.recovered(entry, 0.0)
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        # The smaller of the message's own time to live and that of the queue.
+        # The shorter time to live applies: that of the message, or that of the queue.
         seconds, own = self._message_ttl, entry.message.ttl
         if own is not None:
             seconds = own / 1000 if seconds is None else min(own / 1000, seconds)
@@ -73,13 +73,13 @@ class Expiry(EntryObserver):
         self._wake_at(at)
 
     def take_due(self, most: int) -> list[QueueEntry]:
-        """Take out expired entries that are still ready, in the order of their times.
+        """Remove and return the expired entries that are ready, in the order of their expiry times.
 
         An unacked entry does not expire. If it is requeued, it has to be added again.
 
         Args:
-            most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and the next
-                call may follow immediately.
+            most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and another
+                call is due immediately.
         """
         now = self._clock()
         if self.next_at > now:

@@ -25,7 +25,7 @@ __all__ = ["Handshake"]
 
 _log = get_logger(__name__)
 
-# Maximum length of a connection name in the descriptions of channels, in characters.
+# Maximum length of `Handshake.client_name` in characters.
 _LONGEST_NAME = 200
 
 
@@ -90,8 +90,8 @@ class Handshake:
         Args:
             address: address of the client; empty if it has none.
             now: seconds of the clock.
-            done: called with the reason why the login is refused, or with ``None`` if it is accepted. It is not called
-                if the login is delayed. Then the caller has to call `check_login` at `login_at`.
+            done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
+                delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")
@@ -105,7 +105,7 @@ class Handshake:
             self.check_login(address, now, done)
 
     def check_login(self, address: str, now: float, done: Callable[[str | None], None]) -> None:
-        """Check the login now. If it is delayed, the caller has to call this method again at `login_at`."""
+        """Check the login. If the login is delayed, the caller has to call this method again at `login_at`."""
         login = self._login
         assert login is not None
         delay = self._host.failed_logins.delay(address, now)

@@ -69,7 +69,7 @@ class InspectableBroker(EmbeddedBroker):
         return self._copies(self._host.queue(queue).contents.oldest_first())
 
     def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
-        """Bodies that are not in memory are read from the disk on this thread."""
+        """Copy messages. Bodies that are not in memory are read from the disk on this thread."""
         found = tuple(entries)
         records = [entry.message.record for entry in found if entry.message.body is None]
         numbers = [record.number for record in records if record is not None]
@@ -78,7 +78,7 @@ class InspectableBroker(EmbeddedBroker):
         for entry in found:
             body, record = entry.message.body, entry.message.record
             if body is None and record is not None:
-                # None if it is damaged on disk; the store reports it in the log.
+                # None if the body is damaged on disk. The store logs this.
                 body = read.get(record.number)
             if body is not None:
                 copies.append(message_copy(entry, body))
@@ -144,7 +144,7 @@ class InspectableBroker(EmbeddedBroker):
     @property
     @on_loop()
     def alarms(self) -> dict[str, str]:
-        """The alarms that block all connections, each with its reason. The alarm of `block` is ``operator``."""
+        """The alarms that block all connections, each with its reason. An alarm of `block` is called ``operator``."""
         return dict(self._controls.alarms)
 
     @property
@@ -174,8 +174,8 @@ class InspectableBroker(EmbeddedBroker):
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task (such as an async test) or on the broker's loop, because it would block the
-                loop. Use `wait_until_async` there.
+            RuntimeError: called in a task (such as an async test) or on the broker's loop, which this method would
+                block. Use `wait_until_async` there.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 

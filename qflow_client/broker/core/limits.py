@@ -1,8 +1,8 @@
-"""The limits of one queue: its marks, its maximum, and its other options.
+"""The limits of one queue: its marks (flow thresholds), its maximum, and its other options.
 
-`Rules` return a `QueueRule` for each new queue, from its name and arguments. The `QueueRule` computes the limits. These
-rules are not the rules of flow control. The core has `PlainRules`, where one object is both. It uses only the broker's
-settings. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
+`Rules` return a `QueueRule` for each new queue, from the queue's name and arguments. The `QueueRule` computes the
+limits of this queue. The core has only `PlainRules`. This class is both `Rules` and `QueueRule`, and uses only the
+broker's settings. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Inheritance", "PlainRules", "QueueLimits", "QueueOptions", "QueueRul
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """RabbitMQ's queue arguments, without those for the maximum.
+    """The values of RabbitMQ's queue arguments, except those for the maximum.
 
     Attributes:
         message_ttl: time to live of a message in the queue, in seconds; ``None`` for no limit.
         expires: seconds after which the queue is deleted if it is unused; ``None`` for never.
         dead_letter_exchange: exchange for messages that are rejected, expire or are dropped; ``None`` for none.
-        dead_letter_routing_key: routing key of dead letters; ``None`` for the message's own.
+        dead_letter_routing_key: routing key of dead letters; ``None`` for the routing key of the dead message.
         single_active_consumer: whether only the oldest consumer gets messages.
     """
 
@@ -39,18 +39,18 @@ class QueueOptions:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The result of a queue's arguments, its policies and the broker's defaults.
+    """The limits of a queue, which come from its arguments, its policies and the broker's defaults.
 
-    A new family of marks also needs changes in `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
+    To add a kind of thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
         capacity: the capacity of Qpid Java (J1 J2).
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
-        enforcement: how producers are held back.
-        policy: name of the overflow policy, as shown to users: the name of `overflow` if there is a maximum.
-        max_flow_wait: maximum seconds that the flow state may be ON; ``None`` for no limit. Needs `overdue_overflow`.
-        overdue_overflow: the overflow policy after `max_flow_wait`. Its name in policies is ``then``.
+        enforcement: how the queue holds back producers while it is ON.
+        policy: name of the overflow policy that users see. If there is a maximum, this is the name of `overflow`.
+        max_flow_wait: maximum seconds for which a queue that is ON blocks channels; ``None`` for no limit.
+        overdue_overflow: the overflow policy of a queue that has been ON for longer (``then`` in policies).
         policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
@@ -66,7 +66,7 @@ class QueueLimits:
     drop_transient: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """Return the values that are set, by their names in policies."""
+        """Return the limits that are set. The keys are the names that policies use for the limits."""
         marks = self.stop_resume
         overflow = self.overflow or Overflow()
         numbers = {
@@ -88,7 +88,7 @@ class QueueLimits:
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
-        """The families of marks that are set."""
+        """The thresholds that are set, one object for each family of marks."""
         return tuple(marks for marks in (self.stop_resume, self.capacity) if marks.is_set)
 
 
@@ -106,11 +106,11 @@ class Inheritance:
 
 
 class QueueRule(Protocol):
-    """The arguments of one queue, and the later settings of an operator for it."""
+    """Computes the limits of one queue from its arguments, and from the current policies of the operator."""
 
     @property
     def options(self) -> QueueOptions:
-        """The options that never change."""
+        """The options of the queue. They never change."""
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
         """Return the current limits.
@@ -124,7 +124,7 @@ class QueueRule(Protocol):
 
 
 class Rules(Protocol):
-    """Compute the limits of each queue."""
+    """Creates a `QueueRule` for each queue."""
 
     @property
     def are_inherited(self) -> bool:

@@ -44,7 +44,7 @@ class Login(NamedTuple):
 
 
 def read_login(mechanism: str, response: str | bytes) -> Login | None:
-    """Return the login in a ``Connection.Start-Ok``; ``None`` if the broker does not offer its mechanism.
+    """Return the login in a ``Connection.Start-Ok``; ``None`` if the broker does not offer the mechanism.
 
     Raises:
         ConnectionException: 502 if the response does not fit the mechanism.
@@ -95,13 +95,13 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Compared with the password of an unknown user, so that the check takes as long as for a known user.
+        # Hash for passwords of unknown users, so that their check takes as long as for known users; or empty.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs a function that may take 50 ms, and calls the second function with the result. The server replaces this
-        #: default, which runs both immediately.
+        #: Runs the first function, which may take 50 ms, and then calls the second function with the result. The server
+        #: replaces this default, which does both immediately.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -109,7 +109,7 @@ class Logins:
 
         Args:
             now: monotonic seconds.
-            done: called now or later, with the number of seconds for which the login is valid; 0 if it is wrong.
+            done: called now or later, with the number of seconds for which the login is valid; 0 for a wrong login.
         """
         if self._authenticate is not None:
             valid_for = self.renewed_for(login.user, login.password)
@@ -120,7 +120,7 @@ class Logins:
         password = self._users.get(login.user, self._nobody)
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
-            # Compared even if the user is unknown, so that the time does not reveal it.
+            # Compared even if the user is unknown, so that the time of the check does not reveal which users exist.
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
             if not is_right:
                 self._failed.failed(address, now)
@@ -141,7 +141,7 @@ class Logins:
         self.run(lambda: matches(password, login.password), checked)
 
     def renewed_for(self, user: str, secret: bytes) -> float:
-        """Return for how many seconds a user's new secret is valid; 0 if it is wrong.
+        """Return for how many seconds a user's new secret is valid; 0 for a wrong secret.
 
         Without `authenticate` the secret is not checked, because the connection is already open. RabbitMQ does the same
         with PLAIN.
@@ -220,7 +220,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """Remove the last failed login of an address, because its check has succeeded."""
+        """Count one failed login of an address less, because its password check has succeeded."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

@@ -45,9 +45,9 @@ class MethodChannel(Protocol):
     number: int
     host: VirtualHost
     consuming: Consuming
-    #: The queue that the channel declared last. An empty queue name means this queue.
+    #: Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
     last_queue: str
-    #: The queue of its reply consumer, even if it is deleted; empty if it never had one.
+    #: Name of the queue of the channel's reply consumer, even if the queue is deleted; empty if there never was one.
     reply_queue: str
 
     @property
@@ -136,7 +136,7 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
 
 
 def _queue_name(channel: MethodChannel, name: str) -> str:
-    """An empty name means the queue that the channel declared last.
+    """Return the queue name of a method. An empty name means the queue that the channel declared last.
 
     Raises:
         ChannelException: 404 if the name is empty and the channel has not declared a queue.

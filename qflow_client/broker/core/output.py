@@ -1,9 +1,10 @@
 """`Output` orders the outgoing frames of one connection, sans-I/O. The session and its channels write them.
 
 The output is a list of byte strings that `Output.take` joins once in each iteration of the event loop. An answer that
-must wait for the disk is a `Promise`. Later frames of the same channel wait for it; other channels do not wait. So the
-frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which
-does not wait for promises. Channel 0 has no promises. While too many deliveries are unsent, consumers get no messages.
+must wait for the disk is a `Promise`. Later frames of the same channel wait for the promise, but other channels do not.
+So the frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``,
+which does not wait for promises. Channel 0 has no promises. While too many deliveries are unsent, consumers get no
+messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Consuming(Protocol):
 class _Channel(Protocol):
     @property
     def is_closing(self) -> bool:
-        """Whether the channel is closing. No confirm may then be sent on it."""
+        """Whether the channel is closing, so that no confirm may be sent on it."""
 
     @property
     def confirms(self) -> Confirms | None:
@@ -74,11 +75,11 @@ class Output:
     Args:
         journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
-        on_output: called when there is something to send: once before each `take`, and also for each call of
+        on_output: called when there is output: at most once before each `take`, and also for each call of
             `write_past_promises`.
     """
 
-    #: Maximum bytes of unsent deliveries. At this limit consumers get no more messages.
+    #: Maximum bytes of unsent deliveries. If there are more, consumers get no messages.
     MAX_DELIVERY_BYTES = 256 * 1024
 
     def __init__(
@@ -95,9 +96,9 @@ class Output:
         self._on_output = on_output
         self._announced = False
         self._frames: list[bytes] = []
-        # Unsent bytes: in `_frames`, promised, and waiting for promises.
+        # Number of unsent bytes: in `_frames`, in promises, and in frames behind promises.
         self.unsent = 0
-        # Promises that wait for the disk, in order, by channel.
+        # Promises that wait for the disk, in order. The keys are channel numbers.
         self.promises: dict[int, deque[Promise]] = {}
         # Channels with queued confirms.
         self._confirming: dict[_Channel, None] = {}
@@ -107,7 +108,7 @@ class Output:
         self._delivery_bytes = 0
         # Whether consumers may get more messages.
         self.takes_deliveries = True
-        # Clock time of the last `take` with data.
+        # Clock time of the last `take` that returned data.
         self.last_sent = now
         # Bytes taken so far.
         self.sent = 0
@@ -115,7 +116,7 @@ class Output:
     # Frames.
 
     def write(self, data: bytes) -> None:
-        """Append whole frames of one channel, after the promises of that channel."""
+        """Append whole frames of one channel. They are sent after the promises of that channel."""
         self.unsent += len(data)
         if self.promises and self._put_behind(data):
             return
@@ -126,8 +127,8 @@ class Output:
     def write_past_promises(self, data: bytes) -> None:
         """Append whole frames that do not wait for the promises of their channel.
 
-        Used for Channel.Flow, which answers no method. It does not wait for the disk, because the grace time (D8)
-        starts when the channel is blocked. `on_output` is always called, so that this connection writes after all
+        Used for Channel.Flow, which answers no method. Channel.Flow does not wait for the disk, because the grace time
+        (D8) starts when the channel is blocked. `on_output` is always called, so that this connection writes after all
         connections that have output now. So clients get their Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
@@ -152,7 +153,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output`, once before each `take`. There may be output or due confirms, or the session has ended."""
+        """Call `on_output` if it was not called since the last `take`. This is also used when the session ends."""
         if not self._announced:
             self._announced = True
             self._on_output()
@@ -170,7 +171,7 @@ class Output:
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
         """Append whole frames. They are sent when the changes that they report are on disk.
 
-        With `topology_only` these are only changes of queues, exchanges and bindings.
+        With `topology_only` they wait only for changes of queues, exchanges and bindings.
         """
         journal = self._journal
         if journal is not None:
@@ -195,7 +196,7 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Move the kept promises of a channel, and the frames after them, to the unsent frames.
+        """Move the frames of kept promises, and the frames behind these promises, to the frames for `take`.
 
         Args:
             more: the bytes of the new frames minus the promised size.

@@ -26,11 +26,11 @@ class Overflow:
         max_size: maximum body bytes; ``None`` for no maximum.
     """
 
-    #: Whether a refused message without a confirm is only counted. Otherwise it closes the publisher's channel.
+    #: Whether a message that is refused on a channel without confirms is only counted. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
-    #: Whether the maximum applies only to ready messages. A requeue may then exceed it.
+    #: Whether the maximum applies only to ready messages. If it does, a requeue can exceed the maximum.
     counts_ready: ClassVar[bool] = False
-    #: Whether bodies of the queue may be only on disk (A2).
+    #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
 
     max_count: int | None = None
@@ -42,7 +42,7 @@ class Overflow:
         return "flow"
 
     def lets_wait(self, size: int) -> bool:
-        """Return True if a message of `size` body bytes waits for room when it is refused."""
+        """Return True if a message of `size` body bytes waits when the queue has no room for it."""
         return False
 
     @property
@@ -51,14 +51,14 @@ class Overflow:
         return False
 
     def last_values(self) -> LastValueMap | None:
-        """Return a new map of the last entry of each key; ``None`` if the queue also keeps the other entries."""
+        """Return a new map from keys to their last entries; ``None`` if the queue keeps all entries of a key."""
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
-        """Return why `count` more messages with `size` body bytes in total may not enter; ``None`` if they may.
+        """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if it accepts them.
 
-        The messages that leave at the same time are already subtracted from `count` and `size`. `largest` is the size
-        of the largest message that enters.
+        When a transaction is committed, the messages that it acks are already subtracted from `count` and `size`.
+        `largest` is the body size of the largest new message in bytes.
         """
         return None
 
@@ -69,7 +69,7 @@ class Overflow:
         """Drop the messages that exceed the maximum, for example after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
-        """Return by how many messages and bytes a depth exceeds the maximum; 0 or less if it does not."""
+        """Return the numbers of messages and body bytes beyond the maximum. Each is 0 or less if there are none."""
         return (
             depth - self.max_count if self.max_count is not None else 0,
             size - self.max_size if self.max_size is not None else 0,
@@ -78,7 +78,7 @@ class Overflow:
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
         """Return the reason why messages do not fit; ``None`` if they fit.
 
-        `depth` and `size` are the messages that count and their body bytes. `coming` has the messages and bytes to add.
+        `depth` and `size` are the messages and body bytes that count now. `coming` has the messages and bytes to add.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

@@ -1,7 +1,7 @@
 """Hashed passwords: scrypt of the standard library, written ``$scrypt$ln=14,r=8,p=1$SALT$HASH`` (base64, no padding).
 
 If a password in the broker's settings begins with ``$scrypt$``, it is such a hash. Any other value is the password
-itself. A check takes about 50 ms and 16 MiB, so the broker does it on a separate thread.
+itself. Checking a hash takes about 50 ms and 16 MiB, so the broker uses a separate thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_hash(hashed: str) -> None:
     """Check that a hash can be used.
 
     Raises:
-        ValueError: the hash cannot be used; the text does not repeat the hash.
+        ValueError: the hash cannot be used. The text of the error does not contain the hash.
     """
     _parse(hashed)
 

@@ -38,7 +38,7 @@ class TopologyJournal(Protocol):
         """Record a new durable queue, and return its new number.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
 
     def queue_gone(self, name: str) -> None:
@@ -48,7 +48,7 @@ class TopologyJournal(Protocol):
         """Record a new durable exchange.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
 
     def exchange_gone(self, name: str) -> None:
@@ -67,20 +67,20 @@ class TopologyJournal(Protocol):
         """Record that a binding between two durable objects was added or removed.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
 
 
 class Journal(Protocol):
     """Counts the messages in memory, and decides which messages and which topology are written to disk."""
 
-    #: Whether records are written; otherwise the journal only counts memory.
+    #: Whether records are written to disk. If not, the journal only counts memory.
     has_store: bool
     #: Maximum bytes of messages in memory (A1); 0 for no limit.
     limit: int
     #: Body bytes that are not written yet.
     backlog_size: int
-    #: Maximum of `backlog_size`. Above it publishers are not read.
+    #: Maximum of `backlog_size` in bytes. Above this maximum, publishing connections are not read.
     max_backlog: int
     #: Bytes of incoming bodies and open transactions.
     unfinished: int
@@ -100,7 +100,7 @@ class Journal(Protocol):
 
         Args:
             number: number of the queue in the store; 0 if the queue does not survive a restart.
-            message: the message. If it and the queue survive a restart, its confirm waits until it is on disk.
+            message: the message. If the message and the queue survive a restart, the confirm waits for the disk.
             completion: the confirm; ``None`` if there is none.
         """
 
@@ -129,29 +129,29 @@ class Journal(Protocol):
         """Create a pager for a queue with the policy `flow_to_disk`."""
 
     def make_droppable(self) -> DroppableEntries:
-        """Create a container for the entries of a queue that may be dropped for memory."""
+        """Create a container for the entries of a queue that may be dropped to free memory."""
 
     # Time and memory.
 
     def divide(self) -> None:
-        """Record the end of an operation. Its records may be on disk before the records of the next operation."""
+        """Record the end of an operation. A batch of records can end here, but not within an operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records so far are on disk.
 
         Returns:
-            Whether the function will be called. If not, there is nothing to wait for.
+            Whether the function will be called. If not, all records are already on disk.
         """
 
     @property
     def held(self) -> int:
-        """Bytes in memory with `unfinished`, `waiting` and `buffered`, but without bodies that will soon be freed."""
+        """Bytes in memory, with `unfinished`, `waiting` and `buffered`, without bodies that will soon be removed."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the bytes of bodies that each queue may read ahead (A3)."""
+        """Return the maximum body bytes that each queue may read ahead (A3)."""
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
-        """Bring the messages in memory below the limit (A1 A2 A3)."""
+        """Evict bodies or drop messages if too many bytes are in memory (A1 A2 A3)."""
 
 
 class FlowObserver(Protocol):
@@ -197,8 +197,8 @@ class FlowObserver(Protocol):
 class PublishMeter(Protocol):
     """Counts the published messages of clients, and may block (flow) their channels.
 
-    To install a meter, set `VirtualHost.meter`. Whenever it becomes true or false, also call `Controls.limit_rates`.
-    Messages that the program itself publishes with `VirtualHost.publish` are not counted.
+    To install a meter, set `VirtualHost.meter`. Whenever the truth value of the meter changes, also call
+    `Controls.limit_rates`. Messages that the program itself publishes with `VirtualHost.publish` are not counted.
     """
 
     def __bool__(self) -> bool:
@@ -236,14 +236,14 @@ class Disk(Protocol):
         """Return a future that is done when all records so far are on disk."""
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Read bodies of messages, by number, on the calling thread."""
+        """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are left out."""
 
 
 class Front(Protocol):
     """Serves a broker to clients of another protocol, on the broker's loop."""
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
 
     async def stop(self) -> None:
         """Stop listening, and end the requests that are running."""

@@ -22,11 +22,11 @@ __all__ = ["DIALECTS", "PROTOCOL_HEADER", "Dialect", "OnAlarm", "Profile"]
 class Profile(StrEnum):
     """The broker that this broker imitates."""
 
-    #: No other broker.
+    #: No other broker is imitated.
     QFLOW = "qflow"
     #: LavinMQ: a full disk closes publishing channels with 406.
     LAVINMQ = "lavinmq"
-    #: WSO2 Message Broker: it announces and confirms nothing, and channel errors close the connection.
+    #: WSO2 Message Broker: it announces no capabilities, it sends no confirms, and channel errors close the connection.
     WSO2 = "wso2"
     #: The standard without extensions.
     AMQP_0_9_1 = "amqp-0-9-1"
@@ -37,7 +37,7 @@ class Profile(StrEnum):
 class OnAlarm(Enum):
     """How publishers are informed of an alarm."""
 
-    #: By ``Connection.Blocked``, if they announced the capability.
+    #: By ``Connection.Blocked``, if the client announced the capability.
     BLOCKED = auto()
     #: By ``Channel.Flow`` on every publishing channel, as in the standard.
     CHANNEL_FLOW = auto()
@@ -73,8 +73,8 @@ class Dialect:
 
     Attributes:
         properties: server properties in ``Connection.Start``, without the capabilities.
-        extensions: supported extensions of the standard, by their names in the capabilities table. ``None`` for no
-            extensions and no such table.
+        extensions: names of the supported extensions of the standard, as in the capabilities table. ``None`` for no
+            extensions and no capabilities table.
         headers: the accepted protocol headers.
         answer: the protocol header that the broker sends if it does not accept the client's header.
         on_alarm: how publishers are informed of an alarm.

@@ -51,7 +51,7 @@ def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
 
 
 def decode_headers(header: bytes) -> dict[str, Any]:
-    """Return only the headers; empty if there are none."""
+    """Return only the property ``headers``; empty if there are no headers."""
     if not int.from_bytes(header[12:14], "big") & HEADERS_FLAG:
         return {}
     return decode_table(header, offset(header, HEADERS_FLAG))[0]
@@ -74,7 +74,7 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
 
     Args:
         header: the payload of a well-formed content header frame.
-        headers: encoded values with their types, by name.
+        headers: for each name, the encoded value with its type.
     """
     fields: dict[bytes, bytes] = {}
     if int.from_bytes(header[12:14], "big") & HEADERS_FLAG:
@@ -108,7 +108,7 @@ def is_persistent(header: bytes) -> bool:
     flags = header[12]
     if not flags & DELIVERY_MODE_FLAG >> 8:
         return False
-    # Shortcut for the usual case: before delivery_mode there is at most a content type.
+    # Shortcut if no property comes before delivery_mode.
     if not flags & 0xE0:
         return header[14] == 2
     return header[offset(header, DELIVERY_MODE_FLAG)] == 2

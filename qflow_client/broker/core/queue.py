@@ -2,10 +2,10 @@
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 
-A queue is watched (`Queue.is_watched`) if a published message needs more than an append: if the queue may refuse the
-message, or if its entries have any of the observers below. So every queue of a broker with a journal is watched.
-`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. Otherwise each queue may deliver the message before it enters the next queue.
+A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
+may refuse the message, or if the queue has any of the observers below. So every queue of a broker with a journal is
+watched. `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them
+before a consumer gets it. Otherwise each queue may deliver the message before the message enters the next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
@@ -61,7 +61,7 @@ class Surroundings(Protocol):
 
     @property
     def window(self) -> int:
-        """The bytes of bodies that each queue may read ahead (A3)."""
+        """The maximum body bytes that each queue may read ahead (A3)."""
 
     def clock(self) -> float:
         """Return monotonic seconds."""
@@ -99,9 +99,9 @@ class Queue:
         options: the options that never change.
         rule: computes the limits; ``None`` if `limits` never change.
         exclusive_owner: the only connection that may use the queue.
-        flow_options: which channels its marks block, and how they are unblocked.
+        flow_options: which channels the marks of the queue block, and how these channels are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
-        journal: counts its messages, and writes them to disk; ``None`` if there is none.
+        journal: counts the messages of the queue, and records them for the disk; ``None`` if there is none.
         number: number of the queue in the message store, if the queue and its persistent messages survive a restart of
             the broker; otherwise 0.
     """
@@ -170,7 +170,7 @@ class Queue:
         self._tick_at = math.inf
         self.contents = contents = Contents()
         has_letters = options.dead_letter_exchange is not None
-        # None if there is no journal.
+        # Links the queue to the journal; None if there is no journal.
         self.storage: Storage | None = None
         if journal is not None:
             self.storage = Storage(journal, number, has_letters, contents, lambda: surroundings.window)
@@ -207,7 +207,7 @@ class Queue:
     def _watch(self) -> None:
         """Update the fields that are checked for every message.
 
-        If `is_watched` becomes true, the caller has to raise `Router.version`, so that targets are resolved again.
+        If `is_watched` becomes true, the caller has to increase `Router.version`, so that targets are resolved again.
         There are two exceptions. A queue that turns overdue has marks, so it is watched already. If the queue gets its
         `Expiry` object, targets need not be resolved again, because `enqueue` always calls the observers, and `tick`
         drops the expired messages.
@@ -232,7 +232,7 @@ class Queue:
             self.storage.set_limits(self.limits)
 
     def change(self, limits: QueueLimits) -> None:
-        """Apply other thresholds, another maximum or another policy. The messages stay in the queue (D4, J6)."""
+        """Apply new limits (D4 J6). Messages stay in the queue, except those that the new overflow policy drops."""
         if limits == self.limits:
             return
         self.limits = limits
@@ -299,7 +299,7 @@ class Queue:
         """Handle a message that this queue refuses.
 
         Args:
-            can_nack: whether the publisher can be informed without closing its channel, with a ``Basic.Nack``.
+            can_nack: whether the publisher is in confirm mode, so that a ``Basic.Nack`` can inform it.
 
         Returns:
             True if nothing else has to be done; False if the caller has to inform the publisher.
@@ -351,12 +351,12 @@ class Queue:
 
         Args:
             message: the message, which the store already has.
-            age: seconds since it was enqueued.
+            age: seconds since the message was enqueued.
         """
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
         entry = self.contents.append(self, message)
-        # It may have been delivered before the broker stopped.
+        # Perhaps the message was already delivered before the broker stopped.
         entry.redelivered = True
         for observer in self.contents.observers:
             observer.recovered(entry, age)
@@ -435,10 +435,10 @@ class Queue:
     # Time.
 
     def note_waiting(self, until: float, change: int = 0) -> None:
-        """Record that messages wait for room in this queue. Check them at `until` at the latest.
+        """Record that messages wait for room in this queue, and have to be checked at `until` at the latest.
 
         Args:
-            until: seconds of the clock.
+            until: time in monotonic seconds.
             change: change of the number of waiting messages; -1 when one stops waiting.
         """
         self.waiting += change
@@ -491,7 +491,7 @@ class Queue:
 
     @property
     def size(self) -> int:
-        """Body bytes of these messages."""
+        """Body bytes of the messages: ready, unacked and leaving (D6)."""
         return self.contents.size
 
     @property

@@ -1,9 +1,9 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
-A `QueueFlow` is one family of marks. Above its stop mark it turns ON: it blocks the publishing channel, or holds the
-confirm, or both. At its resume mark it turns OFF: it releases all held confirms and unblocks the channels, all together
-or one after the other (F4). `QueueFlows` has all families of one queue. As an observer of the queue's entries it gets
-every change of the queue's depth, after the message has entered (J3). It records the time since which any family is ON.
+A `QueueFlow` is the flow state of one family of marks (a set of flow thresholds). Above a stop mark the family turns
+ON: it blocks the publishing channel, holds the message's confirm, or both. At its resume marks the family turns OFF: it
+releases all held confirms and unblocks the channels, all together or one after the other (F4). `QueueFlows` has all
+families of one queue. It observes the queue's entries, so it is called after each message that enters (J3) or leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Spacing:
     Args:
         interval: seconds between two publishers.
         clock: returns seconds.
-        wake_at: called with the time of the next call of `let_next`.
+        wake_at: called with the time at which `let_next` has to be called again.
     """
 
     __slots__ = ("_clock", "_interval", "_next_at", "_wake_at")
@@ -54,7 +54,7 @@ class Spacing:
         self._next_at = -math.inf
 
     def let_next(self) -> bool:
-        """Whether the next publisher may be unblocked now. If True, the interval starts again."""
+        """Return True if the next publisher may be unblocked now. The interval then starts again."""
         now = self._clock()
         if now < self._next_at:
             self._wake_at(self._next_at)
@@ -64,12 +64,12 @@ class Spacing:
 
 
 class QueueFlow(FlowController):
-    """One family of marks of a queue. It has the channels that it blocks and the confirms that it holds.
+    """The flow state of one family of marks, with the channels that the family blocks and the confirms that it holds.
 
     Args:
-        thresholds: the marks.
-        count: messages in the queue.
-        size: body bytes of these messages.
+        thresholds: the marks of the family.
+        count: number of messages in the queue.
+        size: body bytes in the queue.
         spacing: spaces out the unblocking; ``None`` unblocks all channels together.
     """
 
@@ -82,7 +82,7 @@ class QueueFlow(FlowController):
     ) -> None:
         self._spacing = spacing
         super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
-        # The confirms that are held until OFF, by entry, the oldest first (C5).
+        # The confirms that are held until the family turns OFF, the oldest first (C5). The keys are the entries.
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
@@ -92,8 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The source that is unblocked first fills the room below the mark. So it has to be the source that has
-                # published least.
+                # The first unblocked source fills the room below the mark. So it is the source that published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -107,7 +106,7 @@ class QueueFlow(FlowController):
             completion.release()
 
     def let_go(self) -> None:
-        """Unblock all channels and release all held confirms, whether ON or OFF."""
+        """Unblock all channels and release all held confirms, even if the family is ON."""
         for source in self.blocked:
             self.forget(source)
         self.release_held()
@@ -118,7 +117,7 @@ class FlowOptions(NamedTuple):
 
     Attributes:
         scope: which channels are blocked (D12).
-        recent: seconds for which a publisher counts as recent.
+        recent: seconds for which a channel counts as a recent publisher after each of its messages.
         resume_interval: seconds between two channels that are unblocked (F4); 0 unblocks all together.
     """
 
@@ -128,12 +127,12 @@ class FlowOptions(NamedTuple):
 
 
 class QueueFlows(EntryObserver):
-    """All families of marks of one queue, and the time for which any of them has been ON (D10).
+    """All families of marks of one queue, and the time since which any of them has been ON (D10).
 
     Args:
         queue: the queue of these families. The methods of `observer` get it as an argument.
         clock: returns seconds.
-        wake_at: called with the time of the next call of `tick`.
+        wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
         on_overdue: called when `is_overdue` has changed.
     """
@@ -178,15 +177,15 @@ class QueueFlows(EntryObserver):
         self._on_overdue = on_overdue
         # One controller for each configured family of marks.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
-        # How often removed controllers have turned ON.
+        # Sum of `times_on` of the families that were removed.
         self._times_on_before = 0
-        # Since when the queue is ON or overdue; None if it is OFF. An overdue queue may have no family that is ON.
+        # Time since which the queue has been ON or overdue; None if it is neither. An overdue queue need not be ON.
         self.on_since: float | None = None
-        # Whether it was ON for so long that it blocks no channel any more (D10).
+        # Whether the queue was ON for longer than `max_flow_wait`, so that it no longer blocks channels (D10).
         self.is_overdue = False
-        # How often it became overdue.
+        # How often the queue became overdue.
         self.times_overdue = 0
-        # Time at which each channel last published to the queue; None if ON does not block all recent publishers (D12).
+        # Time of the last message of each publishing channel; None if the scope is not PUBLISHERS (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
         # Whether a channel that publishes above the stop mark is blocked, and whether its confirms are held.
         self._flows_channels = self._delays_completion = False
@@ -317,7 +316,7 @@ class QueueFlows(EntryObserver):
             _log.info("queue '%s' is OFF: its policy is %s again", self._queue.name, self.limits.policy)
 
     def _turn_overdue(self) -> None:
-        """Stop blocking channels, because the queue was ON for too long (D10)."""
+        """Block no channels any more, because the queue was ON for longer than `max_flow_wait` (D10)."""
         assert self.limits.overdue_overflow is not None
         self.times_overdue += 1
         self._set_overdue(True)

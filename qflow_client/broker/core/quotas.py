@@ -1,7 +1,7 @@
 """The maximum numbers of queues, bindings and consumers.
 
-A quota is checked when an object is created, and never when a message is published. It has an upper bound of the number
-of objects, so deletions need not be reported. The exact number is counted only when the bound reaches the limit.
+A quota is checked when an object is created, and never when a message is published. A `Quota` has an upper bound of the
+number of objects, so deletions need not be reported. The exact number is counted only when the bound reaches the limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Quota:
     Args:
         setting: name of the setting with the limit.
         things: name of the kind of objects, in the plural.
-        count: counts the objects.
+        count: returns the exact number of objects.
     """
 
     __slots__ = ("_bound", "_count", "_limit", "_setting", "_things")
@@ -36,7 +36,7 @@ class Quota:
         """Count one more object before it is created.
 
         Args:
-            is_there: whether the object comes from the message store. It is then accepted even beyond the limit.
+            is_there: whether the object comes from the message store. Such an object is accepted even beyond the limit.
 
         Raises:
             ChannelException: 406 if the limit is reached. RabbitMQ refuses queues beyond its limit with the same code.

@@ -3,8 +3,8 @@
 A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. It then publishes requests with that name as
 ``reply_to``. The broker replaces the name by the name of a queue of this channel. The responder publishes its reply to
 that queue through the default exchange. The queue is exclusive and is deleted with its consumer. So flow control and
-the memory limit treat replies like all other messages. No method except `Queue.Declare` can use the queue's name. A
-responder declares the queue to find out whether the requester still exists.
+the memory limit treat replies like all other messages. Clients can use the queue's name only as a routing key, and in
+``Queue.Declare``. A responder declares the queue to find out whether the requester still exists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_reply_consumer(*, no_ack: bool, has_one: bool) -> None:
         has_one: whether the channel already has a reply consumer.
 
     Raises:
-        ChannelException: 406 if it may not.
+        ChannelException: 406 if the channel may not consume replies.
     """
     if has_one:
         raise ChannelException(ReplyCode.PRECONDITION_FAILED, "reply consumer already set on this channel")

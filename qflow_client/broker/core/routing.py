@@ -1,12 +1,12 @@
 """Routing, sans-I/O: the queues that a message reaches from its exchange.
 
 Channels and `VirtualHost.publish` ask the `Router` for queues. Equal ``Basic.Publish`` methods share a `Target`, which
-caches the queues for one version of the topology. Each change that affects routing increases `Router.version`. Outdated
-targets are resolved again.
+caches the queues for one version of the topology. Each change that affects routing increases `Router.version`. A target
+of an older version is resolved again before it is used.
 
 A message goes from exchange to exchange through bindings, and visits each exchange once. An exchange that finds no
-destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, each exchange that the
-message visits does this. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
+destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to each exchange
+that the message visits. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
 exchange.
 """
 
@@ -30,7 +30,7 @@ ALTERNATE_EXCHANGE = "alternate-exchange"
 class Router:
     """Finds the queues of messages."""
 
-    #: Maximum number of cached publish methods. Beyond it the whole cache is cleared.
+    #: Maximum number of cached publish methods. If there are more, the whole cache is cleared.
     MAX_TARGETS = 4096
 
     def __init__(self, settings: Settings, exchanges: Mapping[str, Exchange], queues: Mapping[str, Queue]) -> None:
@@ -39,7 +39,7 @@ class Router:
         self.queues = queues
         # Grows with every change that affects routing.
         self.version = 0
-        # Cached targets by the payload of the Basic.Publish frame.
+        # Cached targets. The keys are the payloads of Basic.Publish frames.
         self.targets: dict[bytes, Target] = {}
 
     def check_size(self, size: int) -> None:
@@ -71,7 +71,7 @@ class Router:
         """Update a target's destinations to the current topology.
 
         Raises:
-            ChannelException: 404 if the exchange does not exist. 403 if it is internal.
+            ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal.
         """
         exchange = self.exchange(target.exchange)
         if exchange.internal:
@@ -86,7 +86,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If routing depends on headers, the queues are not known before the message.
+        # If routing depends on headers, the queues are known only when a message has arrived.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES
@@ -95,14 +95,14 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """Return the queues of a message with a current target."""
+        """Return the queues of a message. Its target must have the current version."""
         if target.queues is not None:
             return target.queues
         headers = decode_headers(message.header)
         return reach(self.exchanges[target.exchange], target.routing_key, headers, self.exchanges, self.queues)
 
     def target(self, exchange: str, routing_key: str) -> Target | None:
-        """Return a current target; ``None`` if the exchange does not exist."""
+        """Return a target of the current version; ``None`` if the exchange does not exist."""
         found = self.exchanges.get(exchange)
         if found is None:
             return None
@@ -118,7 +118,7 @@ def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchang
 
 
 def needs_headers(start: Exchange, exchanges: Mapping[str, Exchange]) -> bool:
-    """Whether the destinations of a message to the exchange `start` may depend on more than its routing key."""
+    """Whether the destinations of messages to the exchange `start` can depend on their headers."""
     seen: dict[Exchange, None] = {start: None}
     todo = [start]
     while todo:
@@ -167,7 +167,7 @@ def reach(
 def _destinations(
     exchange: Exchange, routing_key: str, headers: Mapping[str, object], queues: Mapping[str, Queue]
 ) -> Iterator[Queue | Exchange]:
-    """The default exchange is bound to every queue by the queue's name."""
+    """Yield the destinations of one exchange. The default exchange is bound to every queue by the queue's name."""
     if exchange.name:
         yield from exchange.destinations(routing_key, headers)
     elif routing_key in queues:

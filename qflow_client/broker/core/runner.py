@@ -1,7 +1,7 @@
 """The event loop of a broker, and calls to it from other threads.
 
-`Runner.call` runs a function on the loop and returns its result. On the loop itself, and while no loop runs, it calls
-the function directly. `Runner.call_in_steps` does the same for long work; the loop's other work runs between the steps.
+`Runner.call` runs a function on the loop and returns the result. On the loop itself, or if no loop runs, the function
+is called directly. `Runner.call_in_steps` does the same for long work. Other work of the loop runs between the steps.
 `Runner.changed` wakes all waiters, and each waiter checks its predicate again. `EmbeddedBroker` has one `Runner`.
 """
 
@@ -38,15 +38,15 @@ class Runner:
     SLICE = 0.005
 
     def __init__(self) -> None:
-        # The loop, or None if it does not run, and the id of its thread. A call is scheduled with the lock. Otherwise
-        # the loop could end before the call runs, and the caller would never return.
+        # The loop (None if no loop runs), and the id of its thread. Calls are scheduled while the lock is held.
+        # Otherwise the loop could end before the call runs, and the caller would wait forever.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
-        # Only set for a loop on its own thread: the thread, and the future that lets it end.
+        # Only set for a loop on its own thread: the thread, and a future whose result ends the thread.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
-        # Protected by the condition.
+        # Number of changes. The condition `_changed` protects this number.
         self._version = 0
         self._changed = threading.Condition()
         self._async_waiters: set[asyncio.Future[None]] = set()
@@ -67,7 +67,8 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # After Ctrl-C the thread ends as soon as it has started. If it has started already, it is ended here.
+            # After Ctrl-C the thread ends when `start` has finished. If `start` has finished already, the thread is
+            # ended here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)
@@ -142,7 +143,7 @@ class Runner:
         return done.result() if self._post(run) else function()
 
     def _post(self, function: Callable[[], None]) -> bool:
-        """Schedule a function on the loop. Return False on that loop, or if no loop runs."""
+        """Schedule a function on the loop. On the loop itself, or if no loop runs, return False instead."""
         with self._loop_lock:
             if self._loop is None or threading.get_ident() == self._loop_thread:
                 return False
@@ -218,7 +219,8 @@ class Runner:
     ) -> None:
         """Do the work of `wait_until` on any event loop, including the broker's own.
 
-        The predicate runs on the broker's loop, or on a helper thread if this is another loop.
+        The predicate runs on the broker's loop. If another loop calls this method, the predicate runs on a helper
+        thread.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:

@@ -44,7 +44,7 @@ _log = get_logger(__name__)
 
 
 class Server:
-    """Listens, and runs one session for each connection.
+    """Listens on a socket, and runs one session for each connection.
 
     Args:
         on_change: called after each iteration of the loop in which something has changed.
@@ -85,7 +85,7 @@ class Server:
         self.clock = time.monotonic
         self._on_change = on_change
         self._listener: Listener | None = None
-        # Checks hashed passwords; created for the first of them.
+        # The thread that checks hashed passwords; None before the first check.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Connections that will continue with held input, in order.
@@ -95,7 +95,7 @@ class Server:
         # Connections with output to write after this iteration, in order.
         self._writers: dict[Connection, None] = {}
         self._turn_ends = False
-        # Time of the virtual host's next tick, and its timer.
+        # Time of the next call of `Timers.tick`, and the loop's timer for this call.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
         # Whether publishing connections are not read because too many bytes wait for the disk, or because memory is
@@ -104,9 +104,9 @@ class Server:
         self._waits_for_memory = False
         # Whether the memory alarm was raised here; False if an operator raised it.
         self._has_memory_alarm = False
-        # Input bytes of connections whose first publish waits for memory.
+        # Input bytes of connections whose first publish waits for memory or for the disk.
         self.first_publishes = 0
-        # Earliest time of the next log line about connections that were cut.
+        # Earliest time of the next log line about connections that are closed because of their buffers.
         self._log_cut_at = -math.inf
         # Set by `stop`: new connections are closed.
         self.is_stopping = False
@@ -191,7 +191,7 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Record that a connection has output. It writes after the connections that had output before."""
+        """Record that a connection has output. The connection writes after those that already had output."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
@@ -291,7 +291,7 @@ class Server:
             self.set_alarm("memory", None)
 
     def set_alarm(self, name: str, reason: str | None) -> None:
-        """Raise an alarm, which blocks all connections. ``None`` as the reason clears it."""
+        """Raise an alarm, which blocks all connections. Without a reason, clear the alarm."""
         if reason is not None:
             self.controls.alarms[name] = reason
         else:
@@ -308,8 +308,8 @@ class Server:
     def _close_unfinished(self, journal: Journal) -> None:
         """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        No consumer can free these bytes, and a publisher that is not read cannot finish them. So they may use half of
-        the limit. The other half is for queues.
+        No consumer can free these bytes, and a publisher that is not read cannot finish them. So these bytes may use
+        only half of the memory limit. The other half is for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -334,8 +334,8 @@ class Server:
         """Close connections that do not read. While memory is full, also close connections with large first messages.
 
         Unread output may use half of the limit, so it cannot fill memory alone. Waiting first messages may use 1/32 of
-        the limit. The memory limit does not include waiting input of publishers, because a publisher that is not read
-        cannot free memory.
+        the limit. Held input of publishers does not count for the memory limit itself, because a publisher that is not
+        read cannot free memory.
         """
         cut: list[Connection] = []
         why = []
@@ -392,9 +392,9 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too many bytes wait to be written to it.
         self._is_reading = True
         self._has_backlog = False
-        # Whether the transport's buffer is full. The bytes of this buffer that are counted for the memory limit. And
-        # the input bytes that are counted in `Server.first_publishes`.
+        # Whether the transport's buffer is full.
         self._is_slow = False
+        # Bytes of this connection that are counted in `Journal.buffered`, and in `Server.first_publishes`.
         self.unread = 0
         self.first_publish = 0
         # Bytes that the socket had accepted at the last check.
@@ -510,7 +510,7 @@ class Connection(asyncio.Protocol):
                 self._count_buffers()
         self._check_timer()
         if not self._is_reading:
-            # The session may be closing now.
+            # Perhaps the session is closing now, and needs input again.
             self._check_reading()
             self._resume()
         if self.session.state is State.ENDED:
@@ -560,7 +560,7 @@ class Connection(asyncio.Protocol):
         if count != received:
             self._loop.call_later(self._server.QUIET, self._when_quiet, end, count)
             return
-        # It fails if the peer has reset the connection. The transport then reports the loss.
+        # `end` fails if the peer has reset the connection. The transport then reports the loss.
         with suppress(OSError):
             end()
 
@@ -594,7 +594,7 @@ class Connection(asyncio.Protocol):
         self.unread, self.first_publish = unread, first_publish
 
     def cut(self) -> None:
-        """Close the connection immediately, and remove its buffers from the memory account."""
+        """Close the connection immediately, and no longer count its buffers for the memory limit."""
         self._set_buffers(0, 0)
         self.abort()
 
@@ -614,7 +614,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def cut_off_after(self, seconds: float) -> None:
-        """Drop the connection after this time if it is not closed by then, even with unsent output."""
+        """Drop the connection after this number of seconds, unless it was closed before. Unsent output is lost."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self.abort)

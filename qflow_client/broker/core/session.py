@@ -81,10 +81,9 @@ class Session:
     Args:
         name: name of the peer, for logs.
         now: monotonic seconds.
-        on_output: called when there is something to send: once before each `take_output`, and also for each
+        on_output: called when there is output: at most once before each `take_output`, and also for each
             ``Channel.Flow``, see `Output.write_past_promises`.
-        discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
-            object.
+        discipline: creates the `Discipline` for a client that ignores ``Channel.Flow``; ``None`` for no sanctions.
     """
 
     #: Maximum bytes that wait to be sent. If more bytes wait, input is held.
@@ -118,10 +117,9 @@ class Session:
         self.is_held = False
         # The held bytes, from the start of a frame.
         self._held = b""
-        # Input bytes until the next reading of the clock, rounded up to whole frames.
+        # Number of input bytes before the clock is read again. The reading waits for the end of a frame.
         self._stride = 0
-        # Set by a frame that took long or has a large answer, or by a tarpit (D8). The rest of the input is then held
-        # even if its time is not over.
+        # Set by a frame that took long or has a large answer, or by a tarpit (D8). The rest of the input is then held.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
@@ -129,15 +127,15 @@ class Session:
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # Whether the connection was opened. It counts as open until the session ends.
+        # Whether the connection was opened. If it was, it counts as an open connection until the session ends.
         self.was_opened = False
         # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
-        # Whether reading from the socket is paused, because too many bytes wait for the disk or memory is full; and
-        # whether the first message that the connection publishes waits for this reason.
+        # Whether the socket is not read, because memory is full or too many bytes wait for the disk.
         self.is_paused = False
+        # Whether the first message of the connection waits until the socket is read again.
         self.waits_to_publish = False
-        # Set when the peer has missed a deadline. The session then waits for no more input.
+        # Set when the peer has missed a deadline. Then the server does not wait for the client to close the connection.
         self.is_unresponsive = False
         self.bytes_received = 0
 
@@ -223,7 +221,7 @@ class Session:
         splitter.data = b""
 
     def _hold_rest(self, start: int) -> None:
-        """`start` is an offset in the splitter's data."""
+        """Hold the input from the offset `start` in the splitter's data."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
@@ -245,7 +243,7 @@ class Session:
         header, rest = self._beginning[:8], self._beginning[8:]
         dialect = self.dialect
         if not any(known.startswith(header) for known in dialect.headers):
-            # AMQP 0-9-1: answer with the right header, and close.
+            # AMQP 0-9-1: answer with a protocol header that the broker accepts, and close.
             _log.info("%s: the client does not speak AMQP 0-9-1: %r", self.name, header)
             self._is_deaf = True
             self.output.write(dialect.answer)
@@ -309,7 +307,7 @@ class Session:
             self.deadlines.by(self.handshake.login_at)
         elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
             self.handshake.tune_ok(method)
-            # RabbitMQ allows this too: AMQPStorm sends payloads of frame_max bytes.
+            # As in RabbitMQ, the payload alone may have frame_max bytes, because AMQPStorm sends such frames.
             self._splitter.frame_max = self.handshake.frame_max + FRAME_OVERHEAD
             self.state = State.OPEN
             if self.handshake.heartbeat:
@@ -373,7 +371,7 @@ class Session:
     # Connection.Blocked.
 
     def block(self, source: str, reason: str | None) -> None:
-        """Inform the client that a source blocks it. The reason ``None`` means that the source no longer blocks it."""
+        """Inform the client that a source, such as an alarm, blocks it. ``None`` as the reason unblocks the client."""
         if self.state is State.RUNNING:
             self.blocks.change(source, reason)
 
@@ -429,7 +427,7 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
-        # This is done first, so that nothing has changed if the code cannot be encoded.
+        # Encoded first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(0, code, text, cause)
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
@@ -457,7 +455,7 @@ class Session:
         self.output.announce()
 
     def lost(self) -> None:
-        """After the socket is closed, drop all references. So the session is freed without the garbage collector."""
+        """Drop all references after the socket is closed. So the session is freed without the garbage collector."""
         self.end()
         self.output.lost()
         for channel in self.channels.values():
@@ -478,7 +476,7 @@ class Session:
 
     @property
     def memory(self) -> int:
-        """Bytes in memory of incomplete messages, of held input and of output that waits to be taken."""
+        """Bytes in memory: incomplete messages, held input, and output that waits for `take_output`."""
         return self.output.memory + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property

@@ -1,9 +1,9 @@
 """The settings of a broker's core. They are checked on creation.
 
-`qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. These settings of the core have
+`qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. Some settings of the core have
 an effect only with plug-ins, which `qflow_client.broker.Broker` installs and `qflow_client.broker.core.Broker` does
-not: `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`, and all settings that
-begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
+not. These settings are `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`, and
+all that begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
 """
 
 from __future__ import annotations
@@ -91,30 +91,33 @@ class Settings:
     Attributes:
         host: the address to listen on.
         port: the port to listen on; 0 for a free port.
-        users: passwords or their hashes by user name, see `hash_password`. The `repr` does not show them.
-        authenticate: called with user and password at each login and ``Connection.UpdateSecret``, instead of using
-            `users`. It returns for how many seconds they are valid: `math.inf` for no end, 0 to refuse them. After this
-            time the connection is closed with 320. It runs on the broker's thread, and must neither block nor raise.
+        users: the password of each user name, or its hash, see `hash_password`. The `repr` does not show `users`.
+        authenticate: function that is called with user and password at each login and ``Connection.UpdateSecret``;
+            `users` is then not used. The function returns for how many seconds the password is valid: `math.inf` for no
+            end, 0 to refuse it. After this time the connection is closed with 320. The function runs on the broker's
+            thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
-        max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. Beyond
-            it, logins from the address are checked only once a second.
+        max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. If there
+            are more, logins from this address are checked only once a second.
         ssl_context: a server-side context; ``None`` for plain TCP.
-        virtual_host: the name of the one virtual host.
+        virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
         enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides it.
         flow_scope: which channels a queue blocks (D12).
-        recent: seconds for which a channel counts as a publisher of a queue after each message to it (D12).
+        recent: seconds for which a channel counts as a publisher of a queue after each of its messages (D12).
         default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the flow state
             turns ON.
         default_flow_resume_threshold: default resume mark (C4), in percent. Below it, the flow state turns OFF. If both
             are 0, there are no default marks.
-        capacity: body bytes; the default for ``x-qpid-capacity`` (J2); 0 for no capacity.
-        flow_resume_capacity: body bytes; the default for ``x-qpid-flow-resume-capacity``; ``None`` for the capacity.
-        heartbeat: seconds, as proposed to clients; 0 for no heartbeats.
-        frame_max: maximum frame size in bytes, as proposed to clients.
+        capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
+        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` for the capacity
+            itself.
+        heartbeat: heartbeat interval in seconds that is proposed to clients; 0 for no heartbeats.
+        frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
-        max_unauthenticated: maximum number of connections that are not open yet; beyond it, the oldest is closed.
+        max_unauthenticated: maximum number of connections that are not open yet. If there are more, the oldest is
+            closed.
         max_queues: maximum number of queues; further ones are refused with 406.
         max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
             406.
@@ -126,14 +129,14 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
             policy ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks, oldest first (F4); 0 unblocks all together.
-        backlog_count: maximum number of messages of one connection that wait, are not confirmed, or came on blocked
-            (flowed) channels; 0 for no limit. If there are more, all its channels are blocked (flowed) until fewer than
-            7/8 of the maximum are left (D7).
+        backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
+            blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
+            until fewer than 7/8 of the maximum remain (D7).
         backlog_size: the same as `backlog_count` in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no limit. After
             each such number of messages, the broker stops reading from the connection for `tarpit_time` seconds (D8).
-        tarpit_time: seconds for which such a connection is not read.
+        tarpit_time: seconds for which a connection is not read after each `tarpit_after` messages (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.
         close_connection_after: maximum number of messages on all blocked (flowed) channels of a connection after the
@@ -142,8 +145,8 @@ class Settings:
         flow_log: log of the channels that queues block, and of the depths of queues at every `period` of the log. The
             broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
-            its body. Above three quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2).
-            Above the limit, clients get ``Connection.Blocked`` and publishing clients are not read.
+            its body. Above 3/4 of this limit, bodies are evicted from queues with the policy ``flow_to_disk`` (A2).
+            Above the limit, clients get ``Connection.Blocked``, and publishing clients are not read.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -270,7 +273,7 @@ class Settings:
         try:
             defaults = DIALECTS[Profile(options.get("profile", Profile.QFLOW))].settings
         except ValueError:
-            # The constructor refuses it, with a list of the profiles.
+            # The constructor refuses an unknown profile, with a list of the profiles.
             defaults = {}
         return cls(**{**defaults, **options})
 

@@ -1,8 +1,7 @@
-"""Links one queue to the journal and the pager, sans-I/O. It observes the entries of the queue.
+"""`Storage` links one queue to the `Journal` and to a `BodyPager`, sans-I/O. It observes the entries of the queue.
 
-The journal has a message from the time it enters the queue until it leaves the queue. A dead-lettered message stays in
-the journal until its dead letter has arrived (`Storage.letter_done`). So at any time either the message or its dead
-letter is on disk.
+The journal has each message of the queue. A dropped message with a dead letter stays in the journal until the dead
+letter has arrived (`Storage.letter_done`). So at any time the message or its dead letter is on disk.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _WITH_LETTER = (DropReason.EXPIRED, DropReason.MAXLEN, DropReason.REJECTED)
 
 
 class Storage(EntryObserver):
-    """Links one queue to the journal and the pager.
+    """Links one queue to the journal, and to the pager that decides which bodies stay in memory.
 
     Args:
-        journal: counts the messages, and writes them to disk.
+        journal: counts the messages, and records them for the disk.
         number: number of the queue in the message store, if the queue and its persistent messages survive a restart;
             otherwise 0.
         has_letters: whether the queue dead-letters dropped messages.
-        window: returns the bytes of bodies that each queue may read ahead (A3).
+        window: returns the maximum body bytes that the queue may read ahead (A3).
     """
 
     __slots__ = (
@@ -65,13 +64,13 @@ class Storage(EntryObserver):
         self._contents = contents
         self._window = window
         self._max_window: int | None = None
-        # Decides which bodies stay in memory; None unless the queue has the policy `flow_to_disk` (A2).
+        # Decides which bodies stay in memory; None if the queue does not have the policy `flow_to_disk` (A2).
         self.pager: BodyPager | None = None
-        # The entries that may be dropped if memory exceeds its limit (A1); None if no entry may.
+        # The entries that may be dropped if memory exceeds its limit (A1); None if no entry may be dropped.
         self.droppable: DroppableEntries | None = None
-        # Messages whose dead letters have not arrived yet. Until then the messages stay in the journal.
+        # Dropped messages that stay in the journal, because their dead letters have not arrived yet.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether a body may be only on disk.
+        # Whether some bodies can be only on disk.
         self.may_lack = journal.has_store
         # Whether a read of bodies is running.
         self._is_reading = False
@@ -149,7 +148,7 @@ class Storage(EntryObserver):
             self._leave(self._number, message)
 
     def queue_deleted(self) -> None:
-        """Record that the store forgets the deleted queue. Bodies for its dead letters are kept until they are read."""
+        """Record that the queue is deleted. Messages with dead letters on the way are kept until `letter_done`."""
         for message in self._letters:
             self._journal.hold(message)
             self._leave(self._number, message)
@@ -158,7 +157,7 @@ class Storage(EntryObserver):
     # Bodies on disk.
 
     def hold_missing(self, message: StoredMessage) -> None:
-        """Keep the body of a message that leaves the queue, if the body is only on disk and must be read first."""
+        """If the body of a message is only on disk, keep the message in the journal when it leaves the queue."""
         if message.body is None:
             self._journal.hold(message)
 
@@ -188,7 +187,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """Return entries without their body in memory: at least one, and all of the first `window` ready bytes."""
+        """Return the entries whose bodies are only on disk, among the first `window` body bytes of ready entries."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

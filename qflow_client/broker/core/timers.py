@@ -17,7 +17,7 @@ class Timers:
 
     Args:
         clock: returns monotonic seconds.
-        looked: called after each timer.
+        looked: called after the call of each object.
     """
 
     #: Seconds after which `tick` returns, even if the time of more timers has come.
@@ -26,7 +26,7 @@ class Timers:
     def __init__(self, clock: Callable[[], float], looked: Callable[[], None]) -> None:
         self._clock = clock
         self._looked = looked
-        # Due time, a number for timers with the same time, and the object.
+        # For each timer: its time, a number that orders timers with the same time, and the object to call.
         self._timers: list[tuple[float, int, Timed]] = []
         self._numbers = count()
 
@@ -40,7 +40,7 @@ class Timers:
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Call the timers that are due. If this takes long, the next call continues."""
+        """Call the objects whose time has come. If this takes long, the next `tick` continues."""
         end = self._clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)

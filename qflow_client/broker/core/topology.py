@@ -1,7 +1,7 @@
 """Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
 
-The `VirtualHost` has one `Topology`. It is called by the handlers of AMQP methods and by the `Broker`. Durable objects
-are recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
+The `VirtualHost` has one `Topology`. The handlers of AMQP methods and the `Broker` call it. Durable objects are
+recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        on_bindings: called after a binding was added or removed, with its destination; with ``None`` if bindings of any
-            destination may have changed.
+        on_bindings: called after bindings were added or removed. The argument is the destination of an added binding,
+            or ``None`` if bindings were removed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Topology:
             self.exchanges[name] = make_exchange(name, kind, durable=True)
         self.router = Router(settings, self.exchanges, queues)
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
-        # Whether declared objects come from the message store now.
+        # Whether objects are being restored from the message store.
         self.is_recovering = False
 
     def _count_bindings(self) -> int:
@@ -139,8 +139,8 @@ class Topology:
         """Bind a queue or an exchange to an exchange.
 
         Raises:
-            ChannelException: 403 for the default exchange. 404 if the exchange does not exist. 406 if it cannot use the
-                arguments, or if the maximum number of bindings is reached.
+            ChannelException: 403 for the default exchange. 404 if the exchange does not exist. 406 if the exchange
+                cannot use the arguments, or if the maximum number of bindings is reached.
         """
         exchange = self.bindable_exchange(source)
         check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
@@ -214,7 +214,7 @@ class Topology:
         """Check that a name is not that of the default exchange.
 
         Raises:
-            ChannelException: 403 if it is.
+            ChannelException: 403 if the name is that of the default exchange.
         """
         if not name:
             raise ChannelException(
@@ -276,7 +276,7 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
     recurse for each level.
 
     Raises:
-        ChannelException: 406 if they are nested too deeply.
+        ChannelException: 406 if the arguments are nested too deeply.
     """
     level: list[object] = [arguments]
     for _ in range(MAX_DEPTH):
@@ -291,6 +291,6 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
 def _nested_in(value: Any) -> list[object]:
     """Return the tables and arrays that a table or an array contains."""
     items = value.values() if isinstance(value, Mapping) else value
-    # Even a large number of items has only a few types.
+    # The types are checked first, because even a large number of items has only a few types.
     nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
     return [item for item in items if isinstance(item, nested)] if nested else []

@@ -53,7 +53,7 @@ class Transaction:
     size: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
-        """Return why a queue refuses the transaction; ``None`` if every queue has room for all of it.
+        """Return why a queue refuses the transaction; ``None`` if every queue has room for all of its messages.
 
         Args:
             destinations: the queues of each published message.
@@ -139,7 +139,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
-        # The whole transaction is one batch of any size.
+        # All records of the transaction are in one batch, whatever its size.
         channel.host.journal.divide()
 
 
@@ -176,7 +176,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Discard messages and settlements. Their deliveries are unsettled again, but are not delivered again."""
+    """Discard messages and settlements. The settled deliveries are unsettled again, but are not repeated."""
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()

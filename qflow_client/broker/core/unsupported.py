@@ -1,6 +1,6 @@
 """RabbitMQ features that this broker does not have. The broker refuses requests for these features.
 
-It never ignores such a request. All of them are refused with 406, as RabbitMQ refuses arguments that it cannot use. The
+The broker never ignores such a request. It answers with 406, as RabbitMQ does for arguments that it cannot use. The
 channel is closed and the connection stays open. `docs/dialects.md` lists the features.
 """
 
@@ -32,7 +32,7 @@ def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
     """Check that a new queue has no priorities.
 
     Raises:
-        ChannelException: 406 if it has.
+        ChannelException: 406 if the queue has priorities.
     """
     if _is_set(arguments, "x-max-priority"):
         raise _refuse(
@@ -44,7 +44,7 @@ def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> Non
     """Check that a new consumer has no priority.
 
     Raises:
-        ChannelException: 406 if it has.
+        ChannelException: 406 if the consumer has a priority.
     """
     if _is_set(arguments, "x-priority"):
         raise _refuse(
@@ -60,7 +60,7 @@ def check_copies(header: bytes) -> None:
         header: the payload of a well-formed content header frame.
 
     Raises:
-        ChannelException: 406 if it has a header ``CC`` or ``BCC``.
+        ChannelException: 406 if the message has a header ``CC`` or ``BCC``.
     """
     # Most messages have neither of these headers, and need not be decoded.
     if b"\x02CC" not in header and b"\x03BCC" not in header:

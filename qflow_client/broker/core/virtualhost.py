@@ -76,7 +76,7 @@ class VirtualHost:
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
         # Published messages that wait for room in a queue.
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
-        # See `PublishMeter`; None if there is no meter.
+        # Counts published messages, for example for rate limits; None if nothing counts them.
         self.meter: PublishMeter | None = None
         # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None
@@ -141,7 +141,7 @@ class VirtualHost:
             name: name of the queue; empty to let the broker choose a name.
             durable: whether the queue survives a restart, if there is a store.
             exclusive: whether only `owner` may use the queue; the queue is then deleted when the owner ends.
-            auto_delete: whether it is deleted with its last consumer.
+            auto_delete: whether the queue is deleted when its last consumer ends.
             number: number of the queue in the message store; 0 for a new queue.
             prefix: start of a name that the broker chooses.
 
@@ -197,8 +197,8 @@ class VirtualHost:
         """Delete a queue with its messages and bindings.
 
         Args:
-            on_deleted: called with the number of messages that were ready, before the consumers are cancelled. As in
-                RabbitMQ, ``Queue.Delete-Ok`` comes before ``Basic.Cancel``; clients wait for them in this order.
+            on_deleted: called before the consumers are cancelled, with the number of messages that were ready. As in
+                RabbitMQ, clients get ``Queue.Delete-Ok`` first and then ``Basic.Cancel``.
 
         Returns:
             The number of messages that were ready.
@@ -248,7 +248,7 @@ class VirtualHost:
             pass
 
     def apply_rules_in_steps(self, changed: Queue | Exchange | None = None) -> Iterator[None]:
-        """Do the work of `apply_rules` with one queue in each step. Other work may run between two steps."""
+        """Do the work of `apply_rules`: one queue or exchange in each step. Other work may run between two steps."""
         bindings: dict[Queue, list[tuple[str, str]]] = {}
         leads_to: dict[Queue | Exchange, list[Exchange]] = {}
         for exchange in tuple(self.topology.exchanges.values()) if self.rules.are_inherited else ():
@@ -298,8 +298,8 @@ class VirtualHost:
             The number of queues that the message is in.
 
         Raises:
-            ChannelException: 404 if the exchange does not exist. 406 if the ``expiration`` is invalid or the message is
-                too large. 506 if a queue refuses the message.
+            ChannelException: 403 if the exchange is internal. 404 if it does not exist. 406 if the ``expiration`` is
+                invalid or the message is too large. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)
@@ -334,7 +334,7 @@ class VirtualHost:
         return self.journal.window(self.queues.values()) if self.journal is not None else 0
 
     def relieve(self) -> None:
-        """Reduce the messages in memory to the limit."""
+        """Evict bodies or drop messages if too many bytes are in memory (A1 A2)."""
         if self.journal is not None:
             self.journal.relieve(self.queues.values())
 
@@ -350,7 +350,7 @@ class VirtualHost:
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
-    """Used without a journal, when every body is in memory."""
+    """Call the callback immediately. Used without a journal, because every body is then in memory."""
     callback()
 
 

@@ -1,10 +1,10 @@
-"""Decides whether queues accept a published message. Has the messages that wait for room in a full queue, sans-I/O.
+"""Decides whether queues accept a published message, and has the messages that wait for room in a queue. Sans-I/O.
 
-A message waits if the policy of the full queue is ``wait`` (A4).
-Channels call `refusal` before they enqueue a message, and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is
-in the line of every destination queue. It is admitted when it is the first in all of these lines and all queues have
-room. So a message never overtakes an earlier one in any queue. A commit of a transaction does not wait, but is refused.
-Dead letters and messages of the program that embeds the broker do not wait.
+A message waits if the policy of the full queue is ``wait`` (A4). Channels call `refusal` before they enqueue a message,
+and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is in the line of every destination queue. The message is
+admitted when it is the first in all of these lines and all queues have room. So a message never overtakes an earlier
+one in any queue. The commit of a transaction never waits: if a queue has no room, the commit is refused. Dead letters
+and messages of the program that embeds the broker do not wait.
 
 The queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
 has left the queue, and at the first deadline.
@@ -57,8 +57,8 @@ class WaitingPublish:
     """A message that waits in the lines of all of its destination queues. No later message can overtake it.
 
     Attributes:
-        tag: its publish sequence number; 0 without confirms.
-        deadline: clock time at which it is refused.
+        tag: publish sequence number of the message; 0 without confirms.
+        deadline: clock time at which the message is refused.
         is_over: whether the wait is over, for any reason.
     """
 
@@ -71,7 +71,7 @@ class WaitingPublish:
 
 
 class WaitingRoom:
-    """The lines of all queues.
+    """The lines of all queues with waiting messages.
 
     Args:
         clock: returns monotonic seconds.
@@ -83,7 +83,7 @@ class WaitingRoom:
         self._clock = clock
         self._journal = journal
         self._max_wait = max_wait
-        # Lines by queue, in order of arrival. They may contain messages that no longer wait. No line is empty.
+        # The line of each queue, in order of arrival. Lines can contain messages that no longer wait. No line is empty.
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
@@ -127,7 +127,7 @@ class WaitingRoom:
             else:
                 refused = refusal(queues, waiting.message.size, has_line=False)
                 if refused is not None and any(_makes_wait(each, waiting.message.size) for each in queues):
-                    # The other queues that refuse it now may have room later.
+                    # The queues that refuse the message now can have room later.
                     refused = refused._replace(waits=True)
             if refused is None:
                 self.stop(waiting)

@@ -1,7 +1,7 @@
 """Functions to decode and encode methods and content headers. The session, channels and queues call them.
 
 pamqp has the fields of every method. Its decoder accepts truncated strings, so this module decodes methods itself, with
-pamqp's tables. For frames that are sent with each message, it has a faster encoder than pamqp.
+pamqp's tables. It also has faster encoders than pamqp for the frames that are sent with each message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _HEAD = Struct(">BHI")
 _QUEUE_OK = Struct(">II")
 _TAG_BIT = Struct(">QB")
 _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
-#: Exceptions of the decoders for invalid bytes, including bytes nested too deep.
+#: Exceptions that the decoders raise for invalid bytes, including tables that are nested too deeply.
 UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
 
@@ -104,7 +104,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
     if kind is None:
         class_id, method_id = struct.unpack_from(">HH", payload)
         raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"method {method_id} of class {class_id} is not known")
-    # The constructor is not called, because it warns of some methods. Every field is set below.
+    # The constructor is not called, because for some methods it issues a warning. Every field is set below.
     value: pamqp.base.Frame = object.__new__(kind)
     at, end, bits = 4, len(payload), 0
     for field in value.__slots__:
@@ -124,7 +124,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
             raise _syntax(value.name, f"the frame ends before the end of {field}")
         try:
             if data_type == "table":
-                # pamqp's decoder copies the rest of a table for each of its fields.
+                # pamqp's decoder is slow, because it copies the rest of a table for each field.
                 decoded: Any = decode_table(payload, at)[0]
             else:
                 decoded = pamqp.decode.by_type(payload[at : at + size], data_type)[1]
@@ -154,7 +154,7 @@ TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: The same flags in byte 12 alone.
 HAS_HEADERS, HAS_REPLY_TO, HAS_EXPIRATION = HEADERS_FLAG >> 8, REPLY_TO_FLAG >> 8, EXPIRATION_FLAG >> 8
-#: Flag and fixed size of each basic property, in the order of the wire; 0 is a short string, -1 a table.
+#: Flag and size in bytes of each basic property, in the order on the wire. Size 0 is a short string, -1 a table.
 PROPERTIES = (
     (1 << 15, 0),
     (1 << 14, 0),
@@ -175,7 +175,7 @@ PROPERTIES = (
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
 _MAX_SOUND_TABLES = 1024
-# Maximum size of a cached table in bytes. So all of them together take at most 1 MiB.
+# Maximum size of a cached table in bytes. So all cached tables together take at most 1 MiB.
 _MAX_SOUND_TABLE = 1024
 
 
@@ -186,8 +186,8 @@ def check_properties(header: bytes) -> str | None:
         The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.
 
     Raises:
-        ChannelException: 406 if its ``expiration`` is not a number of milliseconds.
-        ConnectionException: 502 if it is not well-formed.
+        ChannelException: 406 if the ``expiration`` is not a number of milliseconds.
+        ConnectionException: 502 if the header is not well-formed.
     """
     end = len(header)
     flags = int.from_bytes(header[12:14], "big")
@@ -225,7 +225,7 @@ def check_properties(header: bytes) -> str | None:
 
 
 def layout(flags: int) -> tuple[tuple[int, int], ...]:
-    """Return flag and fixed size of each property whose flag is set, in the order of the wire."""
+    """Return flag and size of each property whose flag is set, as in `PROPERTIES`."""
     if flags & 3:
         raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic does not have")
     found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
@@ -253,10 +253,10 @@ def _check_table(table: bytes) -> None:
 
 
 def time_to_live(header: bytes) -> int:
-    """Return the time to live of a message in milliseconds, from its property ``expiration``, which must exist.
+    """Return the time to live of a message in milliseconds. The message must have the property ``expiration``.
 
     Raises:
-        ChannelException: 406 if it is not a number of milliseconds.
+        ChannelException: 406 if the property is not a number of milliseconds.
     """
     text = short_property(header, EXPIRATION_FLAG)
     if not text.isascii() or not text.isdigit():
