@@ -1,8 +1,8 @@
-"""The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It does not need the broker's other packages.
+"""The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. The core imports no other package of the broker.
 
 To follow a published message to the ``Channel.Flow`` that it causes, read the files below in the order of their
-numbers. Together they have at most 3,500 lines. Imports form no cycles. If file A imports file B, then B cannot import
-the classes of A, and describes them as `typing.Protocol` classes. Codes such as C5 are defined in ``docs/sources.md``.
+numbers. These files have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, then B
+describes the classes of A as `typing.Protocol` classes. Codes such as C5 are defined in ``docs/sources.md``.
 
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
 ``Basic.Publish``, which `Channel.on_method` handles. `Channel.on_header` handles the content header, and
@@ -22,25 +22,24 @@ These calls lead from an ack to the ``Channel.Flow`` that unblocks the channel::
 
 After this iteration of the event loop, `Server._end_turn` calls `Connection.send`, which calls `Output.take`.
 
-1. `session.py` splits bytes into frames and gives each frame to its channel. `wire.py` decodes and encodes frames for
-   all files.
+1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
 2. `channel.py` makes a message of its method, header and bodies. `Channel._finish` handles the complete message.
-3. `routing.py` finds the queues of the message. It caches them in a `Target` until the topology changes.
-4. `waiting.py` runs if the target is watched, see `Target.watched` and `Queue.is_watched`. It asks all queues whether
-   they accept the message. If one queue refuses, no queue gets the message.
+3. `routing.py` finds the queues of the message. A `Target` caches the queues until the topology changes.
+4. `waiting.py` runs if the target is watched, see `Target.watched` and `Queue.is_watched`. `refusal` asks all queues
+   whether they accept the message. If one queue refuses, no queue gets the message.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
-6. `queueflow.py` observes the entries. It has one `QueueFlow` for each family of marks, which is a set of flow
-   thresholds. A family that turns ON blocks the publishing channel and delays its confirms. A family that turns OFF
-   unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. These
-   two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a message to
-   the limiter, and blocks the channel if a mark is exceeded. `FlowController.release` subtracts a message. If the
-   limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
+6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each family of marks, which is a set of
+   flow thresholds. A family that turns ON blocks the publishing channel and delays its confirms. A family that turns
+   OFF unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`.
+   These two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a
+   message to the limiter, and blocks the channel if a mark is exceeded. `FlowController.release` subtracts a message.
+   If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends a ``Channel.Flow`` when the first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends one when no controller blocks it.
-8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns them for asyncio's transport.
+8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by all of these: `entries.py` has the classes of messages and entries, and `exchange.py` has the
-classes of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and
+Two more files are used by all numbered files: `entries.py` has the classes of messages and entries, and `exchange.py`
+has the classes of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and
 `dispatcher.py`, which gives the messages of a queue to consumers. The other files can be read later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
@@ -49,11 +48,10 @@ classes of exchanges and targets. An ack also needs `consuming.py`, which has th
   methods of clients.
 - For a queue, `dropping.py` and `expiry.py` remove messages that no consumer acked, `deadletter.py` publishes dropped
   messages again, `storage.py` connects the queue to the journal.
-- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` calls objects at
-  given times.
+- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has all timers.
 
-All of this runs on the event loop of `server.py`. An application uses `Broker`: `embedding.py` runs it, `inspection.py`
-shows its state, `broker.py` changes it.
+All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` runs it,
+`inspection.py` shows its state, `broker.py` changes it.
 
 Memory: the optional `Journal` counts the bytes of all messages in `Journal.held`. After each iteration,
 `Server._check_memory` compares this number with the memory limit. Above the limit, publishing connections are not read.

@@ -1,7 +1,7 @@
-"""The class `Broker`: the methods with which an application changes a broker in its own process.
+"""The class `Broker`: the methods with which an application changes a broker in the same process.
 
-Its base classes are in `inspection.py`, which shows the state, and in `embedding.py`, which starts and stops the
-broker. The class `qflow_client.broker.Broker` adds policies, the store and HTTP.
+The base classes of `Broker` are in `inspection.py`, which shows the state, and in `embedding.py`, which starts and
+stops the broker. The class `qflow_client.broker.Broker` adds policies, the store and HTTP.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]
 
 
 class Broker(InspectableBroker):
-    """An AMQP 0-9-1 broker in this process. Subclasses and applications can extend it.
+    """An AMQP 0-9-1 broker in this process. Subclasses and applications can extend the broker.
 
-    ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs it on the running
-    loop. Its methods may be called from any thread, and from the broker's own loop. A broker can be started only once.
+    ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs the broker on the
+    running loop. The methods may be called from any thread, and from the broker's own loop. A broker can be started
+    only once.
 
     Args: see `EmbeddedBroker`.
     """
@@ -229,7 +230,7 @@ class Broker(InspectableBroker):
     ) -> int:
         """Publish a message from inside the broker. Flow control does not delay the message.
 
-        The method returns when the message is in its queues. With a store, the message is not on disk yet;
+        The method returns when all destination queues have the message. With a store, the message is not on disk yet;
         `wait_until_durable_async` waits for the disk.
 
         Args:
@@ -241,8 +242,8 @@ class Broker(InspectableBroker):
             The number of queues that the message is in.
 
         Raises:
-            ChannelException: 403 if the exchange is internal. 404 if it does not exist. 406 if the ``expiration`` is
-                invalid or the message is too large. 506 if a queue refuses the message.
+            ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
+                too large or has an invalid ``expiration``. 506 if a queue refuses the message.
             TypeError: the body is not bytes.
         """
         if not isinstance(body, bytes):
@@ -311,8 +312,8 @@ class Broker(InspectableBroker):
     def raise_alarm(self, name: str, reason: str) -> None:
         """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs low.
 
-        A client that announced the capability gets one notice for the first alarm. When the last alarm is cleared, it
-        gets ``Connection.Unblocked``.
+        A client that announced the capability gets one notice for the first alarm. When the last alarm is cleared, the
+        client gets ``Connection.Unblocked``.
 
         Args:
             name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new

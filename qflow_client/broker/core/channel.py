@@ -1,7 +1,7 @@
 """`Channel` is one AMQP channel, sans-I/O. The session gives it all frames of the channel.
 
-A published message consists of a method, a header and bodies. When it is complete, `Channel._finish` makes sure that
-its target has the current queues. Then there are three cases:
+A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish` makes
+sure that the message's `Target` has the current queues. There are then three cases:
 
 - In transaction mode the message goes into the open transaction.
 - If an append to each destination queue is enough, the message goes into the queues immediately.
@@ -73,7 +73,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
 
 class Channel:
-    """One channel of a session. Queues that are ON block it (J3 J4)."""
+    """One channel of a session. Queues that are ON block the channel (J3 J4)."""
 
     #: Maximum number of remembered pairs of exchange and routing key.
     MAX_TARGETS = 8
@@ -119,7 +119,8 @@ class Channel:
         self.is_closing = False
         # The queue that the channel declared last. An empty queue name means this queue.
         self.last_queue = ""
-        # Name of the queue of the channel's reply consumer; empty if there never was one. Both are deleted together.
+        # Name of the queue of the channel's reply consumer; empty if there never was one. The queue is deleted with the
+        # consumer.
         self.reply_queue = ""
         # The incoming message: its target, its header if it has arrived, its body so far, and the number of missing
         # body bytes.
@@ -307,8 +308,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can use the room meanwhile, so dead letters need not wait. Their waits would slow
-            # publishing by 5 %.
+            # No dead letter can use the room meanwhile, so none has to wait. Waits would make publishing 5 % slower.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -339,7 +339,7 @@ class Channel:
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
         """Enqueue a message. Return True if its confirm is held, until all queues and the disk have released it."""
         is_open = not self.is_closing
-        # A message that waited for room perhaps came before confirm mode was selected. Its tag is then 0.
+        # A message that waited for room perhaps came before confirm mode was selected. The tag of such a message is 0.
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
@@ -416,7 +416,7 @@ class Channel:
         self.become_producer()
 
     def become_producer(self) -> None:
-        """Record that the channel publishes, or has announced that it will."""
+        """Record that the channel publishes, or has selected confirm or transaction mode."""
         if self.flow.is_producer:
             return
         self.flow.is_producer = True
@@ -452,12 +452,11 @@ class Channel:
         self.become_producer()
 
     def settle(self, tag: int, *, multiple: bool, acked: bool, requeue: bool) -> None:
-        """Settle the deliveries of an ack, nack or reject. In transaction mode, add them to the transaction instead.
+        """Settle the deliveries of an ack, nack or reject, or add the deliveries to the open transaction.
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: there are too many deliveries for one step. The oldest are settled; handle the frame again
-                later.
+            FrameWaitsError: too many deliveries for one step. The oldest are settled. Handle the frame again later.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -478,7 +477,7 @@ class Channel:
         """Close the channel with an error. `cause` has the class id and method id of the method at fault."""
         if self.is_closing:
             return
-        # Encoded first, so that nothing has changed if the code cannot be encoded.
+        # The frame is encoded first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)
@@ -508,7 +507,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """Count an answer to ``Channel.Flow``. The broker shows whether answers are missing, but never waits for them."""
+    """Count an answer to ``Channel.Flow``. The broker shows whether answers are missing, but waits for none."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

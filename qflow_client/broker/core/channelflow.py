@@ -105,7 +105,7 @@ class ChannelFlow(CountedSource):
         # Number of messages in the current flowed period that came after the grace time (D8).
         self.past_flow = 0
         # Number and body bytes of the owed messages (D7). The second pair counts only those that are owed because they
-        # came while the channel was blocked. They are owed until the channel is unblocked.
+        # came while the channel was blocked. Such messages are owed until the channel is unblocked.
         self._owed = [0, 0]
         self._owed_until_unblocked = [0, 0]
 
@@ -156,7 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, its new messages are not owed for that reason alone. Otherwise these
+        If only the backlog blocks the channel, its new messages are not owed for that reason alone. Otherwise the new
         messages would keep the backlog too large.
         """
         discipline = self._discipline
@@ -184,8 +184,8 @@ class ChannelFlow(CountedSource):
 
         Args:
             size: body size in bytes.
-            until_unblocked: whether the message is owed only because the channel is blocked. Then it is owed until the
-                channel is unblocked.
+            until_unblocked: whether the message is owed only because the channel is blocked. In this case the message
+                is owed until the channel is unblocked.
 
         Returns:
             Whether the message is counted.
@@ -208,7 +208,7 @@ class ChannelFlow(CountedSource):
             self._discipline.repay(size, count)
 
     def end(self) -> None:
-        """End the channel. It owes nothing any more, and no controller blocks it."""
+        """End the channel. The channel then owes nothing, and no controller blocks it."""
         self._seconds = self.seconds
         self.since = None
         count, size = self._owed

@@ -64,12 +64,12 @@ class Confirms:
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
-        """Remove a waiting message that is refused. The caller nacks it."""
+        """Remove a waiting message that is refused. The caller nacks the message."""
         del self._held[tag]
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return an object that counts the holds of a message. Pass it to `arm` when all queues have the message."""
+        """Return a counter of the holds of a message. Pass the counter to `arm` when all queues have the message."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:

@@ -1,4 +1,4 @@
-"""`Consuming` has the consumers of one channel and its unsettled deliveries, sans-I/O. The channel calls it.
+"""`Consuming` has the consumers of one channel and its unsettled deliveries, sans-I/O. `Channel` calls `Consuming`.
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
 each delivery. Credit is the number of messages that the prefetch counts still allow. When there is new credit,
@@ -206,11 +206,11 @@ class Consuming:
         # Prefetch counts: of the whole channel, and of future consumers.
         self.prefetch = 0
         self.consumer_prefetch = 0
-        # Whether the client wants deliveries. It can stop them with Channel.Flow.
+        # Whether the client wants deliveries. The client can stop deliveries with Channel.Flow.
         self._wants_deliveries = True
         # Whether answers to the client wait for the disk.
         self._waits_for_disk = False
-        # Whether consumers can take messages. This depends on the two values above.
+        # Whether consumers can take messages. This depends on the client and on the disk.
         self.delivers = True
 
     # Delivering.
@@ -309,8 +309,7 @@ class Consuming:
         """Offer messages to inactive consumers after a change. The consumer that got the last message comes last."""
         consumers = tuple(self.consumers.values())
         if self.prefetch and self.last_served in consumers:
-            # The consumers share the credit. Without this order the first of them would take all credit that becomes
-            # free.
+            # The consumers share the credit. Without this order the first consumer would take all new credit.
             start = consumers.index(self.last_served) + 1
             consumers = (*consumers[start:], *consumers[:start])
         for consumer in consumers:
@@ -386,7 +385,7 @@ class Consuming:
             self.consumer_unacked += change
 
     def restore_unacked(self, deliveries: Iterable[Delivery]) -> None:
-        """Add deliveries from `take` to the unacked deliveries again. Their messages are not delivered again."""
+        """Add deliveries from `take` to the unacked deliveries again. The messages are not delivered again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)
             self.unacked[delivery.tag] = delivery

@@ -1,11 +1,11 @@
 """`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
 The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
-entries in the order of their sequence numbers. It may also contain entries that are gone, which are skipped later. So
-an entry can leave from any place without a search. Depth and size include all entries that have not left (D6).
+entries in the order of their sequence numbers. This list can also contain entries that are gone, which are skipped
+later. So an entry can leave from any place without a search. Depth and size count all entries that have not left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
-`leaving` until they leave. No consumer gets them, but depth and size still include them, for flow states and for the
+`leaving` until they leave. No consumer gets these entries, but depth and size still count them, for flow states and the
 memory limit.
 
 Flow states, the journal and the flow log observe the entries with an `EntryObserver`. An observer is called after the
@@ -43,7 +43,7 @@ class EntryObserver:
 
         Args:
             entry: the ready entry.
-            age: seconds since it was enqueued.
+            age: seconds since the entry was enqueued.
         """
         self.entered(entry, None, None)
 
@@ -117,7 +117,7 @@ class Contents:
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        # Messages enqueued so far. This is also the last sequence number.
+        # Messages enqueued so far. This number is also the last sequence number.
         self.published = 0
         # Messages dropped so far, by reason.
         self.drops: dict[DropReason, int] = {}
@@ -163,7 +163,7 @@ class Contents:
             observer.lent(entry)
 
     def remove_unacked(self, entry: QueueEntry) -> None:
-        """Remove an entry from the unacked entries. The caller then requeues it or lets it leave."""
+        """Remove an entry from the unacked entries. The caller then requeues the entry or lets it leave."""
         del self.unacked[entry]
         self.unacked_size -= entry.message.size
 
@@ -235,7 +235,7 @@ class Contents:
         return count
 
     def purge_unacked(self) -> None:
-        """Move all unacked entries to `leaving`. Later acks of them change nothing."""
+        """Move all unacked entries to `leaving`. Later acks of these entries change nothing."""
         entries, size = deque(self.unacked), self.unacked_size
         self.unacked.clear()
         self.unacked_size = 0

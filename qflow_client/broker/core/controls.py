@@ -1,4 +1,4 @@
-"""The settings that an operator changes at run time for the whole broker. Sessions and channels read them."""
+"""The settings that an operator changes at run time for the whole broker. Sessions and channels read these settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Controls:
         self.nack_publishes = False
         # Whether every published message is checked, even if its queues need no check.
         self.watches_publishes = watches_publishes
-        # Whether the settings require this check, and whether rate limits require it.
+        # Whether the settings require a check of every message, and whether rate limits require one.
         self._watches_always = watches_publishes
         self._has_rates = False
         # Number of sanctions against clients that ignore Channel.Flow, by kind (D8).

@@ -1,12 +1,12 @@
 """Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
 `VirtualHost.died` passes dropped messages to `DeadLetters`. A dead letter can die again in its next queue, and so on.
-Two rules limit this.
+Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
-``x-death``. This rule alone allows every path through the queues, and n queues have more than n! paths.
+``x-death``. The first rule alone allows every path through the queues, and n queues have more than n! paths.
 
-The second rule is this broker's own. If several copies of one message die in a queue, the queue dead-letters only the
+The second rule is not from RabbitMQ. If several copies of one message die in a queue, the queue dead-letters only the
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
 target.
 
@@ -58,8 +58,8 @@ class DeadLetter(StoredMessage):
     Args:
         target: the dead-letter exchange and the routing key.
         header: the payload of its content header frame, which records its deaths.
-        deaths: the deaths in the header, the latest first. They are cached within one step, because decoding a long
-            list takes long.
+        deaths: the deaths in the header, the latest first. The deaths are cached within one step, because decoding a
+            long list takes long.
     """
 
     __slots__ = ("deaths",)
@@ -74,7 +74,7 @@ class DeadLetters:
 
     Inside ``with dead_letters:`` dead messages wait until the end of the block. When a message is published, such a
     block begins before the check for room and ends when all queues have the message. Otherwise a dead letter could use
-    that room.
+    the room that was checked.
 
     Args:
         resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
@@ -96,7 +96,7 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Dead messages that are not dead-lettered yet. They wait while `_pauses` is not 0.
+        # Dead messages that are not dead-lettered yet. The messages wait while `_pauses` is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._pauses = 0
         # The dead letters that were created in this step.
@@ -117,7 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send all dead messages. Those that die meanwhile are appended, so a chain of queues is no chain of calls."""
+        """Send all dead messages. Messages that die meanwhile are appended, so that the calls are not nested."""
         self._pauses += 1
         try:
             while self._dead:
@@ -125,8 +125,7 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # A decoded list uses far more memory than its bytes. If the letter dies later, the list is decoded
-                # again.
+                # A decoded list uses far more memory than its bytes. It is decoded again if the letter dies later.
                 letter.deaths = None
             self._letters.clear()
 
@@ -202,7 +201,7 @@ def _field(value: Any) -> bytes:
 def _entry(fields: Mapping[str, Any]) -> bytes:
     """Encode an entry of ``x-death`` with its type.
 
-    Its count has 64 bits, as in RabbitMQ, because clients in typed languages cast it to a long.
+    The count has 64 bits, as in RabbitMQ, because clients in typed languages cast the count to a long.
     """
     count = fields.get("count")
     if not isinstance(count, int) or isinstance(count, bool):
@@ -233,7 +232,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
     """Return the queues that must not get a dead letter, because its message died there and was not rejected since.
 
-    `reason` is the reason of its last death. `deaths` begins with the latest death.
+    `reason` is the reason of the last death. `deaths` begins with the latest death.
     """
     found: set[str] = set()
     if reason is not DropReason.REJECTED:
@@ -250,7 +249,7 @@ def _deaths_and_headers(
 ) -> tuple[list[Death], dict[bytes, bytes]]:
     """Return the deaths of a message that has just died, the latest first, and the headers that record them.
 
-    The headers map names to values that are encoded with their types. `time` is in seconds since 1970.
+    The keys of the headers are names; the values are encoded with their types. `time` is in seconds since 1970.
     """
     try:
         before = _deaths_of(message)
@@ -269,7 +268,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the entry for a message's latest death. It counts the deaths in the same queue for the same reason."""
+    """Return the entry for a message's latest death, which counts the deaths in the same queue for the same reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

@@ -28,8 +28,7 @@ class Deadlines:
         self._output = output
         # Time at which the last bytes arrived.
         self.last_received = now
-        # Time at which the connection ends if it was not opened before, even if it is closing; infinite when it was
-        # opened.
+        # Time at which the connection ends if it is not open, even if it is closing; infinite after the opening.
         self.open_by = now + settings.unauthenticated_timeout
         # Time until which the socket is not read because of a tarpit (D8); None if there is no tarpit.
         self.tarpit_until: float | None = None

@@ -1,4 +1,4 @@
-"""`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. The queue and channels call it.
+"""`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. Queues and channels call the `Dispatcher`.
 
 A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When the
 consumer can perhaps take messages again, its channel calls `Dispatcher.wake`.
@@ -47,13 +47,13 @@ class Dispatcher:
         self._single_active = single_active
         # All consumers.
         self.consumers: dict[Consumer, None] = {}
-        # Active consumers. The first of them gets the next message.
+        # Active consumers. The first active consumer gets the next message.
         self.active: deque[Consumer] = deque()
         # The exclusive consumer; None if there is none.
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before.
         self.was_used = False
-        # Number of closed channels that still return deliveries. While it is not 0, nothing is delivered.
+        # Number of closed channels that still return deliveries. While this number is not 0, nothing is delivered.
         self._pauses = 0
         # Messages so far: delivered to consumers, acked by them.
         self.delivered = 0
@@ -62,7 +62,7 @@ class Dispatcher:
     # Consumers.
 
     def add(self, consumer: Consumer, *, exclusive: bool) -> None:
-        """Add a consumer, without delivering to it yet."""
+        """Add a consumer. Nothing is delivered yet."""
         self.consumers[consumer] = None
         self.was_used = True
         if exclusive:
@@ -79,7 +79,7 @@ class Dispatcher:
         return not self._single_active or next(iter(self.consumers)) is consumer
 
     def remove(self, consumer: Consumer) -> None:
-        """Remove a consumer. Its unsettled messages stay unacked. Nothing is delivered yet."""
+        """Remove a consumer. The consumer's unsettled messages stay unacked. Nothing is delivered yet."""
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
@@ -172,5 +172,5 @@ class Dispatcher:
             self._dropping.drop(entry, DropReason.REJECTED)
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back at their places, without delivering them yet."""
+        """Put delivered entries back at their places in the queue. Nothing is delivered yet."""
         self._contents.requeue(entries)

@@ -1,4 +1,4 @@
-"""`Dropping` removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call it.
+"""`Dropping` removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call `Dropping`.
 
 A message that expires, is rejected or is dropped to make room may be dead-lettered. A message that is purged, lost or
 dropped for memory is never dead-lettered.
@@ -20,7 +20,7 @@ class Dropping:
 
     Args:
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called if `Contents.leaving` is not empty after a step. Then `let_leave` must be called again soon.
+        wake: called if `Contents.leaving` is not empty after a step. `let_leave` must then be called again soon.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -75,7 +75,7 @@ class Dropping:
         self.drop(entry, DropReason.MAXLEN)
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
-        """Drop a ready entry to free memory (A1). It is not dead-lettered, because a dead letter needs memory too."""
+        """Drop a ready entry to free memory (A1). There is no dead letter, because a dead letter needs memory too."""
         # An entry with `is_gone` has left, or is leaving.
         if not entry.is_gone:
             self._contents.take_out(entry)

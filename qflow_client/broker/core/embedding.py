@@ -2,7 +2,7 @@
 
 All state of a broker belongs to its event loop. A method with the decorator `on_loop` runs on this loop. A call from
 another thread waits for the result, and a call on the loop itself runs directly. `inspection.py` adds the methods that
-show the state, `broker.py` those that change it.
+show the state. `broker.py` adds the methods that change the state.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EmbeddedBroker:
         self._server = Server(self._host, self._controls, self._on_turn, discipline)
         # Only set if there is a store.
         self._disk: Disk | None = None
-        # Servers of other protocols. They start after the broker listens, and stop before it stops listening.
+        # Servers of other protocols. These servers run only while the broker listens.
         self._fronts: list[Front] = []
         self._port: int | None = None
         self._started = AsyncExitStack()

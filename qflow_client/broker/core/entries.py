@@ -2,8 +2,8 @@
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
 place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator can
-hold (delay) the confirm. It is sent when the last hold is released. Queues, the journal and channels change these
-objects.
+hold (delay) the confirm. The confirm is sent when the last hold is released. Queues, the journal and channels change
+these objects.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
@@ -106,12 +106,12 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries of the message that could not be dropped to free memory. They are tried again after a change.
+        # Entries of the message that could not be dropped to free memory. These entries are tried again after a change.
         self.aside: Sequence[QueueEntry] = ()
 
 
 class StoredMessage:
-    """A message, shared by all queues that have it. Its content never changes, but the body may be only on disk.
+    """A message that all of its queues share. The content never changes, but the body may be only on disk.
 
     Args:
         target: the exchange and routing key with which the message was published.
@@ -161,7 +161,7 @@ class StoredMessage:
 
 
 class Completion:
-    """The confirm of one message. Flow states that were ON (C5), the disk or an operator may hold (delay) it.
+    """The confirm of one message. Flow states that were ON (C5), the disk or an operator can hold (delay) the confirm.
 
     Args:
         tag: the publish sequence number of the message on its channel.
@@ -211,7 +211,7 @@ class QueueEntry:
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue may deliver to the consumer. The queue sets this.
+    #: Whether the queue may deliver to the consumer. The queue sets this flag.
     is_active: bool
 
     @property
@@ -322,7 +322,7 @@ class QueueDispatcher(Protocol):
         """Settle a delivered entry that was acked, or rejected without requeue."""
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back at their places."""
+        """Put delivered entries back at their places in the queue."""
 
     def pause(self, change: int) -> None:
         """Change the pause counter by 1 or -1. Nothing is delivered while the counter is not 0."""

@@ -37,7 +37,7 @@ class ReplyCode(IntEnum):
 
 
 class AmqpError(Exception):
-    """An error of a client. The broker answers it by closing the channel or the connection.
+    """An error of a client. The broker then closes the channel or the connection.
 
     Args:
         code: the reply code.

@@ -2,10 +2,10 @@
 
 `topology.py` declares exchanges and bindings, and `routing.py` finds the matching bindings of a message. Two bindings
 with the same destination, routing key and arguments are one binding. A headers exchange needs the headers of each
-message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.
+message. For the other types, destinations depend only on the routing key, so a `Target` can cache the destinations.
 
-A direct exchange finds bindings by their key. A topic exchange finds them in a tree of the words of their keys. So the
-cost of a message does not grow with the number of bindings that it does not match (E7).
+A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the routing keys. So
+bindings that a message does not match cost no time (E7).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Exchange(ABC):
         self.arguments = dict(arguments or {})
         # The bindings from this exchange, in the order in which they were added.
         self.bindings: dict[object, Binding] = {}
-        #: The destinations that are exchanges. The keys are those of `bindings`.
+        #: The destinations that are exchanges. The keys are the same as in `bindings`.
         self.next_exchanges: dict[object, Exchange] = {}
 
     def bind(self, binding: Binding) -> None:
@@ -109,7 +109,7 @@ class Exchange(ABC):
             self._added(binding)
 
     def unbind(self, binding: Binding) -> bool:
-        """Remove the binding that is equal to this one. Return True if it existed."""
+        """Remove the binding that is equal to this one. Return True if the binding existed."""
         removed = self.bindings.pop(binding.key, None)
         if removed is None:
             return False
@@ -188,7 +188,7 @@ class _Branch:
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
-        """Return the branch where a key with these further words ends. Create it if it does not exist."""
+        """Return the branch where a key with these further words ends. Create the branch if it does not exist."""
         branch = self
         while words:
             found = branch.next.get(words[0])

@@ -38,7 +38,7 @@ class Expiry(EntryObserver):
         # The expiry times of all entries, including unacked ones.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
-        # Whether expired entries are still ready. They have to be removed before the next delivery.
+        # Whether expired entries are still ready. Such entries have to be removed before the next delivery.
         self.is_behind = False
 
     @property
@@ -75,7 +75,7 @@ class Expiry(EntryObserver):
     def take_due(self, most: int) -> list[QueueEntry]:
         """Remove and return the expired entries that are ready, in the order of their expiry times.
 
-        An unacked entry does not expire. If it is requeued, it has to be added again.
+        An unacked entry does not expire. If an unacked entry is requeued, it has to be added again.
 
         Args:
             most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and another

@@ -32,9 +32,9 @@ __all__ = ["InspectableBroker"]
 class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
-    The methods ``each_...`` must be used on the broker's own loop. They yield one object at a time. Each snapshot shows
-    its object at the moment of the yield, so other work may run between two snapshots. An object that is deleted in the
-    meantime is left out. An object that is created in the meantime is not included.
+    The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
+    snapshot shows its object at the moment of the yield, so other work may run between two snapshots. An object that is
+    deleted in the meantime is left out. An object that is created in the meantime is not included.
     """
 
     @on_loop()
@@ -78,7 +78,7 @@ class InspectableBroker(EmbeddedBroker):
         for entry in found:
             body, record = entry.message.body, entry.message.record
             if body is None and record is not None:
-                # None if the body is damaged on disk. The store logs this.
+                # None if the body is damaged on disk. The store logs the damage.
                 body = read.get(record.number)
             if body is not None:
                 copies.append(message_copy(entry, body))

@@ -1,7 +1,7 @@
 """The limits of one queue: its marks (flow thresholds), its maximum, and its other options.
 
 `Rules` return a `QueueRule` for each new queue, from the queue's name and arguments. The `QueueRule` computes the
-limits of this queue. The core has only `PlainRules`. This class is both `Rules` and `QueueRule`, and uses only the
+limits of this queue. The core has only `PlainRules`. `PlainRules` is both `Rules` and `QueueRule`, and uses only the
 broker's settings. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
@@ -110,7 +110,7 @@ class QueueRule(Protocol):
 
     @property
     def options(self) -> QueueOptions:
-        """The options of the queue. They never change."""
+        """The options of the queue. The options never change."""
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
         """Return the current limits.

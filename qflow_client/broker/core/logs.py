@@ -22,7 +22,7 @@ _PRINTABLE = _Printable()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module. It makes the text arguments of its records printable."""
+    """Return the logger of a module. The logger makes the text arguments of its records printable."""
     logger = logging.getLogger(name)
     logger.addFilter(_PRINTABLE)
     return logger

@@ -33,7 +33,7 @@ __all__ = ["METHODS"]
 
 
 class MethodSession(Protocol):
-    """The part of the connection that these methods need. The connection owns its exclusive queues."""
+    """The part of the connection that these methods need. A connection owns its exclusive queues."""
 
     dialect: Dialect
     output: Output
@@ -61,7 +61,7 @@ class MethodChannel(Protocol):
         """Refuse a method that an alarm forbids."""
 
     def settle(self, tag: int, *, multiple: bool, acked: bool, requeue: bool) -> None:
-        """Settle the deliveries of a nack or reject. In transaction mode, add them to the transaction instead."""
+        """Settle the deliveries of a nack or reject, or in transaction mode add the deliveries to the transaction."""
 
 
 def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
@@ -154,7 +154,7 @@ def named_queue(channel: MethodChannel, name: str) -> Queue:
     """Return the queue of a method. An empty name means the queue that the channel declared last.
 
     Raises:
-        ChannelException: 404 if the queue does not exist. 405 if it belongs to another connection.
+        ChannelException: 404 if the queue does not exist. 405 if the queue belongs to another connection.
     """
     name = _queue_name(channel, name)
     if is_reply_queue(name):

@@ -1,10 +1,9 @@
-"""`Output` orders the outgoing frames of one connection, sans-I/O. The session and its channels write them.
+"""`Output` orders the outgoing frames of one connection, sans-I/O. The session and its channels write the frames.
 
 The output is a list of byte strings that `Output.take` joins once in each iteration of the event loop. An answer that
-must wait for the disk is a `Promise`. Later frames of the same channel wait for the promise, but other channels do not.
-So the frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``,
-which does not wait for promises. Channel 0 has no promises. While too many deliveries are unsent, consumers get no
-messages.
+must wait for the disk is a `Promise`. Later frames of the same channel wait for the promise; other channels do not. So
+the frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which
+does not wait for promises. Channel 0 has no promises. Consumers get no messages while too many deliveries are unsent.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class _Channel(Protocol):
 
 
 class Promise:
-    """Frames of a channel that wait for the disk. Later frames of this channel are sent after them.
+    """Frames of a channel that wait for the disk. Later frames of this channel are sent after the promised frames.
 
     Args:
         size: approximate size of the frames in bytes.
@@ -116,7 +115,7 @@ class Output:
     # Frames.
 
     def write(self, data: bytes) -> None:
-        """Append whole frames of one channel. They are sent after the promises of that channel."""
+        """Append whole frames of one channel. The frames are sent after the promises of that channel."""
         self.unsent += len(data)
         if self.promises and self._put_behind(data):
             return
@@ -144,7 +143,7 @@ class Output:
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """Record that a channel has queued confirms. They are sent together with the other frames."""
+        """Record that a channel has queued confirms. The confirms are sent together with the other frames."""
         self._confirming[channel] = None
         self.announce()
 
@@ -153,7 +152,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output` if it was not called since the last `take`. This is also used when the session ends."""
+        """Call `on_output` if it was not called since the last `take`. Also called when the session ends."""
         if not self._announced:
             self._announced = True
             self._on_output()
@@ -169,9 +168,9 @@ class Output:
         return True
 
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Append whole frames. They are sent when the changes that they report are on disk.
+        """Append whole frames. The frames are sent when the changes that they report are on disk.
 
-        With `topology_only` they wait only for changes of queues, exchanges and bindings.
+        With `topology_only` the frames wait only for changes of queues, exchanges and bindings.
         """
         journal = self._journal
         if journal is not None:
@@ -241,7 +240,7 @@ class Output:
         return data
 
     def taken(self) -> None:
-        """Record that the transport has the bytes of `take`. Deliver more messages if the socket accepts them."""
+        """Record that the transport has the bytes of `take`. If the socket accepts bytes, deliver more messages."""
         if not self.takes_deliveries and self._is_writable:
             self._take_deliveries_again()
 

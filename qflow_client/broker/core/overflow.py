@@ -28,7 +28,7 @@ class Overflow:
 
     #: Whether a message that is refused on a channel without confirms is only counted. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
-    #: Whether the maximum applies only to ready messages. If it does, a requeue can exceed the maximum.
+    #: Whether the maximum applies only to ready messages. Then a requeue can exceed the maximum.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class Overflow:
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
-        """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if it accepts them.
+        """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if all may enter.
 
         When a transaction is committed, the messages that it acks are already subtracted from `count` and `size`.
         `largest` is the body size of the largest new message in bytes.
@@ -69,7 +69,7 @@ class Overflow:
         """Drop the messages that exceed the maximum, for example after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
-        """Return the numbers of messages and body bytes beyond the maximum. Each is 0 or less if there are none."""
+        """Return the numbers of messages and body bytes beyond the maximum; 0 or less if it is not exceeded."""
         return (
             depth - self.max_count if self.max_count is not None else 0,
             size - self.max_size if self.max_size is not None else 0,

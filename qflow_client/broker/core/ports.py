@@ -112,7 +112,7 @@ class Journal(Protocol):
         """
 
     def hold(self, message: StoredMessage) -> None:
-        """Keep a message until `leave` is called with number 0, even if it leaves its queues."""
+        """Keep a message until `leave` is called with number 0, even if the message leaves its queues."""
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
         """Read bodies of messages.

@@ -30,7 +30,7 @@ class Profile(StrEnum):
     WSO2 = "wso2"
     #: The standard without extensions.
     AMQP_0_9_1 = "amqp-0-9-1"
-    #: A broker older than AMQP 0-9-1, which answers an AMQP 0-9-1 client with its own protocol header.
+    #: A broker older than AMQP 0-9-1. The answer to an AMQP 0-9-1 client is the protocol header of AMQP 0-9.
     AMQP_0_9 = "amqp-0-9"
 
 
@@ -41,7 +41,7 @@ class OnAlarm(Enum):
     BLOCKED = auto()
     #: By ``Channel.Flow`` on every publishing channel, as in the standard.
     CHANNEL_FLOW = auto()
-    #: Each publish, and each declaration of a new queue, closes its channel with 406.
+    #: Each publish, and each declaration of a new queue, closes the client's channel with 406.
     CHANNEL_CLOSE = auto()
 
 
@@ -49,7 +49,7 @@ PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 _HEADER_0_9 = b"AMQP\1\1\0\x09"
 _HEADER_0_10 = b"AMQP\1\1\0\x0a"
 
-# Methods that are not in the standard, by the capability that announces them.
+# Methods that are not in the standard. The keys are the capabilities that announce the methods.
 _METHODS: Mapping[str, tuple[type[pamqp.base.Frame], ...]] = {
     "publisher_confirms": (commands.Confirm.Select,),
     "basic.nack": (commands.Basic.Nack,),
@@ -76,7 +76,7 @@ class Dialect:
         extensions: names of the supported extensions of the standard, as in the capabilities table. ``None`` for no
             extensions and no capabilities table.
         headers: the accepted protocol headers.
-        answer: the protocol header that the broker sends if it does not accept the client's header.
+        answer: the protocol header that the broker sends if the client's header is not accepted.
         on_alarm: how publishers are informed of an alarm.
         alarm_text: reply text when an alarm closes a channel.
         channel_errors_close: reply code for closing the connection after an error that should close only the channel.

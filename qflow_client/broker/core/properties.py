@@ -1,4 +1,4 @@
-"""Reads the basic properties of a well-formed content header, and changes them in a copy."""
+"""Reads the basic properties of a well-formed content header, or changes the properties in a copy of the header."""
 
 from __future__ import annotations
 

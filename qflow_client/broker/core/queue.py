@@ -1,11 +1,11 @@
-"""`Queue` is one queue, sans-I/O: enqueueing, delivery, limits and timers. Channels and the virtual host call it.
+"""`Queue` is one queue, sans-I/O: enqueueing, delivery, limits and timers. Channels and the virtual host call `Queue`.
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 
-A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
-may refuse the message, or if the queue has any of the observers below. So every queue of a broker with a journal is
-watched. `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them
-before a consumer gets it. Otherwise each queue may deliver the message before the message enters the next queue.
+A queue is watched (`Queue.is_watched`) if a published message needs more than an append. So a queue is watched if it
+may refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
+`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
+consumer gets it. If no queue is watched, each queue may deliver the message before the message enters the next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
@@ -281,7 +281,7 @@ class Queue:
         """Return the reason why messages are refused now; ``None`` if they may enter.
 
         Args:
-            size: body bytes of all these messages.
+            size: body bytes of all messages together.
             count: number of messages.
             largest: body bytes of the largest message; the default is `size`.
         """
@@ -362,7 +362,7 @@ class Queue:
             observer.recovered(entry, age)
 
     def after_publish(self) -> None:
-        """Deliver messages after an enqueue. Then drop messages that exceed the maximum or have expired."""
+        """Deliver messages after an enqueue. Afterwards drop messages that exceed the maximum or have expired."""
         if self.dispatcher.active:
             self.dispatcher.deliver()
         if self.dropping.expiry is not None:
@@ -383,7 +383,7 @@ class Queue:
     def trim(self) -> None:
         """After a requeue, drop the messages beyond the maximum if the overflow policy counts only ready messages.
 
-        Other policies also count unacked messages, so that a requeue adds nothing.
+        With other policies unacked messages count too, so a requeue adds nothing.
         """
         overflow = self.overflow
         if overflow is not None and overflow.counts_ready:

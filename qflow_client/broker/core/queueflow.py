@@ -3,7 +3,7 @@
 A `QueueFlow` is the flow state of one family of marks (a set of flow thresholds). Above a stop mark the family turns
 ON: it blocks the publishing channel, holds the message's confirm, or both. At its resume marks the family turns OFF: it
 releases all held confirms and unblocks the channels, all together or one after the other (F4). `QueueFlows` has all
-families of one queue. It observes the queue's entries, so it is called after each message that enters (J3) or leaves.
+families of one queue, and is called after each message that enters (J3) or leaves.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The first unblocked source fills the room below the mark. So it is the source that published least.
+                # The first source fills the room below the mark. So the source that published least comes first.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -130,7 +130,7 @@ class QueueFlows(EntryObserver):
     """All families of marks of one queue, and the time since which any of them has been ON (D10).
 
     Args:
-        queue: the queue of these families. The methods of `observer` get it as an argument.
+        queue: the queue of these families. The methods of `observer` get the queue as an argument.
         clock: returns seconds.
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
@@ -175,11 +175,11 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One controller for each configured family of marks.
+        # One `QueueFlow` for each configured family of marks.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         # Sum of `times_on` of the families that were removed.
         self._times_on_before = 0
-        # Time since which the queue has been ON or overdue; None if it is neither. An overdue queue need not be ON.
+        # Time at which the queue turned ON; None if it is OFF. While the queue is overdue, this time is kept.
         self.on_since: float | None = None
         # Whether the queue was ON for longer than `max_flow_wait`, so that it no longer blocks channels (D10).
         self.is_overdue = False

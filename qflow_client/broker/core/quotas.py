@@ -39,7 +39,7 @@ class Quota:
             is_there: whether the object comes from the message store. Such an object is accepted even beyond the limit.
 
         Raises:
-            ChannelException: 406 if the limit is reached. RabbitMQ refuses queues beyond its limit with the same code.
+            ChannelException: 406 if the limit is reached. RabbitMQ uses the same code for queues beyond its limit.
         """
         if self._bound >= self._limit and not is_there:
             self._bound = self._count()

@@ -1,10 +1,10 @@
 """Direct reply-to as in RabbitMQ: a client receives replies without declaring a queue for them.
 
-A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. It then publishes requests with that name as
-``reply_to``. The broker replaces the name by the name of a queue of this channel. The responder publishes its reply to
-that queue through the default exchange. The queue is exclusive and is deleted with its consumer. So flow control and
-the memory limit treat replies like all other messages. Clients can use the queue's name only as a routing key, and in
-``Queue.Declare``. A responder declares the queue to find out whether the requester still exists.
+A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. The client publishes requests with that name as
+``reply_to``. In each request the broker replaces that name by the name of a queue of the channel. The responder
+publishes the reply to that queue through the default exchange. The queue is exclusive and is deleted with its consumer.
+So flow control and the memory limit treat replies like all other messages. Clients can use the queue's name only as a
+routing key and in ``Queue.Declare``. A responder declares the queue to find out whether the requester still exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflow_client.broker.core.wire import HAS_REPLY_TO, REPLY_TO_FLAG, short_pro
 
 __all__ = ["REPLY_PREFIX", "REPLY_TO", "address_reply", "check_reply_consumer", "check_reply_queue", "is_reply_queue"]
 
-#: The name that clients consume, and use as `reply_to` of their requests.
+#: The name that clients consume, and put into `reply_to` of requests.
 REPLY_TO = "amq.rabbitmq.reply-to"
 #: Start of the names of reply queues.
 REPLY_PREFIX = f"{REPLY_TO}."

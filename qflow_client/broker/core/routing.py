@@ -5,8 +5,8 @@ caches the queues for one version of the topology. Each change that affects rout
 of an older version is resolved again before it is used.
 
 A message goes from exchange to exchange through bindings, and visits each exchange once. An exchange that finds no
-destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to each exchange
-that the message visits. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
+destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, each exchange on the way uses
+its alternate exchange. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
 exchange.
 """
 
@@ -95,7 +95,7 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """Return the queues of a message. Its target must have the current version."""
+        """Return the queues of a message. The target of the message must have the current version."""
         if target.queues is not None:
             return target.queues
         headers = decode_headers(message.header)

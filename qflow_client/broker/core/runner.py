@@ -38,7 +38,7 @@ class Runner:
     SLICE = 0.005
 
     def __init__(self) -> None:
-        # The loop (None if no loop runs), and the id of its thread. Calls are scheduled while the lock is held.
+        # The loop (None if no loop runs), and the id of the loop's thread. Calls are scheduled while the lock is held.
         # Otherwise the loop could end before the call runs, and the caller would wait forever.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -46,7 +46,7 @@ class Runner:
         # Only set for a loop on its own thread: the thread, and a future whose result ends the thread.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
-        # Number of changes. The condition `_changed` protects this number.
+        # Number of changes. The condition protects this number.
         self._version = 0
         self._changed = threading.Condition()
         self._async_waiters: set[asyncio.Future[None]] = set()
@@ -57,8 +57,8 @@ class Runner:
         """Run a loop on its own thread.
 
         Args:
-            start: runs first on that loop, before this method returns. If it fails, the thread ends, and this method
-                raises the exception.
+            start: runs first on that loop, before this method returns. If `start` fails, the thread ends, and this
+                method raises the exception.
             stop: runs on the loop before the thread ends, if Ctrl-C interrupts this method.
         """
         started: Future[None] = Future()
@@ -67,8 +67,8 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # After Ctrl-C the thread ends when `start` has finished. If `start` has finished already, the thread is
-            # ended here.
+            # After Ctrl-C the thread ends by itself after `start`. If `start` has finished before, the thread is ended
+            # here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)
@@ -119,7 +119,7 @@ class Runner:
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """Stop sending calls to the loop. From now on they run directly on the calling thread."""
+        """Stop sending calls to the loop. From now on, calls run directly on the calling thread."""
         with self._loop_lock:
             self._loop = None
 
@@ -219,8 +219,7 @@ class Runner:
     ) -> None:
         """Do the work of `wait_until` on any event loop, including the broker's own.
 
-        The predicate runs on the broker's loop. If another loop calls this method, the predicate runs on a helper
-        thread.
+        On the broker's loop the predicate runs directly. On another loop the predicate runs on a helper thread.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:

@@ -2,19 +2,19 @@
 
 `EmbeddedBroker` creates and starts the `Server`. Each `Connection` feeds a `Session` with the bytes of its socket, and
 writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after the
-iteration. Then each connection writes its output once, and the broker checks memory and the backlog of the disk. A
-socket is not read in three cases:
+iteration. `Server._end_turn` lets each connection write its output once, and checks memory and the backlog of the disk.
+A socket is not read in three cases:
 
-- Too many bytes wait to be written to it.
+- Too many bytes wait to be written to the socket.
 - The session is tarpitted (D8), or holds input that is not handled yet.
-- The broker waits for memory or the disk, and the client publishes or does not read its socket.
+- The broker waits for memory or for the disk, and the client publishes or does not read.
 
 An error in the handling of one connection ends only that connection.
 
 The session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
 input continue one after the other. All connections together get `Server.TURN` seconds in each iteration of the loop.
-After this time only small input is handled in the same iteration. So a client that sends little waits for at most one
-iteration, even if many other clients send much.
+After `Server.TURN` seconds, only small input is handled in the same iteration. So a client that sends little waits for
+at most one iteration, even if many other clients send much.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Server:
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # New connections. Those that are open by now are removed only when there are too many entries.
+        # New connections. Entries of connections that are open by now are removed only when there are too many entries.
         self._strangers: dict[Connection, None] = {}
-        # Number of connections that have sent everything and wait for their clients to close.
+        # Number of connections that have sent all output, and wait until their clients close the connection.
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
@@ -102,7 +102,7 @@ class Server:
         # full.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # Whether the memory alarm was raised here; False if an operator raised it.
+        # Whether the server has raised the memory alarm; False if an operator raised it.
         self._has_memory_alarm = False
         # Input bytes of connections whose first publish waits for memory or for the disk.
         self.first_publishes = 0
@@ -216,7 +216,7 @@ class Server:
         self.touch()
 
     def add_stranger(self, connection: Connection) -> None:
-        """Record a connection that is not open yet. If there are too many of them, drop the oldest."""
+        """Record a connection that is not open yet. If there are too many such connections, drop the oldest."""
         self._strangers[connection] = None
         limit = self.settings.max_unauthenticated
         if len(self._strangers) > limit:
@@ -333,9 +333,9 @@ class Server:
     def _limit_buffers(self, journal: Journal) -> None:
         """Close connections that do not read. While memory is full, also close connections with large first messages.
 
-        Unread output may use half of the limit, so it cannot fill memory alone. Waiting first messages may use 1/32 of
-        the limit. Held input of publishers does not count for the memory limit itself, because a publisher that is not
-        read cannot free memory.
+        Unread output may use only half of the limit, so that it cannot fill memory alone. Waiting first messages may
+        use 1/32 of the limit. Held input of publishers does not count for the memory limit itself, because a publisher
+        that is not read cannot free memory.
         """
         cut: list[Connection] = []
         why = []
@@ -364,7 +364,7 @@ class Server:
             self._ticker.cancel()
         self._tick_at = self.host.timers.next_tick
         if self._loop is not None and self._tick_at < math.inf:
-            # The loop may wake slightly early, because of the resolution of its clock.
+            # The loop sometimes wakes slightly early, because of the resolution of its clock.
             delay = max(0.0, self._tick_at - self.clock())
             self._ticker = self._loop.call_later(delay, self._tick)
 
@@ -471,12 +471,12 @@ class Connection(asyncio.Protocol):
         return session.can_resume and not (self._has_backlog or session.is_paused)
 
     def _resume(self) -> None:
-        """Continue soon with held input, unless it waits for the socket, for memory or for the disk."""
+        """Continue soon with held input, unless the connection waits for the socket, for memory or for the disk."""
         if self._can_go_on:
             self._server.go_on_later(self)
 
     def go_on(self) -> None:
-        """Handle held input, unless it has to wait again."""
+        """Handle held input, unless the connection has to wait again."""
         if self._can_go_on:
             # The client was not read in the meantime, so its silence does not count.
             self.session.deadlines.last_received = self._server.clock()
@@ -522,7 +522,8 @@ class Connection(asyncio.Protocol):
     def _finish(self, transport: asyncio.Transport) -> None:
         """Send nothing more, and discard input until the client closes the connection.
 
-        This takes at most `close_timeout`. For a connection that was never open, the time for opening is a limit too.
+        The client has at most `close_timeout` seconds for this. For a connection that was never open, the time for
+        opening is a limit too.
 
         If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
         client could then lose the last frames, such as ``Connection.Close-Ok``.
@@ -547,8 +548,8 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
 
-        The end does not come immediately, because several threads of a client may have sent ``Connection.Close``. All
-        of them have to read ``Connection.Close-Ok`` before the end of the stream.
+        The end does not come immediately, because several threads of a client may have sent ``Connection.Close``. Each
+        of these threads has to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
             received: number of bytes received at the previous check; ``None`` at the first check.
@@ -565,7 +566,7 @@ class Connection(asyncio.Protocol):
             end()
 
     def _check_reading(self) -> None:
-        """Start or stop reading the socket, as its backlog and its session require (D8)."""
+        """Start or stop reading the socket, as the unwritten bytes and the session require (D8)."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held

@@ -1,9 +1,9 @@
-"""`Session` is one AMQP connection, sans-I/O. The server gives it input, and takes its output.
+"""`Session` is one AMQP connection, sans-I/O. `Session` gets input from the server, and returns output.
 
 A connection passes through the states of `State`; every change of state is in this file. `Session.receive_data` splits
-bytes into frames. It gives each frame to its channel, or handles the frame if it is for channel 0. If a frame raises an
-`AmqpError`, the session closes the channel or the connection. Later frames of a closed channel are ignored until the
-client has answered the close.
+bytes into frames. The session gives each frame to a channel, or handles the frame itself if it is for channel 0. If a
+frame raises an `AmqpError`, the session closes the channel or the connection. Later frames of a closed channel are
+ignored until the client has answered the close.
 
 Held input is input that the session keeps and handles later. The session holds the rest of the input in three cases:
 
@@ -127,7 +127,7 @@ class Session:
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # Whether the connection was opened. If it was, it counts as an open connection until the session ends.
+        # Whether the connection was opened. If so, it counts as an open connection until the session ends.
         self.was_opened = False
         # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
@@ -180,8 +180,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # Not checked after content frames. They add little output, or at most their own message
-                        # (Basic.Return).
+                        # Not checked after content frames. Content frames add little output, or at most their own
+                        # message (Basic.Return).
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -392,7 +392,7 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Send heartbeats, and end the connection if the peer has missed a deadline. Call it at `Deadlines.at`."""
+        """Send heartbeats, or end the connection after a missed deadline. The server calls this at `Deadlines.at`."""
         handshake, deadlines = self.handshake, self.deadlines
         if self.state is State.ENDED or now < deadlines.at:
             return
@@ -443,7 +443,7 @@ class Session:
         self.fail(ReplyCode.INTERNAL_ERROR, f"{ReplyCode.INTERNAL_ERROR.title} - see the broker's log", now)
 
     def end(self) -> None:
-        """End the connection and free its resources. Its remaining output can still be taken."""
+        """End the connection and free its resources. The remaining output can still be taken."""
         if self.state is State.ENDED:
             return
         if self.was_opened:

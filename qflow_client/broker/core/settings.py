@@ -1,4 +1,4 @@
-"""The settings of a broker's core. They are checked on creation.
+"""The settings of a broker's core. The values are checked when a `Settings` object is created.
 
 `qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. Some settings of the core have
 an effect only with plug-ins, which `qflow_client.broker.Broker` installs and `qflow_client.broker.core.Broker` does
@@ -30,7 +30,7 @@ __all__ = ["DEFAULT_USERS", "Authenticate", "Enforcement", "FlowScope", "Setting
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the name of the
 #: method, such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
-#: Called with a user and a password; returns for how many seconds they are valid.
+#: Called with a user and a password; returns for how many seconds this login is valid.
 Authenticate = Callable[[str, str], float]
 
 
@@ -92,27 +92,27 @@ class Settings:
         host: the address to listen on.
         port: the port to listen on; 0 for a free port.
         users: the password of each user name, or its hash, see `hash_password`. The `repr` does not show `users`.
-        authenticate: function that is called with user and password at each login and ``Connection.UpdateSecret``;
-            `users` is then not used. The function returns for how many seconds the password is valid: `math.inf` for no
-            end, 0 to refuse it. After this time the connection is closed with 320. The function runs on the broker's
-            thread, and must neither block nor raise.
+        authenticate: called with user and password at each login and ``Connection.UpdateSecret``, instead of using
+            `users`. The function returns for how many seconds the password is valid: `math.inf` for no end, 0 to refuse
+            it. After this time the connection is closed with 320. The function runs on the broker's thread, and must
+            neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
         max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. If there
             are more, logins from this address are checked only once a second.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
-        enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides it.
+        enforcement: how a queue holds back its producers (C5 J3). The queue argument ``x-qflow-enforcement`` overrides
+            this setting.
         flow_scope: which channels a queue blocks (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each of its messages (D12).
-        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the flow state
-            turns ON.
-        default_flow_resume_threshold: default resume mark (C4), in percent. Below it, the flow state turns OFF. If both
-            are 0, there are no default marks.
+        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the queue turns
+            ON.
+        default_flow_resume_threshold: default resume mark (C4), in percent. Below this mark, the flow state turns OFF.
+            If both marks are 0, there are no default marks.
         capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
-        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` for the capacity
-            itself.
-        heartbeat: heartbeat interval in seconds that is proposed to clients; 0 for no heartbeats.
+        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` for `capacity`.
+        heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
@@ -125,7 +125,7 @@ class Settings:
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``.
-        trace: called on the broker's thread for every received and every sent frame, in their order; must not raise.
+        trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
             policy ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks, oldest first (F4); 0 unblocks all together.
@@ -256,7 +256,7 @@ class Settings:
             raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
         object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
-        # This refuses a stop mark below its resume mark, with both values in the text.
+        # `from_limits` refuses a stop mark below its resume mark, with both values in the text.
         StopResume.from_limits(
             stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
         )

@@ -88,7 +88,7 @@ class TargetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdsSnapshot:
-    """The current thresholds of a queue. They may differ from the thresholds of its declaration (D4).
+    """The current thresholds of a queue. The current thresholds may differ from those of the declaration (D4).
 
     Attributes:
         flow_stop_count: number of messages above which the queue turns ON; 0 for no threshold (C1).
@@ -117,7 +117,7 @@ class QueueSnapshot:
         ready: number of messages to deliver.
         unacked: number of delivered messages that consumers have not settled.
         bytes: body bytes of all messages.
-        memory: number of these bytes that are in memory; the others are only on disk (A2).
+        memory: body bytes in memory; all other bodies are only on disk (A2).
         peak_depth: maximum number of messages so far.
         peak_bytes: maximum body bytes so far.
         flow_stopped: whether its flow state is ON (C7).
@@ -129,18 +129,19 @@ class QueueSnapshot:
         dropped: number of messages that were dropped so far, or were refused without informing their publishers. Purged
             messages are not counted.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``damaged``, ``cycle`` or ``refused``. A dropped message can also be counted as ``copy``. This means that it
-            was not dead-lettered, because another copy of it had gone to the same target.
+            ``damaged``, ``cycle`` or ``refused``. A dropped message can also be counted as ``copy``. Such a message was
+            not dead-lettered, because another copy of it had gone to the same target.
         consumers: number of consumers.
-        blocked: names of the channels that it blocks (flows), the oldest first (J4).
+        blocked: names of the channels that the queue blocks (flows), in the order of blocking (J4).
         thresholds: current thresholds.
-        enforcement: how it blocks its producers while it is ON: ``"channel_flow"``, ``"completion"`` or ``"both"``.
-        waiting: number of published messages that wait for room in it (A4).
+        enforcement: how the queue holds back producers while it is ON: ``"channel_flow"``, ``"completion"`` or
+            ``"both"``.
+        waiting: number of published messages that wait for room in the queue (A4).
         policy: what the queue does when it is full.
-        policies: names of the policies that apply to it.
-        overdue: whether it has been ON for longer than its policy's `max_flow_wait`. It then blocks no channel (D10).
-        times_overdue: how often it became overdue.
-        limits: thresholds, maximum and other limits, by their names in policies.
+        policies: names of the policies that apply to the queue.
+        overdue: whether the queue has been ON for longer than its `max_flow_wait`, so that it blocks no channel (D10).
+        times_overdue: how often the queue became overdue.
+        limits: thresholds, maximum and other limits. The keys are their names in policies.
         durable: whether it is durable.
         exclusive: whether it belongs to one connection.
         auto_delete: whether it is deleted with its last consumer.
@@ -194,12 +195,11 @@ class MemorySnapshot:
     Attributes:
         limit: maximum bytes of messages in memory; 0 for no limit.
         bytes: bytes of messages in memory.
-        peak: maximum bytes so far.
+        peak: maximum of `bytes` so far.
         evicted: number of bodies that were removed from memory so far, because they are on disk (A2).
         loaded: number of bodies that were read back from disk so far.
         backlog: number of messages that wait to be written to disk.
-        backlog_bytes: body bytes of these messages.
-        written: number of messages written to disk so far.
+        backlog_bytes: body bytes that wait to be written to disk. written: number of messages written to disk so far.
         commits: number of commits of the store so far.
         damaged: number of damaged rows of the store, which are set aside.
     """
@@ -225,29 +225,29 @@ class ChannelSnapshot:
     """A channel at one moment.
 
     Attributes:
-        name: name of its connection and its number, such as ``"127.0.0.1:40412 (1)"``.
+        name: name of the connection and number of the channel, such as ``"127.0.0.1:40412 (1)"``.
         client: the client property ``connection_name``; empty if it is unknown.
         connection: name of the connection.
         number: number of the channel.
-        is_producer: whether it has published, or is in confirm or transaction mode.
-        confirms: whether it is in confirm mode.
-        flowed: whether it is blocked (flowed): the last ``Channel.Flow`` to it was a stop.
-        blocked_by: names of the queues that block it, the oldest first. ``"operator"`` means that an operator has
-            stopped it, and ``"backlog"`` that the backlog of its connection is too large (D7).
+        is_producer: whether the channel has published, or is in confirm or transaction mode.
+        confirms: whether the channel is in confirm mode.
+        flowed: whether the channel is blocked (flowed).
+        blocked_by: names of the queues that block the channel, in the order of blocking. ``"operator"`` means that an
+            operator blocks the channel, and ``"backlog"`` that the backlog of the connection is too large (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often it was blocked (flowed) so far.
         flowed_seconds: seconds for which it was blocked (flowed) so far. If it is blocked now, this time is included.
-        targets: the last 8 new pairs of exchange and routing key that it published to.
+        targets: the 8 latest new pairs of exchange and routing key to which the channel published.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
         nacked: number of published messages that were refused so far.
         unconfirmed: number of published messages that are neither acked nor nacked yet.
         waiting: number of published messages that wait for room in a queue (A4).
-        delivered: number of deliveries on it so far.
-        acked: number of deliveries acked on it so far.
+        delivered: number of deliveries on the channel so far.
+        acked: number of deliveries acked on the channel so far.
         unacked: number of deliveries that are not settled.
-        consumers: tags of its consumers.
-        consumes_from: names of the queues of these consumers.
+        consumers: tags of the consumers.
+        consumes_from: names of the queues that the channel consumes.
     """
 
     name: str
@@ -289,19 +289,18 @@ class ConnectionSnapshot:
         name: address and port of the peer.
         client: the client property ``connection_name``; empty if it is unknown.
         user: name of the user; empty before the login.
-        is_open: whether it is open and not closing.
+        is_open: whether the connection is open and not closing.
         blocked: whether the broker has sent ``Connection.Blocked`` to the client.
-        blocked_by: names of the alarms that block it; ``"operator"`` if an operator has blocked it.
-        backlog: number of its messages that wait, that are not confirmed, or that arrived on blocked (flowed) channels
-            (D7). 0 if they are not counted.
-        backlog_bytes: body bytes of these messages.
-        past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
-            counted.
-        tarpits: how often the broker stopped reading from it for a while because of these messages.
-        channels_closed: number of its channels that were closed because of these messages.
-        flowed: whether any of its channels is blocked (flowed).
-        times_flowed: how often its channels were blocked (flowed) so far.
-        channels: numbers of its channels.
+        blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
+        backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
+            if such messages are not counted.
+        backlog_bytes: body bytes of the messages in `backlog`. past_flow: number of messages that came on blocked
+            (flowed) channels so far, after the grace time (D8); 0 if not counted.
+        tarpits: how often the broker stopped reading from the connection for a while (D8).
+        channels_closed: number of channels that were closed because their client ignored ``Channel.Flow`` (D8).
+        flowed: whether any channel is blocked (flowed).
+        times_flowed: how often channels were blocked (flowed) so far.
+        channels: numbers of the channels.
         client_properties: client properties from ``Connection.Start-Ok``.
         published: number of messages published so far.
         delivered: number of messages delivered so far.
@@ -348,8 +347,8 @@ class ExchangeSnapshot:
         type: kind of exchange: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
         durable: whether it is durable.
         auto_delete: whether it is deleted with its last binding.
-        internal: whether clients cannot publish to it.
-        bindings: number of bindings from it.
+        internal: whether the broker refuses messages that are published to the exchange.
+        bindings: number of bindings from the exchange.
         arguments: arguments of its declaration.
     """
 
@@ -375,7 +374,7 @@ class BindingSnapshot:
         destination: name of the queue or exchange that the messages go to.
         destination_type: type of the destination: ``"queue"`` or ``"exchange"``.
         routing_key: binding key.
-        arguments: arguments of the binding; only headers exchanges use them.
+        arguments: arguments of the binding, which only headers exchanges use.
     """
 
     source: str
@@ -538,7 +537,7 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
-    """Return a copy of a message in a queue. The caller passes the body, because it may come from the disk."""
+    """Return a copy of a message in a queue. The caller passes the body, because the body may come from the disk."""
     message = entry.message
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered

@@ -1,4 +1,4 @@
-"""`Storage` links one queue to the `Journal` and to a `BodyPager`, sans-I/O. It observes the entries of the queue.
+"""`Storage` observes the entries of one queue for the `Journal` and for the queue's `BodyPager`, sans-I/O.
 
 The journal has each message of the queue. A dropped message with a dead letter stays in the journal until the dead
 letter has arrived (`Storage.letter_done`). So at any time the message or its dead letter is on disk.

@@ -1,6 +1,6 @@
 """Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
 
-The `VirtualHost` has one `Topology`. The handlers of AMQP methods and the `Broker` call it. Durable objects are
+The `VirtualHost` has one `Topology`. The handlers of AMQP methods and the `Broker` call `Topology`. Durable objects are
 recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
 """
 

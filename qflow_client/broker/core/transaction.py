@@ -1,7 +1,7 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-`Channel` adds them to its `Transaction`, and finds the handlers of the methods in `TRANSACTION_METHODS`. If any queue
-has no room for the result of the whole transaction, the whole commit is refused.
+`Channel` adds both to its `Transaction`. `TRANSACTION_METHODS` has the handlers of the methods. If any queue has no
+room for the result of the whole transaction, the whole commit is refused.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
 
 
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
-    """Execute a whole transaction. If a queue refuses any message, roll it back and raise `ChannelException` 406."""
+    """Execute a whole transaction. If a queue refuses any message, roll back and raise `ChannelException` 406."""
     destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:

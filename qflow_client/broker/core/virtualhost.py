@@ -1,7 +1,8 @@
 """The virtual host, sans-I/O: it declares and deletes queues, and has the state that all connections share.
 
-Channels and the `Broker` call it. Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers
-are in `timers.py`. Rules compute the limits of each queue, and `VirtualHost.apply_rules` computes them again.
+Channels and the `Broker` call `VirtualHost`. Exchanges and bindings are in `topology.py`, routing is in `routing.py`,
+and timers are in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes all limits
+again.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class VirtualHost:
             owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
-            ChannelException: 404 if the queue does not exist. 405 if it belongs to another connection.
+            ChannelException: 404 if the queue does not exist. 405 if the queue belongs to another connection.
         """
         queue = self.queues.get(name)
         if queue is None:
@@ -223,7 +224,7 @@ class VirtualHost:
     # Ends of consumers, connections and channels.
 
     def consumer_gone(self, queue: Queue) -> None:
-        """Record that a consumer has ended. Delete the queue if it is auto-delete and this was its last consumer."""
+        """Record that a consumer has ended. If this was the last consumer of an auto-delete queue, delete the queue."""
         if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
@@ -298,8 +299,8 @@ class VirtualHost:
             The number of queues that the message is in.
 
         Raises:
-            ChannelException: 403 if the exchange is internal. 404 if it does not exist. 406 if the ``expiration`` is
-                invalid or the message is too large. 506 if a queue refuses the message.
+            ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
+                too large or has an invalid ``expiration``. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)
@@ -323,7 +324,7 @@ class VirtualHost:
         return len(queues)
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Admit waiting messages for which the queue now has room. Refuse those that have waited too long."""
+        """Admit waiting messages for which the queue now has room. Refuse messages that have waited too long."""
         with self.dead_letters:
             self.waiting.admit(queue, now)
 

@@ -1,12 +1,12 @@
 """Decides whether queues accept a published message, and has the messages that wait for room in a queue. Sans-I/O.
 
 A message waits if the policy of the full queue is ``wait`` (A4). Channels call `refusal` before they enqueue a message,
-and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is in the line of every destination queue. The message is
-admitted when it is the first in all of these lines and all queues have room. So a message never overtakes an earlier
-one in any queue. The commit of a transaction never waits: if a queue has no room, the commit is refused. Dead letters
-and messages of the program that embeds the broker do not wait.
+and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every destination queue. The
+message is admitted when it is the first in all of these lines and all queues have room. So a message never overtakes an
+earlier one in any queue. The commit of a transaction never waits: if a queue has no room, the commit is refused. Dead
+letters and messages of the program that embeds the broker do not wait.
 
-The queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
+A queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
 has left the queue, and at the first deadline.
 """
 
@@ -28,7 +28,7 @@ class Refusal(NamedTuple):
     """The reason why a message is not accepted now.
 
     Attributes:
-        queue: the queue that refuses it.
+        queue: the queue that refuses the message.
         reason: text for people.
         waits: whether the message waits for room instead.
     """
@@ -54,7 +54,7 @@ class Publisher(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WaitingPublish:
-    """A message that waits in the lines of all of its destination queues. No later message can overtake it.
+    """A message that waits in the lines of all of its destination queues. Later messages cannot overtake this message.
 
     Attributes:
         tag: publish sequence number of the message; 0 without confirms.
@@ -146,9 +146,9 @@ class WaitingRoom:
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
-    """Return why a message is not accepted now; ``None`` if all queues accept it. If one refuses, no queue gets it.
+    """Return why a message is not accepted now; ``None`` if all queues accept it. If one queue refuses, none gets it.
 
-    The message waits if each queue that refuses it has the policy ``wait``, or has messages that already wait.
+    The message waits if each queue that refuses has the policy ``wait``, or has messages that already wait.
 
     Args:
         queues: destination queues.

@@ -1,7 +1,7 @@
-"""Functions to decode and encode methods and content headers. The session, channels and queues call them.
+"""Functions to decode and encode methods and content headers. The session, channels and queues call these functions.
 
-pamqp has the fields of every method. Its decoder accepts truncated strings, so this module decodes methods itself, with
-pamqp's tables. It also has faster encoders than pamqp for the frames that are sent with each message.
+pamqp has the fields of every method. pamqp's decoder accepts truncated strings, so this module decodes methods itself,
+with pamqp's tables. This module also has faster encoders than pamqp for the frames that are sent with each message.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ REPLY_TO_FLAG = 1 << 9
 EXPIRATION_FLAG = 1 << 8
 TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
-#: The same flags in byte 12 alone.
+#: Flags of basic properties, as bits of byte 12 of a content header.
 HAS_HEADERS, HAS_REPLY_TO, HAS_EXPIRATION = HEADERS_FLAG >> 8, REPLY_TO_FLAG >> 8, EXPIRATION_FLAG >> 8
 #: Flag and size in bytes of each basic property, in the order on the wire. Size 0 is a short string, -1 a table.
 PROPERTIES = (
@@ -328,7 +328,7 @@ def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count
 
 
 def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
-    """Encode the header frame and the body frames of a message. `header` is the payload of its header frame."""
+    """Encode the header frame and the body frames of a message. `header` is the payload of the header frame."""
     head = b"%b%b\xce" % (_HEAD.pack(HEADER_FRAME, channel, len(header)), header)
     size = frame_max - FRAME_OVERHEAD
     if len(body) <= size:
