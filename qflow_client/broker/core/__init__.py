@@ -20,7 +20,7 @@ These calls lead from an ack to the ``Channel.Flow`` that unblocks the channel::
     > QueueFlows.left > FlowController.release > QueueFlow.resume > ChannelFlow.unblock > ChannelFlow.on_unblocked
     > Output.write_past_promises
 
-After this iteration of the event loop, `Server._end_turn` calls `Connection.send`, which calls `Output.take`.
+At the end of the iteration of the event loop, `Server._end_turn` calls `Connection.send`, which calls `Output.take`.
 
 1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
 2. `channel.py` makes a message of its method, header and bodies. `Channel._finish` handles the complete message.
@@ -32,10 +32,11 @@ After this iteration of the event loop, `Server._end_turn` calls `Connection.sen
    flow thresholds. A family that turns ON blocks the publishing channel and delays its confirms. A family that turns
    OFF unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`.
    These two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a
-   message to the limiter, and blocks the channel if a mark is exceeded. `FlowController.release` subtracts a message.
-   If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
+   message to the limiter, and blocks the channel if a mark is exceeded. `FlowController.release` subtracts a message
+   from the limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time
+   with pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends a ``Channel.Flow`` when the first
-   controller blocks the channel. `ChannelFlow.on_unblocked` sends one when no controller blocks it.
+   controller blocks the channel. `ChannelFlow.on_unblocked` sends another when the last one unblocks it.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
 Two more files are used by all numbered files: `entries.py` has the classes of messages and entries, and `exchange.py`

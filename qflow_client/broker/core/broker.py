@@ -340,7 +340,7 @@ class Broker(InspectableBroker):
         """Withhold the acks of all messages that are published from now on. The messages are still enqueued.
 
         Args:
-            queue: only for messages that go to this queue; ``None`` for all messages.
+            queue: name of the queue whose messages get no acks; ``None`` for all messages.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -356,8 +356,7 @@ class Broker(InspectableBroker):
         """Send the withheld acks, and stop withholding.
 
         Args:
-            queue: only for messages that went to this queue; ``None`` for all messages, including those that are
-                withheld for one queue.
+            queue: name of the queue whose acks are sent; ``None`` for all acks, also those withheld for one queue.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -376,8 +375,8 @@ class Broker(InspectableBroker):
 
         Args:
             on: whether to refuse published messages; ``False`` accepts them again.
-            queue: only for messages that go to this queue; ``None`` for all messages. ``None`` with ``on=False`` also
-                ends the refusal for single queues.
+            queue: name of the queue whose messages are refused; ``None`` for all messages. ``None`` with ``on=False``
+                also ends the refusal for single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

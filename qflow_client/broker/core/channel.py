@@ -1,4 +1,4 @@
-"""`Channel` is one AMQP channel, sans-I/O. The session gives it all frames of the channel.
+"""`Channel` is one AMQP channel, sans-I/O. The session passes all frames of the channel to `Channel`.
 
 A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish` makes
 sure that the message's `Target` has the current queues. There are then three cases:
@@ -66,7 +66,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     @property
     def blocks(self) -> Mapping[str, str]:
-        """The reasons why the client is blocked, by source."""
+        """The sources that block the client, each with a reason."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel that has finished closing."""
@@ -117,7 +117,7 @@ class Channel:
         self._missing_methods = session.dialect.missing
         # Set when either side has sent Channel.Close; later frames are ignored.
         self.is_closing = False
-        # The queue that the channel declared last. An empty queue name means this queue.
+        # Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
         self.last_queue = ""
         # Name of the queue of the channel's reply consumer; empty if there never was one. The queue is deleted with the
         # consumer.
@@ -323,7 +323,7 @@ class Channel:
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
                     # With the new version, later messages for these queues also use this method, so that they wait too.
-                    # Otherwise they would overtake this message.
+                    # Otherwise later messages would overtake this message.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, can_nack=confirms is not None):
@@ -337,7 +337,7 @@ class Channel:
             flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
-        """Enqueue a message. Return True if its confirm is held, until all queues and the disk have released it."""
+        """Enqueue a message. Return True if its confirm is now held by a queue or by the disk."""
         is_open = not self.is_closing
         # A message that waited for room perhaps came before confirm mode was selected. The tag of such a message is 0.
         confirms = self.confirms if is_open and tag else None
@@ -456,7 +456,7 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: too many deliveries for one step. The oldest are settled. Handle the frame again later.
+            FrameWaitsError: too many deliveries for one step. The oldest are settled; handle the frame again.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -495,7 +495,7 @@ class Channel:
         self._parts = []
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
-            # With confirms, the client cannot learn the outcome of waiting messages any more, so they are discarded.
+            # With confirms, waiting messages are discarded, because the client cannot learn their outcome any more.
             # Without confirms, clients never learn an outcome: the messages stay, and enter when there is room.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)

@@ -156,8 +156,8 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, its new messages are not owed for that reason alone. Otherwise the new
-        messages would keep the backlog too large.
+        If only the backlog blocks the channel, this does not make its new messages owed. Otherwise the new messages
+        would keep the backlog too large.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

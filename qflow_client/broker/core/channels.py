@@ -54,7 +54,7 @@ class Channels(dict[int, Channel]):
 
 
 class Blocks(dict[str, str]):
-    """The reasons why a client is blocked, by source.
+    """The sources that block a client, each with a reason.
 
     The client gets a notice when the first reason is added, and when the last reason is removed.
 

@@ -47,7 +47,7 @@ class Delivery:
     def __init__(self, tag: int, entry: QueueEntry, consumer: ChannelConsumer | None) -> None:
         self.tag = tag
         self.entry = entry
-        # None if the message was fetched with Basic.Get.
+        # The consumer; None if the message was fetched with Basic.Get.
         self.consumer = consumer
 
 
@@ -337,8 +337,8 @@ class Consuming:
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
         """Return the deliveries that an ack settles, and remove them from the unacked deliveries.
 
-        If there are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again
-        before any other frame of the channel.
+        If there are very many deliveries, only the oldest are removed. If `has_more` is true afterwards, handle the
+        same ack again before any other frame of the channel.
 
         Args:
             multiple: whether the ack settles all deliveries up to this tag. Tag 0 then means all current deliveries.
@@ -392,7 +392,7 @@ class Consuming:
         self.unacked = dict(sorted(self.unacked.items()))
 
     def settle(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries that `take` returned. With `requeue` their messages go back to their queues."""
+        """Settle deliveries that `take` returned. With `requeue` the messages go back to their queues."""
         if requeue:
             self._requeue(deliveries)
             return
@@ -425,7 +425,7 @@ class Consuming:
         """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
-            # Checked again for each delivery, because each delivery uses credit.
+            # The credit is checked again for each delivery, because each delivery uses credit.
             if requeue or not self._is_served(delivery):
                 back.append(delivery)
                 continue

@@ -33,7 +33,7 @@ class EntryObserver:
         """An entry was added.
 
         Args:
-            entry: the ready entry.
+            entry: the new entry, which is ready.
             source: the publishing channel; ``None`` if there is none.
             completion: the confirm of the message, which the observer may delay; ``None`` if there is none.
         """
@@ -42,7 +42,7 @@ class EntryObserver:
         """An entry was restored: it was in the queue when the broker stopped.
 
         Args:
-            entry: the ready entry.
+            entry: the restored entry, which is ready.
             age: seconds since the entry was enqueued.
         """
         self.entered(entry, None, None)
@@ -155,7 +155,7 @@ class Contents:
         return ready[0] if ready else None
 
     def lend(self, entry: QueueEntry) -> None:
-        """Mark an entry as unacked. The caller has removed it from `ready`."""
+        """Mark an entry as unacked. The caller has removed the entry from `ready`."""
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
@@ -168,7 +168,7 @@ class Contents:
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put unacked entries back at their places. If a later value has replaced an entry, drop the entry."""
+        """Put unacked entries back at their places. An entry is dropped if a later one has the same key."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
             self.remove_unacked(entry)
@@ -195,7 +195,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Count an entry as gone after its removal, and call the observers (J6). Only a drop has a reason."""
+        """Count an entry as gone after its removal, and call the observers (J6). Only drops have a reason."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size

@@ -38,7 +38,7 @@ class Controls:
         self.producers_stopped = False
         # Blocks channels during an alarm, if the dialect informs clients of alarms by Channel.Flow.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
-        # The reasons why all connections are blocked, by name of the alarm.
+        # The alarms that block all connections: the name and the reason of each.
         self.alarms: dict[str, str] = {}
         # Whether the broker withholds confirms.
         self.withhold_confirms = False
@@ -49,7 +49,7 @@ class Controls:
         # Whether the settings require a check of every message, and whether rate limits require one.
         self._watches_always = watches_publishes
         self._has_rates = False
-        # Number of sanctions against clients that ignore Channel.Flow, by kind (D8).
+        # For each kind of sanction, how often it was used against clients that ignore Channel.Flow (D8).
         self.sanctions = {"tarpits": 0, "channels_closed": 0, "connections_closed": 0}
 
     def refuse_publishes(self, on: bool) -> None:

@@ -57,9 +57,9 @@ class DeadLetter(StoredMessage):
 
     Args:
         target: the dead-letter exchange and the routing key.
-        header: the payload of its content header frame, which records its deaths.
-        deaths: the deaths in the header, the latest first. The deaths are cached within one step, because decoding a
-            long list takes long.
+        header: the payload of the content header frame, which records the deaths of the message.
+        deaths: the deaths in the header, the latest first. The deaths are cached during one `DeadLetters._send_all`,
+            because decoding a long list takes long.
     """
 
     __slots__ = ("deaths",)
@@ -99,7 +99,7 @@ class DeadLetters:
         # Dead messages that are not dead-lettered yet. The messages wait while `_pauses` is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._pauses = 0
-        # The dead letters that were created in this step.
+        # The dead letters that the current `_send_all` has created.
         self._letters: list[DeadLetter] = []
 
     def __enter__(self) -> None:
@@ -125,7 +125,7 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # A decoded list uses far more memory than its bytes. It is decoded again if the letter dies later.
+                # A decoded list uses far more memory than its bytes. The list is decoded again if the letter dies.
                 letter.deaths = None
             self._letters.clear()
 

@@ -1,7 +1,7 @@
 """`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. Queues and channels call the `Dispatcher`.
 
-A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When the
-consumer can perhaps take messages again, its channel calls `Dispatcher.wake`.
+A consumer is active while the queue may deliver messages to it. A consumer that cannot take messages becomes inactive.
+When the consumer can perhaps take messages again, its channel calls `Dispatcher.wake`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Dispatcher:
         self.active: deque[Consumer] = deque()
         # The exclusive consumer; None if there is none.
         self.exclusive: Consumer | None = None
-        # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before.
+        # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
         # Number of closed channels that still return deliveries. While this number is not 0, nothing is delivered.
         self._pauses = 0
-        # Messages so far: delivered to consumers, acked by them.
+        # Number of deliveries so far, and number of messages acked so far.
         self.delivered = 0
         self.acked = 0
 

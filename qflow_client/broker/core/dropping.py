@@ -1,7 +1,7 @@
 """`Dropping` removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call `Dropping`.
 
-A message that expires, is rejected or is dropped to make room may be dead-lettered. A message that is purged, lost or
-dropped for memory is never dead-lettered.
+A message that expires, is rejected or is dropped to make room is dead-lettered if the queue has a dead-letter exchange.
+A message that is purged, lost or dropped to free memory is never dead-lettered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Dropping:
         # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
         self._wake = wake
-        # The entries that expire; None until there is one.
+        # The entries that expire; None before the first such entry.
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:

@@ -75,7 +75,7 @@ class EmbeddedBroker:
         self._host = VirtualHost(settings, journal=journal, rules=rules)
         self._controls = Controls(watches_publishes=settings.watches_publishes)
         self._server = Server(self._host, self._controls, self._on_turn, discipline)
-        # Only set if there is a store.
+        # Writes the records of the journal; None without a store.
         self._disk: Disk | None = None
         # Servers of other protocols. These servers run only while the broker listens.
         self._fronts: list[Front] = []

@@ -2,8 +2,7 @@
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
 place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator can
-hold (delay) the confirm. The confirm is sent when the last hold is released. Queues, the journal and channels change
-these objects.
+hold (delay) the confirm. After the last hold is released, the confirm is sent.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
@@ -89,10 +88,10 @@ class Record:
     )
 
     def __init__(self) -> None:
-        # Number of queues that have the message, plus the calls of `Journal.hold`.
+        # Number of queues and of `Journal.hold` calls that keep the message.
         self.holders = 0
         self.queues: list[int] = []
-        # Number of the message on disk; 0 if the message does not have to be on disk.
+        # Number that identifies the message on disk; 0 if the message does not have to be on disk.
         self.number = 0
         # Whether a batch of records for the disk has included the message.
         self.is_taken = False
@@ -106,7 +105,7 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries of the message that could not be dropped to free memory. These entries are tried again after a change.
+        # Entries of the message that could not be dropped to free memory. After a change, the broker tries again.
         self.aside: Sequence[QueueEntry] = ()
 
 
@@ -223,7 +222,7 @@ class Consumer(Protocol):
         """Whether the consumer has credit, its channel delivers, and its connection accepts more bytes."""
 
     def deliver(self, entry: QueueEntry) -> None:
-        """Take a message. The caller has checked `can_take`."""
+        """Deliver a message to the consumer. The caller has checked `can_take`."""
 
     def cancelled_by_queue(self) -> None:
         """End the consumer, because its queue was deleted."""
@@ -236,7 +235,7 @@ class BodyPager(Protocol):
     size: int
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry was added."""
+        """Record that an entry was added to the queue."""
 
     def came(self, entry: QueueEntry) -> None:
         """Record that the body of a ready entry is in memory again."""
@@ -245,7 +244,7 @@ class BodyPager(Protocol):
         """Record that an entry with its body in memory was delivered to a consumer."""
 
     def ready_again(self, entry: QueueEntry) -> None:
-        """An entry is ready again."""
+        """Record that an entry is ready again."""
 
     def forget(self, entry: QueueEntry) -> None:
         """Record that an entry has left the queue."""

@@ -188,7 +188,7 @@ class _Branch:
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
-        """Return the branch where a key with these further words ends. Create the branch if it does not exist."""
+        """Return the branch to which these words lead from this branch. Create the branch if it does not exist."""
         branch = self
         while words:
             found = branch.next.get(words[0])

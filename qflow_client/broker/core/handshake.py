@@ -30,7 +30,7 @@ _LONGEST_NAME = 200
 
 
 class Handshake:
-    """Opens one connection, and has the negotiated values."""
+    """Opens one connection, and keeps the negotiated values."""
 
     __slots__ = (
         "_capabilities",
@@ -89,7 +89,7 @@ class Handshake:
 
         Args:
             address: address of the client; empty if it has none.
-            now: seconds of the clock.
+            now: monotonic seconds.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
                 delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
         """

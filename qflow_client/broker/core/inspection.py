@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels: by which queues each is blocked (flowed), how often, and for how long."""
+        """Snapshots of all open channels. Each shows which queues block (flow) the channel, and for how long."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -150,7 +150,7 @@ class InspectableBroker(EmbeddedBroker):
     @property
     @on_loop()
     def sanctions(self) -> dict[str, int]:
-        """The number of sanctions against clients that ignored ``Channel.Flow``, by kind (D8)."""
+        """For each kind of sanction, how often it was used against clients that ignored ``Channel.Flow`` (D8)."""
         return dict(self._controls.sanctions)
 
     @property

@@ -161,7 +161,7 @@ class Listener:
     async def stop(self) -> None:
         """Stop accepting.
 
-        On return, each accepted connection has its transport. A connection with an incomplete TLS handshake is closed.
+        When this method returns, each accepted connection has a transport. Incomplete TLS handshakes are cancelled.
         """
         self._accept_off()
         if self._timer is not None:

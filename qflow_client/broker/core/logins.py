@@ -95,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash for passwords of unknown users, so that their check takes as long as for known users; or empty.
+        # Hash that is checked for unknown users, so that a check takes as long as for known users; or empty.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
@@ -186,7 +186,7 @@ def _network(address: str) -> str:
 
 
 class FailedLogins:
-    """The delays of logins after failed logins, by address.
+    """Delays logins from addresses that had failed logins.
 
     Args:
         burst: number of failed logins of an address before further logins are delayed; 0 to delay none.
@@ -201,7 +201,7 @@ class FailedLogins:
 
     def __init__(self, burst: int) -> None:
         self._burst = burst
-        # Time at which all failed logins of an address are forgotten, by address, in the order of the last failures.
+        # Addresses in the order of their last failed logins, each with the time at which its failures are forgotten.
         self._clear_at: dict[str, float] = {}
 
     def delay(self, address: str, now: float) -> float:

@@ -152,7 +152,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output` if it was not called since the last `take`. Also called when the session ends."""
+        """Call `on_output` if it was not called since the last `take`. The session also calls this when it ends."""
         if not self._announced:
             self._announced = True
             self._on_output()

@@ -26,9 +26,9 @@ class Overflow:
         max_size: maximum body bytes; ``None`` for no maximum.
     """
 
-    #: Whether a message that is refused on a channel without confirms is only counted. If not, the channel is closed.
+    #: What a refusal does to a channel without confirms: True only counts the message, False closes the channel.
     is_silent: ClassVar[bool] = False
-    #: Whether the maximum applies only to ready messages. Then a requeue can exceed the maximum.
+    #: Whether the maximum applies only to ready messages, so that a requeue can exceed the maximum.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Overflow:
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
         """Return the reason why messages do not fit; ``None`` if they fit.
 
-        `depth` and `size` are the messages and body bytes that count now. `coming` has the messages and bytes to add.
+        `depth` and `size` are the messages and body bytes that count now. `coming` has those of the new messages.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

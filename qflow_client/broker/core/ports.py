@@ -78,7 +78,7 @@ class Journal(Protocol):
     has_store: bool
     #: Maximum bytes of messages in memory (A1); 0 for no limit.
     limit: int
-    #: Body bytes that are not written yet.
+    #: Body bytes that wait to be written to disk.
     backlog_size: int
     #: Maximum of `backlog_size` in bytes. Above this maximum, publishing connections are not read.
     max_backlog: int
@@ -134,7 +134,7 @@ class Journal(Protocol):
     # Time and memory.
 
     def divide(self) -> None:
-        """Record the end of an operation. A batch of records can end here, but not within an operation."""
+        """Record the end of an operation. A batch of records can end between two operations, but not within one."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records so far are on disk.
@@ -213,7 +213,7 @@ class PublishMeter(Protocol):
             exchange: name of the exchange.
             queues: names of the destination queues.
             user: user of the connection.
-            now: seconds of the clock.
+            now: monotonic seconds.
         """
 
 
@@ -224,7 +224,7 @@ class Disk(Protocol):
         """Restore the contents of the store."""
 
     async def watch(self) -> None:
-        """Start watching the disk, after the broker has started to listen."""
+        """Start to watch the disk. Called after the broker has started to listen."""
 
     async def stop(self) -> None:
         """Write the remaining records."""

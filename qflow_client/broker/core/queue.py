@@ -2,7 +2,7 @@
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 
-A queue is watched (`Queue.is_watched`) if a published message needs more than an append. So a queue is watched if it
+A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
 may refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
 `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
 consumer gets it. If no queue is watched, each queue may deliver the message before the message enters the next queue.
@@ -183,7 +183,7 @@ class Queue:
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0
-        # Set by an operator: whether every message is refused.
+        # Whether every message is refused, because an operator wants this.
         self.is_refusing = False
         # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
@@ -208,9 +208,9 @@ class Queue:
         """Update the fields that are checked for every message.
 
         If `is_watched` becomes true, the caller has to increase `Router.version`, so that targets are resolved again.
-        There are two exceptions. A queue that turns overdue has marks, so it is watched already. If the queue gets its
-        `Expiry` object, targets need not be resolved again, because `enqueue` always calls the observers, and `tick`
-        drops the expired messages.
+        There are two exceptions. A queue that becomes overdue has flow thresholds, so it is watched already. If the
+        queue gets its `Expiry` object, targets need not be resolved again, because `enqueue` always calls the
+        observers, and `tick` drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
@@ -418,7 +418,7 @@ class Queue:
         self.flows.let_go()
         if self._observer is not None:
             self._observer.deleted(self)
-        # Messages that wait for this queue continue without it.
+        # Messages that wait for room in several queues no longer wait for this queue.
         self._surroundings.admit_waiting(self, self._clock())
         # A publisher may keep a reference to the queue for a while, but must not keep the owner connection in memory.
         self.exclusive_owner = None

@@ -92,7 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The first source fills the room below the mark. So the source that published least comes first.
+                # The source that is unblocked first fills the room. So the source that published least comes first.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -113,7 +113,7 @@ class QueueFlow(FlowController):
 
 
 class FlowOptions(NamedTuple):
-    """Which channels the marks of a queue block, and how they are unblocked.
+    """Which channels the marks of a queue block, and how these channels are unblocked.
 
     Attributes:
         scope: which channels are blocked (D12).
@@ -336,7 +336,7 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Unblock channels, if it is time.
+        """Unblock the channels whose time has come.
 
         If the queue has been ON for longer than `max_flow_wait` (D10), unblock all of its channels. If the queue is OFF
         and `resume_interval` has passed (F4), unblock the next channel.

@@ -57,8 +57,8 @@ class Runner:
         """Run a loop on its own thread.
 
         Args:
-            start: runs first on that loop, before this method returns. If `start` fails, the thread ends, and this
-                method raises the exception.
+            start: runs first on that loop, before this method returns. If `start` fails, the thread ends, and `run`
+                raises the exception.
             stop: runs on the loop before the thread ends, if Ctrl-C interrupts this method.
         """
         started: Future[None] = Future()
@@ -151,7 +151,7 @@ class Runner:
             return True
 
     def call_in_steps(self, steps: Iterator[object]) -> None:
-        """Run steps on the loop, for `SLICE` seconds in each of its iterations.
+        """Run steps on the loop, for at most about `SLICE` seconds in each iteration.
 
         On that loop, or if no loop runs, run all steps directly.
 

@@ -308,8 +308,8 @@ class Server:
     def _close_unfinished(self, journal: Journal) -> None:
         """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        No consumer can free these bytes, and a publisher that is not read cannot finish them. So these bytes may use
-        only half of the memory limit. The other half is for queues.
+        No consumer can free these bytes, and a publisher that is not read cannot complete its message. So these bytes
+        may use only half of the memory limit. The other half is for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -334,8 +334,8 @@ class Server:
         """Close connections that do not read. While memory is full, also close connections with large first messages.
 
         Unread output may use only half of the limit, so that it cannot fill memory alone. Waiting first messages may
-        use 1/32 of the limit. Held input of publishers does not count for the memory limit itself, because a publisher
-        that is not read cannot free memory.
+        use 1/32 of the limit. Held input of publishers does not count for the limit, because it stays until other
+        memory is free.
         """
         cut: list[Connection] = []
         why = []
@@ -401,7 +401,7 @@ class Connection(asyncio.Protocol):
         self._taken = 0
         # Set when the transport has all output of the session.
         self._is_finished = False
-        # Done when the connection is closed.
+        # A future that is done when the connection is closed.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session(
             "?", server.host, server.controls, server.clock(), partial(server.has_output, self), server.discipline

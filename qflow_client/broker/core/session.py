@@ -111,7 +111,7 @@ class Session:
         self.output = Output(self.channels, controls, host.journal, now, on_output)
         self.handshake = Handshake(host, self.output)
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
-        # The reasons why the client is blocked, by source.
+        # The sources that block the client, each with a reason.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
         # Whether input is held.
         self.is_held = False
@@ -180,8 +180,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # Not checked after content frames. Content frames add little output, or at most their own
-                        # message (Basic.Return).
+                        # The output is not checked after content frames. Content frames add little output, or at most
+                        # their own message (Basic.Return).
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -243,7 +243,7 @@ class Session:
         header, rest = self._beginning[:8], self._beginning[8:]
         dialect = self.dialect
         if not any(known.startswith(header) for known in dialect.headers):
-            # AMQP 0-9-1: answer with a protocol header that the broker accepts, and close.
+            # AMQP 0-9-1: answer with a protocol header, and close.
             _log.info("%s: the client does not speak AMQP 0-9-1: %r", self.name, header)
             self._is_deaf = True
             self.output.write(dialect.answer)
@@ -427,7 +427,7 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
-        # Encoded first, so that nothing has changed if the code cannot be encoded.
+        # The frame is encoded first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(0, code, text, cause)
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK

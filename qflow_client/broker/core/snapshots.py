@@ -120,7 +120,7 @@ class QueueSnapshot:
         memory: body bytes in memory; all other bodies are only on disk (A2).
         peak_depth: maximum number of messages so far.
         peak_bytes: maximum body bytes so far.
-        flow_stopped: whether its flow state is ON (C7).
+        flow_stopped: whether the flow state is ON (C7).
         flow_stopped_count: how often the flow state turned from OFF to ON (C7).
         held_confirms: number of messages whose confirms wait until the queue is OFF (C5).
         published: number of messages enqueued so far.
@@ -142,9 +142,9 @@ class QueueSnapshot:
         overdue: whether the queue has been ON for longer than its `max_flow_wait`, so that it blocks no channel (D10).
         times_overdue: how often the queue became overdue.
         limits: thresholds, maximum and other limits. The keys are their names in policies.
-        durable: whether it is durable.
-        exclusive: whether it belongs to one connection.
-        auto_delete: whether it is deleted with its last consumer.
+        durable: whether the queue is durable.
+        exclusive: whether the queue belongs to one connection.
+        auto_delete: whether the queue is deleted with its last consumer.
         arguments: arguments of its declaration.
     """
 
@@ -182,7 +182,7 @@ class QueueSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON.
 
-        The flow state also has the names of Qpid's management: ``flowStopped``, ``flowState`` and ``flowStoppedCount``
+        The flow state also has its names in Qpid's management: ``flowStopped``, ``flowState`` and ``flowStoppedCount``
         (C7).
         """
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
@@ -199,7 +199,8 @@ class MemorySnapshot:
         evicted: number of bodies that were removed from memory so far, because they are on disk (A2).
         loaded: number of bodies that were read back from disk so far.
         backlog: number of messages that wait to be written to disk.
-        backlog_bytes: body bytes that wait to be written to disk. written: number of messages written to disk so far.
+        backlog_bytes: body bytes that wait to be written to disk.
+        written: number of messages written to disk so far.
         commits: number of commits of the store so far.
         damaged: number of damaged rows of the store, which are set aside.
     """
@@ -235,8 +236,8 @@ class ChannelSnapshot:
         blocked_by: names of the queues that block the channel, in the order of blocking. ``"operator"`` means that an
             operator blocks the channel, and ``"backlog"`` that the backlog of the connection is too large (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
-        times_flowed: how often it was blocked (flowed) so far.
-        flowed_seconds: seconds for which it was blocked (flowed) so far. If it is blocked now, this time is included.
+        times_flowed: how often the channel was blocked (flowed) so far.
+        flowed_seconds: seconds for which the channel was blocked (flowed), including the current time if it is blocked.
         targets: the 8 latest new pairs of exchange and routing key to which the channel published.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
@@ -276,7 +277,7 @@ class ChannelSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON, in camel case.
 
-        The flowed state also has the names of a queue's flow state (C7).
+        The flowed state is also given under the names of a queue's flow state (C7).
         """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
@@ -294,8 +295,9 @@ class ConnectionSnapshot:
         blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
         backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
             if such messages are not counted.
-        backlog_bytes: body bytes of the messages in `backlog`. past_flow: number of messages that came on blocked
-            (flowed) channels so far, after the grace time (D8); 0 if not counted.
+        backlog_bytes: body bytes of the messages in `backlog`.
+        past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
+            counted.
         tarpits: how often the broker stopped reading from the connection for a while (D8).
         channels_closed: number of channels that were closed because their client ignored ``Channel.Flow`` (D8).
         flowed: whether any channel is blocked (flowed).
@@ -333,7 +335,7 @@ class ConnectionSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON, in camel case.
 
-        The flowed state also has the names of a queue's flow state (C7).
+        The flowed state is also given under the names of a queue's flow state (C7).
         """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
@@ -345,8 +347,8 @@ class ExchangeSnapshot:
     Attributes:
         name: name of the exchange; empty for the default exchange.
         type: kind of exchange: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
-        durable: whether it is durable.
-        auto_delete: whether it is deleted with its last binding.
+        durable: whether the exchange is durable.
+        auto_delete: whether the exchange is deleted with its last binding.
         internal: whether the broker refuses messages that are published to the exchange.
         bindings: number of bindings from the exchange.
         arguments: arguments of its declaration.

@@ -94,7 +94,7 @@ class TransactionChannel(Protocol):
     consuming: Consuming
     flow: ChannelFlow
     confirms: Confirms | None
-    #: Only set in transaction mode.
+    #: The open transaction; None without transaction mode.
     transaction: Transaction | None
 
     def become_producer(self) -> None:
@@ -176,7 +176,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Discard messages and settlements. The settled deliveries are unsettled again, but are not repeated."""
+    """Discard messages and settlements. Settled deliveries become unsettled, but are not delivered again."""
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()

@@ -1,8 +1,7 @@
 """The virtual host, sans-I/O: it declares and deletes queues, and has the state that all connections share.
 
-Channels and the `Broker` call `VirtualHost`. Exchanges and bindings are in `topology.py`, routing is in `routing.py`,
-and timers are in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes all limits
-again.
+Channels and `Broker` call `VirtualHost`. Exchanges and bindings are in `topology.py`, routing in `routing.py`, and
+timers in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes all limits again.
 """
 
 from __future__ import annotations

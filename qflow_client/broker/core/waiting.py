@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
     Attributes:
         queue: the queue that refuses the message.
         reason: text for people.
-        waits: whether the message waits for room instead.
+        waits: whether the message waits for room instead of being refused.
     """
 
     queue: Queue
@@ -118,7 +118,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the first messages of a line while they have room. Refuse messages whose time is over."""
+        """Admit the first messages of a line while their queues have room. Refuse messages whose time is over."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None

@@ -1,7 +1,8 @@
 """Functions to decode and encode methods and content headers. The session, channels and queues call these functions.
 
-pamqp has the fields of every method. pamqp's decoder accepts truncated strings, so this module decodes methods itself,
-with pamqp's tables. This module also has faster encoders than pamqp for the frames that are sent with each message.
+pamqp has tables of the fields of every method. pamqp's decoder accepts truncated strings, so this module decodes
+methods itself, with these tables. For the frames that are sent with each message, the encoders here are faster than
+those of pamqp.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def time_to_live(header: bytes) -> int:
 
 
 def property_size(header: bytes, at: int, size: int) -> int:
-    """Return the bytes of a property, including its length field."""
+    """Return the size of a property in bytes, including its length field."""
     if size > 0:
         return size
     return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
