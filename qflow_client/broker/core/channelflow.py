@@ -1,4 +1,4 @@
-"""`ChannelFlow` has the flow state of one channel, and its part of the connection's backlog. Sans-I/O.
+"""`ChannelFlow` has the flow state of one channel and its part of the connection's backlog, sans-I/O.
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rates, the operator and the discipline block and
 unblock it. The client gets one ``Channel.Flow`` when the first controller blocks the channel, and one when the last

@@ -1,4 +1,4 @@
-"""The channels of one connection with their totals, and the notices to a blocked client. Sans-I/O."""
+"""The channels of one connection with their totals, and the notices to a blocked client, sans-I/O."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Consuming:
         self._wants_deliveries = True
         # Whether answers to the client wait for the disk.
         self._waits_for_disk = False
-        # Whether consumers can take messages. This depends on the client and on the disk.
+        # Whether consumers can take messages: the client wants deliveries, and no answer waits for the disk.
         self.delivers = True
 
     # Delivering.

@@ -268,7 +268,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the entry for a message's latest death, which counts the deaths in the same queue for the same reason."""
+    """Return the entry for a message's latest death. It also counts earlier deaths in this queue for this reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

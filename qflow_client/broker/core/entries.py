@@ -105,7 +105,7 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries of the message that could not be dropped to free memory. After a change, the broker tries again.
+        # Entries of the message that could not be dropped to free memory, and are checked again after a change.
         self.aside: Sequence[QueueEntry] = ()
 
 

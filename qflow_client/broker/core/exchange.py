@@ -118,7 +118,7 @@ class Exchange(ABC):
         return True
 
     def unbind_all(self, destination: Queue | Exchange) -> bool:
-        """Remove all bindings to a destination. Return True if there was one."""
+        """Remove all bindings to a destination. Return True if there was such a binding."""
         gone = [binding for binding in self.bindings.values() if binding.destination is destination]
         for binding in gone:
             self.unbind(binding)

@@ -21,7 +21,7 @@ class Expiry(EntryObserver):
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
-        clock: returns seconds.
+        clock: returns monotonic seconds.
         wake_at: called with the time at which an entry expires.
     """
 

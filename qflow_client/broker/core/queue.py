@@ -5,7 +5,8 @@ A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` h
 A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
 may refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
 `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. If no queue is watched, each queue may deliver the message before the message enters the next queue.
+consumer gets it. If none of its queues is watched, each queue may deliver the message before the message enters the
+next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
@@ -13,7 +14,7 @@ The queue calls its plug-ins. The overflow policy is called before a message ent
 1. the storage (the journal, the pager and droppable entries)
 2. the expiry
 3. the flow states
-4. the last values of a conflating queue
+4. the last entry of each key, if the overflow policy keeps only the last entries
 5. the confirms that an operator withholds
 6. the waking of messages that wait for room
 

@@ -41,7 +41,7 @@ class Spacing:
 
     Args:
         interval: seconds between two publishers.
-        clock: returns seconds.
+        clock: returns monotonic seconds.
         wake_at: called with the time at which `let_next` has to be called again.
     """
 
@@ -131,7 +131,7 @@ class QueueFlows(EntryObserver):
 
     Args:
         queue: the queue of these families. The methods of `observer` get the queue as an argument.
-        clock: returns seconds.
+        clock: returns monotonic seconds.
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
         on_overdue: called when `is_overdue` has changed.

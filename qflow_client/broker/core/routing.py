@@ -68,7 +68,7 @@ class Router:
         return exchange
 
     def resolve(self, target: Target) -> None:
-        """Update a target's destinations to the current topology.
+        """Update the destinations of a target for the current topology.
 
         Raises:
             ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal.

@@ -380,7 +380,7 @@ class Server:
 class Connection(asyncio.Protocol):
     """One socket and its session."""
 
-    #: Maximum bytes that wait for a socket. With more, the socket is not read.
+    #: Maximum bytes that wait for a socket. If more bytes wait, the socket is not read.
     MAX_BACKLOG = 8 * 1024 * 1024
 
     def __init__(self, server: Server) -> None:

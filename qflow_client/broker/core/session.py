@@ -117,7 +117,7 @@ class Session:
         self.is_held = False
         # The held bytes, from the start of a frame.
         self._held = b""
-        # Number of input bytes before the clock is read again. The reading waits for the end of a frame.
+        # Number of input bytes after which the clock is read again, at the end of a frame.
         self._stride = 0
         # Set by a frame that took long or has a large answer, or by a tarpit (D8). The rest of the input is then held.
         self.has_done_much = False

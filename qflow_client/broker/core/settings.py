@@ -115,7 +115,8 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
-        max_unauthenticated: maximum number of connections that are not open yet; with more, the oldest is closed.
+        max_unauthenticated: maximum number of connections that are not open yet. If there are more, the oldest is
+            closed.
         max_queues: maximum number of queues; further ones are refused with 406.
         max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
             406.

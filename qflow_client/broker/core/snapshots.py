@@ -277,7 +277,7 @@ class ChannelSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON, in camel case.
 
-        The flowed state is also given under the names of a queue's flow state (C7).
+        `flowed` and `times_flowed` are repeated under the names of a queue's flow state (C7).
         """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
@@ -335,7 +335,7 @@ class ConnectionSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON, in camel case.
 
-        The flowed state is also given under the names of a queue's flow state (C7).
+        `flowed` and `times_flowed` are repeated under the names of a queue's flow state (C7).
         """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 

@@ -1,4 +1,4 @@
-"""Decides whether queues accept a published message, and has the messages that wait for room in a queue. Sans-I/O.
+"""Decides whether queues accept a message, and has the messages that wait for room in a queue, sans-I/O.
 
 A message waits if the policy of the full queue is ``wait`` (A4). Channels call `refusal` before they enqueue a message,
 and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every destination queue. The
