@@ -39,8 +39,8 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
    controller blocks the channel. `ChannelFlow.on_unblocked` sends another when the last one unblocks it.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by all numbered files: `entries.py` has the classes of messages and entries, and `exchange.py`
-has the classes of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and
+Two more files are used by all numbered files. `entries.py` has the classes of messages and entries. `exchange.py` has
+the classes of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and
 `dispatcher.py`, which gives the messages of a queue to consumers. The other files can be read later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its

@@ -1,9 +1,9 @@
 """Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
 A channel in confirm mode has a `Confirms`. The published messages are numbered from 1, and these numbers are the tags.
-A due tag can be acked. A held tag cannot be acked yet, because a queue, the disk or an operator holds the confirm, or
-because the message waits for room in a queue. `Confirms.flush` acks all due tags below the lowest held tag with one
-frame. Each other due tag gets a separate frame.
+A due tag can be acked. A held tag cannot be acked yet. Either a queue, the disk or an operator holds the confirm, or
+the message waits for room in a queue. `Confirms.flush` acks all due tags below the lowest held tag with one frame. Each
+other due tag gets a separate frame.
 """
 
 from __future__ import annotations

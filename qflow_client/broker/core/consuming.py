@@ -286,8 +286,8 @@ class Consuming:
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
         """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body has been read.
 
-        The method frame waits too, because no other frame may come between it and the content. If the body is lost, the
-        answer is Basic.Get-Empty.
+        The method frame waits too, because no other frame is allowed between the method and the content. If the body is
+        lost, the answer is Basic.Get-Empty.
         """
         journal = self._host.journal
         assert journal is not None
@@ -411,7 +411,7 @@ class Consuming:
         for queue, entries in back.items():
             queue.dispatcher.requeue(entries)
         for queue in back:
-            # The returned messages may exceed the queue's maximum. As in RabbitMQ, the maximum is applied before new
+            # The returned messages can exceed the queue's maximum. As in RabbitMQ, the maximum is applied before new
             # deliveries.
             queue.trim()
         self.wake()

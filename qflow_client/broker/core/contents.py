@@ -35,7 +35,7 @@ class EntryObserver:
         Args:
             entry: the new entry, which is ready.
             source: the publishing channel; ``None`` if there is none.
-            completion: the confirm of the message, which the observer may delay; ``None`` if there is none.
+            completion: the confirm of the message, which the observer can delay; ``None`` if there is none.
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:

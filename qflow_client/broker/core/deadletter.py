@@ -40,8 +40,8 @@ class Death(NamedTuple):
     """The place and the reason of a message's death, as an entry of ``x-death``.
 
     Attributes:
-        queue: name of the queue, or any value that a client wrote there.
-        reason: the reason, or any value that a client wrote there.
+        queue: name of the queue, or any value that a client sent.
+        reason: the reason, or any value that a client sent.
         fields: all fields of the entry.
         raw: the entry of ``x-death``, encoded with its type.
     """

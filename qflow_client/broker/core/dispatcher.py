@@ -1,7 +1,7 @@
 """`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. Queues and channels call the `Dispatcher`.
 
-A consumer is active while the queue may deliver messages to it. A consumer that cannot take messages becomes inactive.
-When the consumer can perhaps take messages again, its channel calls `Dispatcher.wake`.
+The queue delivers only to active consumers. A consumer that cannot take messages becomes inactive. When the consumer
+can perhaps take messages again, its channel calls `Dispatcher.wake`.
 """
 
 from __future__ import annotations

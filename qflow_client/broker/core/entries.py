@@ -110,7 +110,7 @@ class Record:
 
 
 class StoredMessage:
-    """A message that all of its queues share. The content never changes, but the body may be only on disk.
+    """A message that all of its queues share. The content never changes, but the body can be only on disk.
 
     Args:
         target: the exchange and routing key with which the message was published.
@@ -210,7 +210,7 @@ class QueueEntry:
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue may deliver to the consumer. The queue sets this flag.
+    #: Whether the queue delivers to the consumer, see `Dispatcher`. The queue sets this flag.
     is_active: bool
 
     @property

@@ -135,7 +135,7 @@ class Exchange(ABC):
         """Return the bindings that a message matches."""
 
     def destinations(self, routing_key: str, headers: Headers) -> Iterator[Queue | Exchange]:
-        """Yield the destinations of a message. A destination may come more than once."""
+        """Yield the destinations of a message. A destination can occur more than once."""
         for binding in self.matching(routing_key, headers):
             yield binding.destination
 

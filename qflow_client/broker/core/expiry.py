@@ -84,7 +84,7 @@ class Expiry(EntryObserver):
         now = self._clock()
         if self.next_at > now:
             return []
-        # A requeued entry may be in the heap twice.
+        # A requeued entry can be in the heap twice.
         due: dict[QueueEntry, None] = {}
         heap = self._heap
         for _ in range(most):

@@ -1,8 +1,8 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
 The session checks the order of methods, and passes the methods to the handshake. A login is delayed if earlier logins
-from the same address have failed. A password may be checked on another thread. So the result of a login is passed to a
-callback.
+from the same address have failed. A hashed password is checked on another thread. So the result of a login is passed to
+a callback.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
-    snapshot shows its object at the moment of the yield, so other work may run between two snapshots. An object that is
-    deleted in the meantime is left out. An object that is created in the meantime is not included.
+    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Objects that are
+    created or deleted in the meantime are not included.
     """
 
     @on_loop()

@@ -2,7 +2,7 @@
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
 free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`.
-asyncio's own server would try again, and write a log line, a thousand times per second. A protocol is created when its
+The server of asyncio would try again, and write a log line, a thousand times per second. A protocol is created when its
 connection is accepted, so the protocol's time limit includes the TLS handshake. The AMQP server and the HTTP server use
 a `Listener`.
 """

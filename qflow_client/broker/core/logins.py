@@ -65,7 +65,7 @@ def _read_amqplain(raw: bytes) -> Login:
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:
-        # No error is chained, because the error may quote the password.
+        # No error is chained, because the error can quote the password.
         fields = {}
     user, password = _raw(fields.get("LOGIN")), _raw(fields.get("PASSWORD"))
     if user is None or password is None:
@@ -100,7 +100,7 @@ class Logins:
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs the first function, which may take 50 ms, and then calls the second function with the result. The server
+        #: Runs the first function, which can take 50 ms, and then calls the second function with the result. The server
         #: replaces this default, which does both immediately.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
@@ -196,7 +196,7 @@ class FailedLogins:
     INTERVAL = 1.0
     #: Maximum delay of a login, in seconds.
     MAX_DELAY = 5.0
-    #: Maximum number of addresses. If there are more, the address with the oldest last failure is forgotten.
+    #: Maximum number of addresses. If there are more, the address whose last failure is the oldest is forgotten.
     MAX_ADDRESSES = 4096
 
     def __init__(self, burst: int) -> None:

@@ -195,7 +195,7 @@ class FlowObserver(Protocol):
 
 
 class PublishMeter(Protocol):
-    """Counts the published messages of clients, and may block (flow) their channels.
+    """Counts the published messages of clients, and can block (flow) the clients' channels.
 
     To install a meter, set `VirtualHost.meter`. Whenever the truth value of the meter changes, also call
     `Controls.limit_rates`. Messages that the program itself publishes with `VirtualHost.publish` are not counted.
@@ -236,7 +236,7 @@ class Disk(Protocol):
         """Return a future that is done when all records so far are on disk."""
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are left out."""
+        """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are omitted."""
 
 
 class Front(Protocol):

@@ -31,7 +31,7 @@ _PROPERTY_NAMES = dict(zip((flag for flag, _ in PROPERTIES), pamqp.commands.Basi
 def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
     """Return the basic properties in the payload of a well-formed content header frame.
 
-    A timestamp that `datetime` cannot represent is left out.
+    A timestamp that `datetime` cannot represent is omitted.
     """
     properties = pamqp.commands.Basic.Properties()
     at = 14

@@ -3,9 +3,9 @@
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 
 A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
-may refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
+can refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
 `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. If none of its queues is watched, each queue may deliver the message before the message enters the
+consumer gets it. If none of its queues is watched, each queue can deliver the message before the message enters the
 next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
@@ -77,7 +77,7 @@ class Surroundings(Protocol):
         """Delete the queue, because it was unused for the time in its argument ``x-expires``."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Check the messages that wait for room: there may be room, or their time may be over."""
+        """Check the messages that wait for room: perhaps there is room now, or their time is over."""
 
 
 class _Vacancies(EntryObserver):
@@ -192,7 +192,7 @@ class Queue:
         self.overflow: Overflow | None = None
         # Whether a message for this queue needs more than an append.
         self.is_watched = False
-        # Whether a message for this queue may be refused.
+        # Whether this queue can refuse a message.
         self.may_refuse = False
         # Whether messages wait for room in this queue.
         self.has_line = False
@@ -279,7 +279,7 @@ class Queue:
     # Enqueueing.
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Return the reason why messages are refused now; ``None`` if they may enter.
+        """Return the reason why messages are refused now; ``None`` if they are accepted.
 
         Args:
             size: body bytes of all messages together.
@@ -321,8 +321,8 @@ class Queue:
         """Add a message that was not refused, and then check the marks (J3 D2). Nothing is delivered yet.
 
         Args:
-            source: the publishing channel, which may be blocked; ``None`` for a source that cannot be blocked.
-            completion: the confirm, which may be delayed (C5); ``None`` if there is none.
+            source: the publishing channel, which the marks can block; ``None`` for a source that cannot be blocked.
+            completion: the confirm, which the marks can delay (C5); ``None`` if there is none.
         """
         contents = self.contents
         if self.overflow is not None:
@@ -421,7 +421,7 @@ class Queue:
             self._observer.deleted(self)
         # Messages that wait for room in several queues no longer wait for this queue.
         self._surroundings.admit_waiting(self, self._clock())
-        # A publisher may keep a reference to the queue for a while, but must not keep the owner connection in memory.
+        # A publisher can keep a reference to the queue for a while, but must not keep the owner connection in memory.
         self.exclusive_owner = None
         self._end_parts()
         return count

@@ -86,7 +86,7 @@ class QueueFlow(FlowController):
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may continue: all together, or one after the other in the order of blocking (F4)."""
+        """Unblock the sources that can continue: all together, or one after the other in the order of blocking (F4)."""
         blocked = self._blocked
         if not blocked:
             return
@@ -194,7 +194,7 @@ class QueueFlows(EntryObserver):
     # Limits.
 
     def set_limits(self, limits: QueueLimits) -> None:
-        """Set other limits. The caller trims the queue, and then calls `change_marks`, see `Queue.change`."""
+        """Set new limits. The caller trims the queue, and then calls `change_marks`, see `Queue.change`."""
         self.limits = limits
         if limits.max_flow_wait is None:
             self.is_overdue = False

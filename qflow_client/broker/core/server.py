@@ -535,7 +535,7 @@ class Connection(asyncio.Protocol):
             transport.close()
         else:
             self._check_reading()
-            # asyncio's TLS transport cannot close one direction, and the client may wait for the end of the stream.
+            # The TLS transport of asyncio cannot close one direction, and some clients wait for the end of the stream.
             self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
@@ -548,7 +548,7 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
 
-        The end does not come immediately, because several threads of a client may have sent ``Connection.Close``. Each
+        The end does not come immediately, because several threads of a client can have sent ``Connection.Close``. Each
         of these threads has to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:

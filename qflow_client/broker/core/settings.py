@@ -138,9 +138,8 @@ class Settings:
         tarpit_time: length of a tarpit, which is a time in which a connection is not read, in seconds (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.
-        close_connection_after: maximum number of messages on all blocked (flowed) channels of a connection after the
-            grace time, counted since the connection was opened; 0 for no limit. If there are more, the connection is
-            closed with 506.
+        close_connection_after: maximum number of messages that one connection sends on blocked (flowed) channels after
+            the grace time, in total; 0 for no limit. If there are more, the connection is closed with 506.
         flow_log: log of the channels that queues block, and of the depths of queues at every `period` of the log. The
             broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than

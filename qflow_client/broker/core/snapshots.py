@@ -88,7 +88,7 @@ class TargetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdsSnapshot:
-    """The current thresholds of a queue. The current thresholds may differ from those of the declaration (D4).
+    """The current thresholds of a queue. The current thresholds can differ from those of the declaration (D4).
 
     Attributes:
         flow_stop_count: number of messages above which the queue turns ON; 0 for no threshold (C1).
@@ -238,7 +238,7 @@ class ChannelSnapshot:
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often the channel was blocked (flowed) so far.
         flowed_seconds: seconds for which the channel was blocked (flowed), including the current time if it is blocked.
-        targets: the 8 latest new pairs of exchange and routing key to which the channel published.
+        targets: pairs of exchange and routing key to which the channel published, at most the 8 newest pairs.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
         nacked: number of published messages that were refused so far.
@@ -369,7 +369,7 @@ class ExchangeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A binding at one moment. The bindings of the default exchange to every queue are left out.
+    """A binding at one moment. The bindings of the default exchange to every queue are not included.
 
     Attributes:
         source: name of the exchange that the messages come from.
@@ -539,7 +539,7 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
-    """Return a copy of a message in a queue. The caller passes the body, because the body may come from the disk."""
+    """Return a copy of a message in a queue. The caller passes the body, because the body can come from the disk."""
     message = entry.message
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered

@@ -270,7 +270,7 @@ def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) ->
 
 
 def check_depth(what: str, arguments: Mapping[str, object]) -> None:
-    """Check that arguments are not nested deeper than AMQP tables may be.
+    """Check that arguments are not nested too deeply for AMQP tables.
 
     The HTTP API and the application can pass arguments of any depth. The functions that encode and show the arguments
     recurse for each level.

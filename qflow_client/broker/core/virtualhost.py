@@ -248,7 +248,7 @@ class VirtualHost:
             pass
 
     def apply_rules_in_steps(self, changed: Queue | Exchange | None = None) -> Iterator[None]:
-        """Do the work of `apply_rules`: one queue or exchange in each step. Other work may run between two steps."""
+        """Do the work of `apply_rules`: one queue or exchange in each step. Other work can run between two steps."""
         bindings: dict[Queue, list[tuple[str, str]]] = {}
         leads_to: dict[Queue | Exchange, list[Exchange]] = {}
         for exchange in tuple(self.topology.exchanges.values()) if self.rules.are_inherited else ():

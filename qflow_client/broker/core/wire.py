@@ -1,8 +1,8 @@
 """Functions to decode and encode methods and content headers. The session, channels and queues call these functions.
 
-pamqp has tables of the fields of every method. pamqp's decoder accepts truncated strings, so this module decodes
-methods itself, with these tables. For the frames that are sent with each message, the encoders here are faster than
-those of pamqp.
+The library pamqp has tables of the fields of every method. The decoder of pamqp accepts truncated strings, so this
+module decodes methods itself, with these tables. For the frames that are sent with each message, the encoders here are
+faster than those of pamqp.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
 
     Args:
         text: the reply text, of any length.
-        cause: class id and method id of the method at fault; may be shorter than 4 bytes.
+        cause: class id and method id of the method at fault; can be shorter than 4 bytes.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
