@@ -229,7 +229,7 @@ class Consuming:
 
         Raises:
             ChannelException: 403 if the queue has an exclusive consumer, or if the new consumer has to be exclusive and
-                the queue has others. 406 if the maximum number of consumers is reached.
+                the queue already has consumers. 406 if the maximum number of consumers is reached.
             ConnectionException: 530 if the channel already has a consumer with this tag.
         """
         tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"

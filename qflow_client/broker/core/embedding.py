@@ -58,8 +58,7 @@ class EmbeddedBroker:
         settings: see `Settings`.
         rules: compute the limits of each queue; ``None`` for `PlainRules`.
         journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
-        discipline: creates the object that acts against a client that ignores ``Channel.Flow``; ``None`` for no
-            sanctions.
+        discipline: creates the `Discipline` of each connection; ``None`` for no backlog limit and no sanctions.
     """
 
     def __init__(

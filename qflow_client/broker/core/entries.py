@@ -41,7 +41,7 @@ class DropReason(StrEnum):
     REJECTED = "rejected"
     #: The message waited longer than its time to live.
     EXPIRED = "expired"
-    #: The message was dropped to make room for a new message.
+    #: The message was dropped because the queue exceeded its maximum.
     MAXLEN = "maxlen"
     #: A later message with the same key has arrived.
     CONFLATED = "conflated"

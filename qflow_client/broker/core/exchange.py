@@ -124,10 +124,10 @@ class Exchange(ABC):
             self.unbind(binding)
         return bool(gone)
 
-    def _added(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
+    def _added(self, binding: Binding) -> None:  # noqa: B027  # most types have no index
         """Update the index after a binding was added."""
 
-    def _removed(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
+    def _removed(self, binding: Binding) -> None:  # noqa: B027  # most types have no index
         """Update the index after a binding was removed."""
 
     @abstractmethod

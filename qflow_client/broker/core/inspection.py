@@ -33,8 +33,8 @@ class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
-    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Objects that are
-    created or deleted in the meantime are not included.
+    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. New queues,
+    exchanges and connections are not included, nor are queues, connections and channels that end in the meantime.
     """
 
     @on_loop()

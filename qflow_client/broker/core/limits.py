@@ -49,8 +49,8 @@ class QueueLimits:
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
         enforcement: how the queue holds back producers while it is ON.
         policy: name of the overflow policy that users see. If there is a maximum, this is the name of `overflow`.
-        max_flow_wait: maximum seconds for which a queue that is ON blocks channels; ``None`` for no limit.
-        overdue_overflow: the overflow policy of a queue that is ON for more than `max_flow_wait` seconds.
+        max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
+        overdue_overflow: the overflow policy after `max_flow_wait` seconds. Its name in policies is ``then``.
         policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """

@@ -181,7 +181,7 @@ class QueueFlows(EntryObserver):
         self._times_on_before = 0
         # Time at which the queue turned ON; None if it is OFF. While the queue is overdue, this time is kept.
         self.on_since: float | None = None
-        # Whether the queue was ON for longer than `max_flow_wait`, so that it no longer blocks channels (D10).
+        # Whether the queue was ON for longer than `max_flow_wait`, so that it no longer holds back producers (D10).
         self.is_overdue = False
         # How often the queue became overdue.
         self.times_overdue = 0
@@ -316,7 +316,7 @@ class QueueFlows(EntryObserver):
             _log.info("queue '%s' is OFF: its policy is %s again", self._queue.name, self.limits.policy)
 
     def _turn_overdue(self) -> None:
-        """Block no channels any more, because the queue was ON for longer than `max_flow_wait` (D10)."""
+        """Hold back no producers any more, because the queue was ON for longer than `max_flow_wait` (D10)."""
         assert self.limits.overdue_overflow is not None
         self.times_overdue += 1
         self._set_overdue(True)

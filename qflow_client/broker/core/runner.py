@@ -67,8 +67,7 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # After Ctrl-C the thread ends by itself after `start`. If `start` has finished before, the thread is ended
-            # here.
+            # After Ctrl-C the thread ends by itself after `start`. If `start` has finished before, end the thread here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)

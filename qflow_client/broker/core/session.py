@@ -83,7 +83,7 @@ class Session:
         now: monotonic seconds.
         on_output: called when there is output: at most once before each `take_output`, and also for each
             ``Channel.Flow``, see `Output.write_past_promises`.
-        discipline: creates the `Discipline` for a client that ignores ``Channel.Flow``; ``None`` for no sanctions.
+        discipline: creates the `Discipline` of the connection; ``None`` for no backlog limit and no sanctions.
     """
 
     #: Maximum bytes that wait to be sent. If more bytes wait, input is held.

@@ -101,12 +101,11 @@ class Settings:
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
-        enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides the
-            setting.
+        enforcement: how a queue holds back its producers (C5 J3). ``x-qflow-enforcement`` overrides this setting.
         flow_scope: which channels a queue blocks (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each of its messages (D12).
-        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above this mark, the queue
-            turns ON.
+        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the queue turns
+            ON.
         default_flow_resume_threshold: default resume mark (C4), in percent. Below this mark, the flow state turns OFF.
             If both marks are 0, there are no default marks.
         capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
@@ -115,7 +114,7 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
-        max_unauthenticated: maximum number of connections that are not open yet. If there are more, the oldest is
+        max_unauthenticated: maximum number of connections that are not open yet; if there are more, the oldest is
             closed.
         max_queues: maximum number of queues; further ones are refused with 406.
         max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
@@ -135,7 +134,7 @@ class Settings:
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no limit. After
             each such number of messages, the broker stops reading from the connection for `tarpit_time` seconds (D8).
-        tarpit_time: length of a tarpit, which is a time in which a connection is not read, in seconds (D8).
+        tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.
         close_connection_after: maximum number of messages that one connection sends on blocked (flowed) channels after

@@ -139,7 +139,8 @@ class QueueSnapshot:
         waiting: number of published messages that wait for room in the queue (A4).
         policy: what the queue does when it is full.
         policies: names of the policies that apply to the queue.
-        overdue: whether the queue has been ON for longer than its `max_flow_wait`, so that it blocks no channel (D10).
+        overdue: whether the queue has been ON for longer than its `max_flow_wait`, so that it no longer holds back
+            producers (D10).
         times_overdue: how often the queue became overdue.
         limits: thresholds, maximum and other limits. The keys are their names in policies.
         durable: whether the queue is durable.
