@@ -28,13 +28,13 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
 4. `waiting.py` runs if the target is watched, see `Target.watched` and `Queue.is_watched`. `refusal` asks all queues
    whether they accept the message. If one queue refuses, no queue gets the message.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
-6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each family of marks, which is a set of
-   flow thresholds. A family that turns ON blocks the publishing channel and delays its confirms. A family that turns
-   OFF unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`.
-   These two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a
-   message to the limiter, and blocks the channel if a mark is exceeded. `FlowController.release` subtracts a message
-   from the limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time
-   with pauses.
+6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds. A
+   `QueueFlow` that turns ON blocks the publishing channel and delays its confirms. A `QueueFlow` that turns OFF
+   unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. These
+   two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a message to
+   the limiter, and blocks the channel if a threshold is exceeded. `FlowController.release` subtracts a message from the
+   limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with
+   pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends a ``Channel.Flow`` when the first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends another when the last one unblocks it.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
@@ -57,10 +57,10 @@ All of this code runs on one event loop, see `server.py`. An application uses `B
 Memory: the optional `Journal` counts the bytes of all messages in `Journal.held`. After each iteration,
 `Server._check_memory` compares this number with the memory limit. Above the limit, publishing connections are not read.
 
-Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). The `Rules` for marks and overflow policies
-(`limits.py`), a `Journal` (`ports.py`) and a `Discipline` (`channelflow.py`) are arguments of `EmbeddedBroker`. A
-`FlowObserver` is passed to `VirtualHost.observe`. A `PublishMeter` is set in `VirtualHost.meter`. To block channels for
-another reason, add a `FlowController`, as in `controls.py`.
+Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). The `Rules` for thresholds and overflow
+policies (`limits.py`), a `Journal` (`ports.py`) and a `Discipline` (`channelflow.py`) are arguments of
+`EmbeddedBroker`. A `FlowObserver` is passed to `VirtualHost.observe`. A `PublishMeter` is set in `VirtualHost.meter`.
+To block channels for another reason, add a `FlowController`, as in `controls.py`.
 """
 
 from __future__ import annotations

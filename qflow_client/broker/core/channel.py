@@ -456,7 +456,7 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: too many deliveries for one step. The oldest are settled; handle the frame again.
+            FrameWaitsError: too many deliveries for one call. The oldest are settled; handle the frame again.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:

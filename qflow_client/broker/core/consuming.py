@@ -195,7 +195,7 @@ class Consuming:
         self.unacked: dict[int, Delivery] = {}
         # Number of unsettled deliveries to consumers, without those of Basic.Get.
         self.consumer_unacked = 0
-        # While an ack with tag 0 is handled in slices, the last delivery tag that it settles; otherwise 0.
+        # Last delivery tag of an ack with tag 0 that is handled in slices; 0 if there is no such ack.
         self._ack_until = 0
         # The consumer of the last delivery.
         self.last_served: ChannelConsumer | None = None

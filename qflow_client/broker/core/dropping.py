@@ -20,7 +20,7 @@ class Dropping:
 
     Args:
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called if `Contents.leaving` is not empty after a step. `let_leave` must then be called again soon.
+        wake: called if `Contents.leaving` is not empty after `let_leave`, which must be called again soon.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -40,7 +40,7 @@ class Dropping:
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop expired ready entries. If there are too many for one step, the remaining ones are dropped soon."""
+        """Drop expired ready entries. If there are too many for one call, the remaining ones are dropped soon."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)

@@ -1,4 +1,4 @@
-"""The limits of one queue: its marks (flow thresholds), its maximum, and its other options.
+"""The limits of one queue: its flow thresholds, its maximum, and its other options.
 
 `Rules` return a `QueueRule` for each new queue, from the queue's name and arguments. The `QueueRule` computes the
 limits of this queue. The core has only `PlainRules`. `PlainRules` is both `Rules` and `QueueRule`, and uses only the
@@ -41,7 +41,7 @@ class QueueOptions:
 class QueueLimits:
     """The limits of a queue, which come from its arguments, its policies and the broker's defaults.
 
-    To add a kind of thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
+    To add a set of thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
@@ -88,7 +88,7 @@ class QueueLimits:
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
-        """The thresholds that are set, one object for each family of marks."""
+        """The sets of thresholds that are configured."""
         return tuple(marks for marks in (self.stop_resume, self.capacity) if marks.is_set)
 
 

@@ -145,7 +145,7 @@ class Journal(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes in memory, with `unfinished`, `waiting` and `buffered`, without bodies that will soon be removed."""
+        """Bytes in memory, including `unfinished`, `waiting` and `buffered`, except bodies that are being evicted."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
         """Return the maximum body bytes that each queue may read ahead (A3)."""
@@ -185,10 +185,10 @@ class FlowObserver(Protocol):
         """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a mark of a queue, or another controller, now blocks a channel."""
+        """Record that a flow state of a queue, or another controller, now blocks a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a mark of a queue, or another controller, no longer blocks a channel."""
+        """Record that a flow state of a queue, or another controller, no longer blocks a channel."""
 
     def gone(self, source: FlowSource) -> None:
         """Record that a publishing channel has ended."""

@@ -100,7 +100,7 @@ class Queue:
         options: the options that never change.
         rule: computes the limits; ``None`` if `limits` never change.
         exclusive_owner: the only connection that may use the queue.
-        flow_options: which channels the marks of the queue block, and how these channels are unblocked.
+        flow_options: which channels the queue blocks, and how these channels are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
         journal: counts the messages of the queue, and records them for the disk; ``None`` if there is none.
         number: number of the queue in the message store, if the queue and its persistent messages survive a restart of
@@ -246,7 +246,7 @@ class Queue:
                 values.entered(entry, None, None)
         if self.overflow is not None:
             self.overflow.trim(self)
-        # Called after `trim`, so that dropped messages turn no family ON.
+        # Called after `trim`, so that dropped messages turn no flow state ON.
         self.flows.change_marks()
         self._watch()
         if self.waiting:
@@ -318,11 +318,11 @@ class Queue:
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None
     ) -> None:
-        """Add a message that was not refused, and then check the marks (J3 D2). Nothing is delivered yet.
+        """Add a message that was not refused, and then check the thresholds (J3 D2). Nothing is delivered yet.
 
         Args:
-            source: the publishing channel, which the marks can block; ``None`` for a source that cannot be blocked.
-            completion: the confirm, which the marks can delay (C5); ``None`` if there is none.
+            source: the publishing channel, which the queue can block; ``None`` for a source that cannot be blocked.
+            completion: the confirm, which the queue can delay (C5); ``None`` if there is none.
         """
         contents = self.contents
         if self.overflow is not None:

@@ -1,9 +1,9 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
-A `QueueFlow` is the flow state of one family of marks (a set of flow thresholds). Above a stop mark the family turns
-ON: it blocks the publishing channel, holds the message's confirm, or both. At its resume marks the family turns OFF: it
-releases all held confirms and unblocks the channels, all together or one after the other (F4). `QueueFlows` has all
-families of one queue, and is called after each message that enters (J3) or leaves.
+A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON: the `QueueFlow`
+blocks the publishing channel, holds the message's confirm, or both. At the resume thresholds the state turns OFF: the
+`QueueFlow` releases all held confirms. It unblocks the channels together, or one after the other (F4). `QueueFlows` has
+all flow states of one queue, and is called after each message that enters (J3) or leaves.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Spacing:
 
 
 class QueueFlow(FlowController):
-    """The flow state of one family of marks, with the channels that the family blocks and the confirms that it holds.
+    """The flow state for one set of thresholds, with the channels that it blocks and the confirms that it holds.
 
     Args:
-        thresholds: the marks of the family.
+        thresholds: the depths at which the flow state changes.
         count: number of messages in the queue.
         size: body bytes in the queue.
         spacing: spaces out the unblocking; ``None`` unblocks all channels together.
@@ -82,7 +82,7 @@ class QueueFlow(FlowController):
     ) -> None:
         self._spacing = spacing
         super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
-        # The confirms that are held until the family turns OFF, the oldest first (C5). The keys are the entries.
+        # The confirms that are held until the state turns OFF, the oldest first (C5). The keys are the entries.
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
@@ -106,14 +106,14 @@ class QueueFlow(FlowController):
             completion.release()
 
     def let_go(self) -> None:
-        """Unblock all channels and release all held confirms, even if the family is ON."""
+        """Unblock all channels and release all held confirms, even if the state is ON."""
         for source in self.blocked:
             self.forget(source)
         self.release_held()
 
 
 class FlowOptions(NamedTuple):
-    """Which channels the marks of a queue block, and how these channels are unblocked.
+    """Which channels a queue blocks, and how these channels are unblocked.
 
     Attributes:
         scope: which channels are blocked (D12).
@@ -127,10 +127,10 @@ class FlowOptions(NamedTuple):
 
 
 class QueueFlows(EntryObserver):
-    """All families of marks of one queue, and the time since which any of them has been ON (D10).
+    """All flow states of one queue, and the time since which any of them has been ON (D10).
 
     Args:
-        queue: the queue of these families. The methods of `observer` get the queue as an argument.
+        queue: the queue. The methods of `observer` get the queue as an argument.
         clock: returns monotonic seconds.
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
@@ -175,9 +175,9 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One `QueueFlow` for each configured family of marks.
+        # One flow state for each configured set of thresholds.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
-        # Sum of `times_on` of the families that were removed.
+        # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
         # Time at which the queue turned ON; None if it is OFF. While the queue is overdue, this time is kept.
         self.on_since: float | None = None
@@ -187,7 +187,7 @@ class QueueFlows(EntryObserver):
         self.times_overdue = 0
         # Time of the last message of each publishing channel; None if the scope is not PUBLISHERS (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
-        # Whether a channel that publishes above the stop mark is blocked, and whether its confirms are held.
+        # Whether a channel that publishes above a stop threshold is blocked, and whether its confirms are held.
         self._flows_channels = self._delays_completion = False
         self._read_enforcement()
 
@@ -206,7 +206,7 @@ class QueueFlows(EntryObserver):
         self._delays_completion = enforcement.delays_completion and not self.is_overdue
 
     def change_marks(self) -> None:
-        """Update the families after a change of the limits (D4)."""
+        """Update the flow states after a change of the limits (D4)."""
         there = {type(family.limiter.thresholds): family for family in self.families}
         held_confirms = any(family.held for family in self.families)
         now = self._clock()
@@ -370,12 +370,12 @@ class QueueFlows(EntryObserver):
 
     @property
     def is_on(self) -> bool:
-        """Whether any family of marks is ON (C7)."""
+        """Whether any flow state of the queue is ON (C7)."""
         return any(family.limiter.on for family in self.families)
 
     @property
     def times_on(self) -> int:
-        """How often a family went from OFF to ON (C7)."""
+        """How often a flow state of the queue went from OFF to ON (C7)."""
         return self._times_on_before + sum(family.limiter.times_on for family in self.families)
 
     @property

@@ -58,7 +58,7 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is above its mark.
+    #: Only channels that publish while the queue is above a threshold.
     OFFENDER = "offender"
     #: All channels that published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -104,10 +104,10 @@ class Settings:
         enforcement: how a queue holds back its producers (C5 J3). ``x-qflow-enforcement`` overrides this setting.
         flow_scope: which channels a queue blocks (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each of its messages (D12).
-        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the queue turns
-            ON.
-        default_flow_resume_threshold: default resume mark (C4), in percent. Below this mark, the flow state turns OFF.
-            If both marks are 0, there are no default marks.
+        default_flow_stop_threshold: default stop threshold (C4), in percent of a queue's maximum. Above it, the queue
+            turns ON.
+        default_flow_resume_threshold: default resume threshold (C4), in percent. Below it, the queue turns OFF. If both
+            defaults are 0, there are no default thresholds.
         capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
         flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` for `capacity`.
         heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
@@ -253,7 +253,7 @@ class Settings:
             raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
         object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
-        # `from_limits` refuses a stop mark below its resume mark, with both values in the text.
+        # `from_limits` refuses a stop threshold below its resume threshold, with both values in the text.
         StopResume.from_limits(
             stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
         )

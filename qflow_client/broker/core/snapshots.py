@@ -468,7 +468,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         is_producer=channel.flow.is_producer,
         confirms=channel.confirms is not None,
         flowed=channel.flow.is_blocked,
-        # Remove duplicates, because each family of a queue's marks blocks separately.
+        # Remove duplicates, because each flow state of a queue blocks separately.
         blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.flow.blocked_by)),
         flow_ok=not channel.flow.oks_due,
         times_flowed=channel.flow.times_flowed,
