@@ -1,7 +1,7 @@
-"""The complete broker: the core with the policies. Settings enable the message store and the HTTP API.
+"""The complete broker: the core and the policies, with a message store and an HTTP API if the settings enable them.
 
-The store and the HTTP API are imported only if they are enabled. The HTTP API needs packages of an extra, the store
-needs SQLite, and the broker must work without them.
+The modules of the store and of the HTTP API are imported only if the settings enable them. The store needs SQLite, and
+the HTTP API needs the packages of the extra ``broker``. The broker must work without these packages.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class Broker(CoreBroker):
     """An AMQP 0-9-1 broker in this process.
 
     ``with Broker() as broker:`` runs the broker on a separate thread with its own event loop. ``async with Broker() as
-    broker:`` runs it on the running loop. Any thread may call its methods. A broker can be started only once.
+    broker:`` runs the broker on the running event loop. Any thread may call the methods of a broker. A broker can be
+    started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. On the broker's own loop such a method returns earlier, and `wait_until_durable_async` waits for the disk.
+    disk. On the broker's own loop such a method returns without waiting for the disk, and `wait_until_durable_async`
+    waits for the disk.
 
     Args:
         **options: see `BrokerSettings`.
@@ -85,7 +87,7 @@ class Broker(CoreBroker):
                 self._server.touch,
                 self._server.set_alarm,
             )
-        # Set only if there is an HTTP API.
+        # The HTTP server; None if there is no HTTP API.
         self._http = None
         if settings.http_port is not None:
             self._http = import_module("qflow_client.broker.http.server").HttpServer(self, self._count_answer)
@@ -106,16 +108,16 @@ class Broker(CoreBroker):
     @property
     @on_loop()
     def memory(self) -> MemorySnapshot:
-        """The present memory of messages, and the bytes that were written to disk."""
+        """The memory that messages use now, and the counters of the message store."""
         return MemorySnapshot() if self._journal is None else self._journal.snapshot()
 
     @on_loop()
     def definitions(self) -> Definitions:
-        """The queues, exchanges, bindings and policies, without exclusive queues and predeclared exchanges."""
+        """Return the queues, exchanges, bindings and policies, without exclusive queues and predeclared exchanges."""
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects, or none. If an object exists with the same settings, nothing changes.
+        """Declare all objects, or none. An object that exists with the same settings is not changed.
 
         Args:
             definitions: the objects to declare.
@@ -126,10 +128,10 @@ class Broker(CoreBroker):
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
-        """Do the work of `load_definitions` on the broker's loop. Each step declares one object.
+        """Do the work of `load_definitions` on the broker's loop. Each step of the generator declares one object.
 
         Raises:
-            DefinitionError: a definition is refused. The objects that were declared before it are deleted again.
+            DefinitionError: a definition is refused. The objects from the earlier steps are deleted again.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
             yield from self._noted(steps)
@@ -140,18 +142,18 @@ class Broker(CoreBroker):
             yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """Yield `definitions` without the policies. The caller may read them in several iterations of the loop."""
+        """Yield the objects of `definitions`, except for policies. The broker can change while the caller iterates."""
         return each_definition(self._host)
 
     def _count_answer(self, change: int) -> None:
         if self._journal is not None:
             self._journal.answers += change
-            # The change may block or unblock publishers.
+            # The new memory use can block or unblock publishers.
             self._server.touch()
 
     @on_loop(changes=True)
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Change the thresholds of a queue in use (D4). The flow state is updated immediately.
+        """Change the thresholds of a queue in use (D4). The flow state of the queue is updated immediately.
 
         The arguments of the declaration do not change. So clients still declare the queue with the same arguments.
 
@@ -167,7 +169,7 @@ class Broker(CoreBroker):
 
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if the thresholds contradict each other or the
-                queue's maximum. The text contains both values.
+                queue's maximum. The text contains the contradicting values.
             TypeError: a keyword is not the name of a threshold.
         """
         unknown = sorted(marks.keys() - set(MARKS))
@@ -187,19 +189,20 @@ class Broker(CoreBroker):
         return tuple(self._rules.policies)
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the policy with the same name. Existing queues use it immediately (D4).
+        """Add a policy, or replace the policy with the same name. It applies to existing queues immediately (D4).
 
-        A queue loses messages only if it is a ring and its maximum becomes smaller.
+        Messages are dropped only from queues that have the policy `ring`, `ring_strict` or `conflate` after the change.
 
         Raises:
             TypeError: the argument is not a `Policy`.
+            ValueError: the policy needs a message store, and the broker has none.
         """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy, not {type(policy).__name__}: {policy!r:.60}")
         self._call_in_steps(self.set_policy_in_steps(policy))
 
     def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
-        """Do the work of `set_policy` on the broker's loop. Each step updates one queue.
+        """Do the work of `set_policy` on the broker's loop. Each step of the iterator updates one queue.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -207,7 +210,7 @@ class Broker(CoreBroker):
         return self._noted(self._rules.set_policy_in_steps(policy, self._host))
 
     def delete_policy(self, name: str) -> None:
-        """Remove a policy. Its queues then use their other policies and their arguments.
+        """Remove a policy. Queues that used the policy continue with their other policies and their arguments.
 
         Raises:
             LookupError: no policy has this name.
@@ -215,7 +218,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.delete_policy_in_steps(name))
 
     def delete_policy_in_steps(self, name: str) -> Iterator[None]:
-        """Do the work of `delete_policy` on the broker's loop. Each step updates one queue.
+        """Do the work of `delete_policy` on the broker's loop. Each step of the iterator updates one queue.
 
         Raises:
             LookupError: no policy has this name.
@@ -245,12 +248,12 @@ class Broker(CoreBroker):
         """Remove a rate limit, and unblock the channels that it blocks.
 
         Args:
-            apply_to: ``exchange``, ``queue`` or ``user``.
+            apply_to: kind of the limited object: ``exchange``, ``queue`` or ``user``.
             name: name of the exchange, queue or user.
 
         Raises:
-            LookupError: there is no such limit.
-            ValueError: `apply_to` has another value.
+            LookupError: this object has no rate limit.
+            ValueError: `apply_to` is not ``exchange``, ``queue`` or ``user``.
         """
         self._rates.delete(RateScope(apply_to), name)
         self._controls.limit_rates(bool(self._rates))

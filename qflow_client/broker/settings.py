@@ -20,16 +20,16 @@ from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Synchronous"]
 
-#: Maximum body size of a message in a store in bytes. A row has at most 10**9 bytes, including the header.
+#: Maximum body bytes of a message in a store. An SQLite row has at most 10**9 bytes, including the header.
 MAX_STORED = 900_000_000
 
 
 class Synchronous(StrEnum):
-    """The failure that a message on disk survives."""
+    """The kind of failure that a message on disk survives."""
 
     #: A crash or kill of the process.
     NORMAL = "normal"
-    #: Also a crash of the machine. Each commit waits for the disk.
+    #: A crash of the process or of the machine. Each commit waits for the disk.
     FULL = "full"
 
 
@@ -90,17 +90,18 @@ class BrokerSettings(Settings):
 
     Attributes:
         http_host: address on which the HTTP API listens.
-        http_port: port of the HTTP API; 0 for a free port. ``None`` for no HTTP API. Its modules are then not imported.
-        http_token: token that HTTP clients have to send. ``None`` for no token, which is allowed only on a loopback
-            address. The `repr` does not show the token.
-        policies: policies at the start (D3). Their names must be different.
-        store: file of the message store. It is created if it does not exist. With a store, durable queues, exchanges
-            and bindings survive the end of the broker, and so do persistent messages in durable queues. ``None`` for no
-            store.
+        http_port: port of the HTTP API; 0 for a free port. With ``None`` there is no HTTP API, and its modules are not
+            imported.
+        http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, `http_host` must be a
+            loopback address. The `repr` of the settings does not show the token.
+        policies: policies when the broker starts (D3). Their names must be different.
+        store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
+            durable queues, exchanges and bindings survive the end of the broker. Persistent messages in durable queues
+            also survive.
         store_synchronous: with ``"normal"`` a confirmed message survives a crash of the process, with ``"full"`` also a
             crash of the machine.
-        disk_free_limit: minimum free bytes in the folder of the store; 0 for no limit. If less is free, clients get
-            ``Connection.Blocked`` until an eighth more than the limit is free.
+        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, clients
+            get ``Connection.Blocked``. They get ``Connection.Unblocked`` when 9/8 of the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -1,4 +1,4 @@
-"""Encodes large answers and decodes large definitions as JSON, in slices."""
+"""Encodes large answers as JSON and decodes large definitions documents, in slices (see `Turns`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON, in one step. If the value has a method `to_json`, its result is used."""
+    """Return a value as JSON, in one step. If the value has a method `to_json`, its result is encoded."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # Tables of clients may contain infinity and "not a number", which JSON does not have.
+    # The arguments of queues and other objects can contain infinity and NaN, which JSON does not have.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
@@ -55,7 +55,7 @@ async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
         text += encoded(value)
 
 
-# The adapters that check the elements of each list in a definitions document.
+# For each list of a definitions document, the adapter that checks the elements of the list.
 _ELEMENTS: dict[str, TypeAdapter[Any]] = {
     name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
     for name, field in DefinitionsDocument.model_fields.items()
@@ -91,7 +91,7 @@ async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
 
 
 class _Reader:
-    """Reads the outermost object of a JSON text. Reads its lists element by element."""
+    """Reads the outermost object of a JSON text. The lists in this object are read element by element."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -102,12 +102,12 @@ class _Reader:
         """Read one element in each step.
 
         Args:
-            lists: receives the elements of known lists.
-            others: receives the names of unknown members.
+            lists: for each known name, the list to which the elements from the text are added.
+            others: dictionary to which the names of unknown members are added as keys.
 
         Raises:
             Problem: 400 if an element is invalid.
-            ValidationError: another value is invalid.
+            ValidationError: the text is not an object, or a member that must be a list is not a list.
             ValueError: the text is not JSON.
         """
         if self._text[:1] and self._next != "{":
@@ -147,9 +147,9 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the number of each part between two brackets.
+        """Yield the number of each part between two brackets, from 0.
 
-        The caller has to read each part before it requests the next one.
+        The caller must read a part before it requests the next number.
         """
         self._take(begin)
         number = 0

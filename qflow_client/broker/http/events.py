@@ -1,10 +1,10 @@
 """Streams the changes of a broker as server-sent events.
 
-All streams share one `Watch`. When a stream requests changes and the last check is old enough, the `Watch` checks the
-broker again, in slices between other work. Every object has the number of the check that found its last change. The
-objects are in the order of these changes. So the work for a stream depends only on the number of changes since its
-previous event. An unchanged object needs one comparison in each check. The checks use at most `Watch.SHARE` of the
-time.
+All streams share one `Watch`, which checks the broker. A check compares each object with the object's last snapshot,
+and runs in slices between other work (see `Turns`). Checks are numbered. A stream that requests changes starts a new
+check if the broker has changed and the last check is old enough. `Watch` stores, for each object, the number of the
+check that found the last change, and keeps the objects in the order of these numbers. So a stream reads only the
+objects that have changed since the stream's previous event. The checks use at most `Watch.SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qflow_client.broker.http.turns import Turns
 
 __all__ = ["EventsRequest", "Watch"]
 
-# If there is no event for this number of seconds, a comment shows that the connection is alive.
+# If a stream has no event for this number of seconds, it sends a comment, so that the client sees a live connection.
 _KEEP_ALIVE = 15.0
-# Maximum bytes of an event that are written together.
+# A large event is written in pieces of about this number of bytes.
 _PIECE = 64 * 1024
 
-# The fields of a channel whose changes are reported. The growing time for which it was flowed is not reported.
+# Returns the values of a channel that are compared. `flowed_seconds` is not compared, because it can grow all the time.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -39,18 +39,19 @@ class EventsRequest:
     """A client's request for events.
 
     Attributes:
-        period: seconds between two checks of the broker.
+        period: seconds after which the stream requests changes again.
     """
 
     period: float
 
 
 class _Seen:
-    """An object, or all objects of one kind, as they were at their last change.
+    """The state of one object, or of all objects of one kind, after the last change.
 
     Attributes:
-        value: the snapshot or snapshots; ``None`` if the object was deleted.
-        look: number of the check that found the change.
+        value: the snapshot, the list of snapshots, or the value of ``producersStopped``; ``None`` if the object was
+            deleted.
+        look: number of the check that found the last change.
     """
 
     __slots__ = ("_json", "look", "value")
@@ -62,42 +63,45 @@ class _Seen:
 
     @property
     def json(self) -> bytes:
-        """The JSON is encoded only once for all streams."""
+        """The value as JSON, encoded once for all streams."""
         if not self._json:
             self._json = encoded(self.value)
         return self._json
 
 
 class Watch:
-    """The objects of a broker, each with the check that found its last change."""
+    """The objects of a broker, each with the number of the check that found its last change."""
 
-    #: Maximum share of the time for checks.
+    #: Maximum fraction of the time that checks use.
     SHARE = 0.05
 
     def __init__(self, broker: Broker, turns: Turns) -> None:
         self._broker = broker
         self._turns = turns
         self._lock = asyncio.Lock()
-        # The number of the last check, the broker's version at this check, and the earliest time of the next check.
+        # Number of the last check.
         self._look = 0
+        # Version of the broker when the last check started.
         self._version = -1
+        # Earliest time of the next check.
         self._next_at = 0.0
-        # Objects by kind and name, in the order of their changes, and whole values by kind.
+        # Objects that are compared one by one, by kind and name. Each kind is in the order of `_Seen.look`.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
+        # Kinds that are compared as a whole, such as all bindings.
         self._whole: dict[str, _Seen] = {}
-        # Kinds and names of deleted objects. They stay in `_named` until every stream has reported them.
+        # Kinds and names of deleted objects, which stay in `_named` until every stream has reported the deletion.
         self._gone: list[tuple[str, str]] = []
-        # The number of the last check that each stream has reported, by a key of the stream.
+        # For each stream, by its key: the number of the last check that the stream has reported.
         self._known: dict[object, int] = {}
 
     async def events(self, period: float, is_gone: Callable[[], bool] = bool) -> AsyncGenerator[bytes, None]:
         """Yield the bytes for one client, in pieces, until the client disconnects.
 
-        A slow client may miss short states.
+        If an object changes several times between two events, the client gets only the last state.
 
         Args:
-            period: seconds between two checks.
-            is_gone: returns True if the client has disconnected. It is called after each pause.
+            period: seconds after which the stream requests changes again.
+            is_gone: function that returns True if the client has disconnected. It is called after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0
@@ -124,7 +128,7 @@ class Watch:
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget all objects, because there are no streams any more."""
+        """Forget all objects, because the last stream has ended."""
         self._look, self._version = 0, -1
         self._gone.clear()
         self._whole.clear()
@@ -134,7 +138,7 @@ class Watch:
     # Checking.
 
     async def _refresh(self) -> None:
-        """Check the broker again, if it has changed and the last check is old enough."""
+        """Check the broker again if the broker has changed and the last check is old enough."""
         async with self._lock:
             began = time.monotonic()
             version = self._broker.version
@@ -195,7 +199,7 @@ class Watch:
         return [*told, *self._whole.items()]
 
     def _changes(self, known: int) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Return the changes since the check with the number `known`, by kind."""
+        """Return, for each kind, the objects that have changed after check number `known`."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         gone: dict[str, list[str]] = {}
         for kind, named in self._named.items():
@@ -225,7 +229,7 @@ class Watch:
 
 
 def _words(told: list[tuple[str, list[_Seen] | _Seen]]) -> Iterator[bytes]:
-    """Yield JSON with the kinds and their objects, object by object."""
+    """Yield the JSON members of an event: the name of each kind, and then its objects one by one."""
     comma = b""
     for kind, seen in told:
         yield comma + encoded(kind) + b":"

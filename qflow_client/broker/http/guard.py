@@ -14,7 +14,8 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. They forbid caching, framing, and guessing another type.
+#: Headers of every response. They forbid a browser to cache the response, to show it in a frame of another page, or to
+#: guess another content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -29,7 +30,7 @@ def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
     """Refuse requests that a browser sends for a page of another origin.
 
     Raises:
-        Problem: 403.
+        Problem: 403 if the request is refused.
     """
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
@@ -64,11 +65,11 @@ def _is_local(host: str, settings: BrokerSettings) -> bool:
 
 
 def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
-    """Whether a request has the token. If the broker has no token, every request is accepted."""
+    """Return True if a request has the token, or if the broker needs no token."""
     if settings.http_token is None:
         return True
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # Compare bytes, because the client may send any characters.
+    # Compare bytes, because `compare_digest` accepts only ASCII characters in a str.
     right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
     return scheme.lower() == "bearer" and right
 
@@ -77,7 +78,7 @@ def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
     """Refuse a request without the token.
 
     Raises:
-        Problem: 401.
+        Problem: 401 if the token is missing or wrong.
     """
     if not has_token(request, settings):
         raise Problem(

@@ -1,9 +1,10 @@
 """Writes metrics for Prometheus.
 
-Each queue has its own metrics. Connections and channels are only counted, because their names are never used again.
+Each queue has its own time series. Connections and channels are only counted, because each of them has a new name and
+would need new time series.
 
-This module writes the text itself, in slices. `prometheus_client` would block the event loop for seconds with 20,000
-queues.
+This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
+seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from qflow_client.broker.policies.marks import MARKS
 
 __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 
-#: The media types of the two formats.
+#: Media types of the text format of Prometheus and of OpenMetrics.
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Suffix of a sample's name after the name of its family. In the Prometheus format the family also has the suffix.
+# Suffixes of sample names, by metric type. In the Prometheus format, the names of families have these suffixes too.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
@@ -63,7 +64,7 @@ _MEMORY_COUNTERS = (
 
 
 class _Head:
-    """Writes the lines before the samples of a family, in one of the two formats."""
+    """Writes the ``# HELP`` and ``# TYPE`` lines of a metric family, in the Prometheus or OpenMetrics format."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._is_open = is_open
@@ -80,7 +81,7 @@ def _quoted(name: str) -> str:
     return f'"{escaped}"'
 
 
-# Kind, snapshot attribute, name and help text of each family with one line per queue.
+# Type, snapshot attribute, name and help text of each metric family that has one sample for each queue.
 _QUEUE_FAMILIES = (
     *(("gauge", attribute, name, text) for attribute, name, text in _QUEUE_GAUGES),
     *(("counter", attribute, name, text) for attribute, name, text in _QUEUE_COUNTERS),
@@ -88,7 +89,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """The last family has the thresholds."""
+    """Append the samples of one queue to the metric families. The last family has the thresholds."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
@@ -128,7 +129,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     families.append(
         bytearray(head("gauge", "qflow_queue_threshold", "Current threshold of a queue; 0 for no threshold").encode())
     )
-    # Keep only text for the queues, because snapshots need far more memory.
+    # Keep the text for each queue and not the snapshot, because snapshots need far more memory.
     async for queue in turns.each(broker.each_queue()):
         _add_queue(families, queue)
     channels = producers = flowed = 0
@@ -147,7 +148,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
             broker.producers_stopped,
         ),
     )
-    # Append the text for each family, because a join of many lines would block the loop.
+    # Append one family at a time, because a join of all lines would block the loop.
     text = bytearray(_build(head).encode())
     async for family in turns.each(families):
         text += family

@@ -50,9 +50,9 @@ class Problem(Exception):
 
     Args:
         status: status of the response.
-        detail: the error and how to avoid it, for people.
-        errors: names of wrong fields, each with its error.
-        retry_after: seconds after which the client should repeat the request; ``None`` for no such header.
+        detail: what went wrong, and how to correct the request.
+        errors: the wrong fields, as pairs of a name and a description of the error.
+        retry_after: value of the header ``Retry-After`` in seconds; ``None`` for no such header.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Problem(Exception):
 
 
 def from_amqp(error: AmqpError) -> Problem:
-    """Convert an error of the broker to a problem."""
+    """Convert an AMQP error of the broker to a `Problem`."""
     return Problem(_STATUS_OF.get(error.code, HTTPStatus.BAD_REQUEST), error.text)
 
 
 def from_validation(error: ValidationError, where: str = "") -> Problem:
-    """Convert an error about invalid input to a problem with the wrong fields.
+    """Convert an error of pydantic to a `Problem` that contains the wrong fields.
 
     Args:
-        where: text before the names of the fields.
+        where: prefix for the names of the fields, such as ``queues[3]``.
     """
     errors = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):

@@ -1,8 +1,8 @@
-"""Divides long work into slices, because the HTTP API runs on the event loop of the AMQP clients.
+"""Divides long work into slices, because the HTTP API runs on the event loop that also serves AMQP clients.
 
-`Turns.each` yields objects. After `MOST` objects or `LONGEST` seconds it lets the loop do other work. All answers that
-share a `Turns` get one slice together in each iteration of the loop. So many requests at the same time do not make an
-iteration longer.
+`Turns.each` yields objects. After `Turns.MOST` objects or `Turns.LONGEST` seconds, it lets the loop do other work. In
+each iteration of the loop, only one of the answers that share a `Turns` gets a slice. So many requests at the same time
+do not make an iteration longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """Slices of long work, one in each iteration of the event loop."""
+    """Slices of long work. At most one slice runs in each iteration of the event loop."""
 
     #: Maximum number of objects in one slice.
     MOST = 500
@@ -37,7 +37,7 @@ class Turns:
         """Yield objects, with pauses between the slices.
 
         Args:
-            things: objects, which are taken one at a time. So a generator also works in slices.
+            things: objects to yield. They are taken one at a time, so a generator works in slices too.
         """
         left, end = 0, 0.0
         for thing in things:
