@@ -1,4 +1,4 @@
-"""The models of requests and answers of the HTTP API. Answers are created from the broker's snapshots."""
+"""The pydantic models of requests and answers of the HTTP API. Snapshot classes define the fields of most answers."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-# Ids of the specification, which are removed because users of the API do not know them.
+# Matches source ids such as (C7), which are removed because users of the API do not know them.
 _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
 def _c7(state: str, count: str) -> dict[str, Any]:
-    """Return the flow state's fields with Qpid C++'s names (C7), from descriptions of the state and its count."""
+    """Return the fields of the flow state under Qpid C++'s names (C7). `state` and `count` are descriptions."""
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
         "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),
@@ -94,7 +94,7 @@ def _words(kind: type) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Convert a text of a docstring to a text of the API."""
+    """Convert docstring text to a description for the API."""
     return _IDS.sub("", " ".join(text.split())).replace("``None``", "null").replace("``", "`")
 
 
@@ -111,7 +111,7 @@ def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(extra="forbid"), __doc__=_summary(kind), **told | more)
 
 
-# Models of snapshots inside snapshots, by their annotation.
+# Models of nested snapshots, by the type annotation of the attribute that contains them.
 _NESTED: dict[Any, Any] = {}
 Thresholds = _NESTED[ThresholdsSnapshot] = _answer("Thresholds", ThresholdsSnapshot)
 Target = _answer("Target", TargetSnapshot)
@@ -127,7 +127,7 @@ Binding = _answer(
 
 
 def binding_id(binding: BindingSnapshot) -> str:
-    """Return the id of a binding for URLs."""
+    """Return the id that identifies a binding in URLs."""
     return blake2s(to_json(list(binding.to_json().values())), digest_size=12).hexdigest()
 
 
@@ -289,7 +289,7 @@ for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
     """Create three models for policies: for a definition, for a request that sets a policy, and for an answer.
 
-    They are created from the broker's classes, which check types and values.
+    The fields come from `PolicyDefinition` and `Policy`. These classes check the types and values.
     """
 
     def parts(kind: type[Any], *but: str) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class DefinitionsDocument(BaseModel):
     exchanges: list[ExchangeDefinition] = Field(default=[], description="Exchanges.")
     queues: list[QueueDefinition] = Field(default=[], description="Queues.")
     bindings: list[BindingDefinition] = Field(default=[], description="Bindings.")
-    # Not `policies`, because RabbitMQ's policies have this key and set other values.
+    # The key is not `policies`, because RabbitMQ exports its own policies, with other values, under this key.
     queue_policies: list[dict[str, JsonValue]] = Field(
         default=[], description="Policies of this broker, with names in snake case. RabbitMQ's `policies` are ignored."
     )

@@ -1,4 +1,4 @@
-"""Defines the operations of the HTTP API.
+"""Classes that define the operations of the HTTP API.
 
 An operation is defined once, by its handler. The route, the checks of the input and the OpenAPI description are created
 from this definition.
@@ -26,12 +26,12 @@ __all__ = ["JSON", "Api", "MediaType", "Operation"]
 JSON = "application/json"
 _REFERENCE = "#/components/schemas/{model}"
 _PLACEHOLDER = re.compile(r"{(\w+)}")
-# Maximum number of accepted media types of a request. Further ones are ignored.
+# Maximum number of media types that are read from the header ``Accept``. Further media types are ignored.
 _MOST_WANTED = 16
 
 
 class MediaType(str):
-    """The media type of an answer. It is a parameter of handlers that can produce several types."""
+    """The media type of an answer. Handlers that can produce several media types have a parameter of this type."""
 
     __slots__ = ()
 
@@ -42,11 +42,11 @@ def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
 
 
 def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
-    """Return the weight of a media type for a client: that of the most specific range (RFC 9110, 12.5.1).
+    """Return the weight that a client gives to a media type (RFC 9110, 12.5.1).
 
     Returns:
-        The weight, which is 0 if the client does not accept the type. The second number is higher for a more specific
-        range.
+        The weight of the most specific range that matches, and a number that is higher for a more specific range. Both
+        are 0 if the client does not accept the media type.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -71,18 +71,18 @@ class Operation:
 
     Attributes:
         method: HTTP method.
-        path: path, with parameter names in braces.
-        tag: topic of the operation.
-        handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
-            are those of the operation. A parameter whose name is in `path` comes from the path. The parameter `body`
-            comes from the body, and all others from the query. A parameter with the type `Turns` gets the slices of the
-            server. A parameter with the type `MediaType` gets the media type of the answer.
-        answer: type of the answer; ``None`` for no answer.
+        path: path of the operation, with the names of parameters in braces.
+        tag: group of the operation in the OpenAPI description.
+        handler: function or coroutine function that performs the operation. The first argument is the broker. A
+            parameter whose name is in `path` gets its value from the path of the request. The parameter `body` gets the
+            body. A parameter of the type `Turns` gets the `Turns` of the server. A parameter of the type `MediaType`
+            gets the media type of the answer. Any other parameter gets its value from the query.
+        answer: type of the answer; ``None`` for an answer without a body.
         media_types: media types of the answer. The first one is the default.
         statuses: statuses of successful answers.
-        problems: statuses of errors, in addition to the statuses that every operation may return.
+        problems: statuses of errors, in addition to the statuses of errors of every operation.
         is_public: whether the operation needs no token.
-        lasts: whether the answer waits until the changes are on disk. If this takes too long, the answer is 503.
+        lasts: whether the answer waits for the changes to be on disk. If the disk is too slow, the answer is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
             time. If there is no memory for such an answer, the answer is 503.
         parameters: model that checks the parameters of the path and the query.
@@ -111,16 +111,16 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of the operation in the description."""
+        """The name of the operation in the OpenAPI description."""
         return self.handler.__name__
 
     @property
     def in_path(self) -> frozenset[str]:
-        """The parameters in the path."""
+        """The names of the parameters in the path."""
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
-        """Return the media type that a client prefers. Return the first one if it has no preference."""
+        """Return the media type that the header ``Accept`` prefers, or the first media type if it prefers none."""
         if len(self.media_types) == 1:
             return self.media_types[0]
         wanted = [_parsed(each) for each in accept.split(",", _MOST_WANTED)[:_MOST_WANTED]]
@@ -147,12 +147,12 @@ class Operation:
         """Check the body of a request, and return it.
 
         Raises:
-            Problem: 415 if the body is not JSON. 400 if it is invalid.
+            Problem: 415 if the content type is not JSON. 400 if the body is invalid.
         """
         assert self.body is not None
         self.check_content_type(content_type)
         try:
-            # By default pydantic accepts infinity and "not a number", which JSON does not have.
+            # By default pydantic accepts infinity and NaN, which JSON does not have.
             from_json(raw, allow_inf_nan=False)
             return self.body.validate_json(raw, strict=True)
         except ValidationError as error:
@@ -166,7 +166,7 @@ class Operation:
         """Refuse a body with another media type than JSON.
 
         Raises:
-            Problem: 415 if the body is not JSON.
+            Problem: 415 if the content type is not JSON.
         """
         if content_type != JSON:
             raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
@@ -178,7 +178,7 @@ class Api:
     def __init__(self) -> None:
         #: The operations, in the order of their definition.
         self.operations: list[Operation] = []
-        # The two descriptions as JSON: without and with a token. Created at the first request.
+        # The OpenAPI descriptions as JSON. The key is True for an API with a token. They are created when requested.
         self._descriptions: dict[bool, bytes] = {}
 
     def operation(
@@ -196,9 +196,9 @@ class Api:
         lasts: bool = False,
         is_large: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Define an operation by its handler; see `Operation`.
+        """Return a decorator that adds an operation with the decorated handler; see `Operation`.
 
-        If the answer is a list, `each` is the type of its elements. Such an answer is large.
+        If the answer is a list, `each` is the type of the list's elements. The answer then counts as large.
         """
         is_large = is_large or each is not None
         if each is not None:
@@ -247,10 +247,10 @@ class Api:
     def description_json(self, *, has_token: bool) -> bytes:
         """Return the OpenAPI description as JSON.
 
-        The description is created only once, because this takes long and any client may request it.
+        Each description is created once, because this takes long, and clients without the token can request it.
 
         Args:
-            has_token: whether a token is needed.
+            has_token: whether the API needs a token.
         """
         if has_token not in self._descriptions:
             self._descriptions[has_token] = to_json(self.description(has_token=has_token))
@@ -279,7 +279,7 @@ class Api:
         }
 
     def _schemas(self) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
-        """Return the schemas by operation and part, and the components to which they refer."""
+        """Return the schemas by operation and part (such as ``answer``), and the components to which they refer."""
         wanted: list[tuple[Any, Any, TypeAdapter[Any]]] = [
             ("problem", "serialization", TypeAdapter(ProblemDetails)),
         ]
@@ -295,7 +295,7 @@ class Api:
         for (key, _mode), schema in found.items():
             name, _, of = str(key).rpartition(" ")
             if of == "parameters":
-                # Each parameter is described separately, with its place.
+                # OpenAPI describes each parameter separately, so the model with all parameters is not a component.
                 model = schema.get("$ref", "").rpartition("/")[2]
                 schema = components.pop(model) if model else schema
             schemas[name, of] = schema

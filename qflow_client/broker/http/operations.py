@@ -74,7 +74,7 @@ PolicyName = Annotated[str, Field(min_length=1, description="Name of the policy.
 ChannelName = Annotated[str, Field(min_length=1, description="Name of the channel, such as `127.0.0.1:40412 (1)`.")]
 ConnectionName = Annotated[str, Field(min_length=1, description="Name of the connection, such as `127.0.0.1:40412`.")]
 
-# Attributes whose sum over all queues is reported.
+# Attributes of queues. The counters are their sums over all queues.
 _SUMS = (
     "flow_stopped_count",
     "depth",
@@ -88,7 +88,7 @@ _SUMS = (
     "dropped",
     "consumers",
 )
-# The fields of a queue and of a channel in the flow states.
+# Names of the fields of a queue, and of a channel, in the answer of `flow_states`.
 _FLOW_STATE = tuple(map(to_camel, QueueFlowState.model_fields))
 _CHANNEL_FLOW_STATE = tuple(map(to_camel, ChannelFlowState.model_fields))
 
@@ -110,7 +110,7 @@ def openapi(broker: Broker) -> bytes:
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
 async def counters(broker: Broker, turns: Turns) -> Counters:
-    """Get the counters of the whole broker, with the names of Qpid's management."""
+    """Get the counters of the whole broker."""
     sums = dict.fromkeys((*_SUMS, "queues", "queues_flow_stopped", "channels", "producers", "producers_flowed"), 0)
     async for queue in turns.each(broker.each_queue()):
         sums["queues"] += 1
@@ -156,11 +156,13 @@ def events(
 ) -> EventsRequest:
     """Get a stream of the broker's changes, as server-sent events.
 
-    The first event, `state`, has all objects: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
-    `producersStopped`. Each later event, `change`, has only differences. It has the new and changed queues, channels
-    and connections. Its member `gone` has the names of deleted objects. It has the other members only if they have
-    changed. A channel has not changed if only its `flowedSeconds` grows. All streams share the polls of the broker. The
-    polls take at most a twentieth of the time, so there are fewer polls if there are many queues.
+    The first event, `state`, has all objects in its members `queues`, `channels`, `connections`, `exchanges`,
+    `bindings` and `producersStopped`. Each later event, `change`, has only the changes. The members `queues`,
+    `channels` and `connections` of a `change` have the new and the changed objects. The member `gone` has the names of
+    deleted objects. The members `exchanges`, `bindings` and `producersStopped` have the complete new values. A member
+    without changes is missing. There is no event if only the `flowedSeconds` of channels have changed. All streams
+    share the polls of the broker. The polls use at most a twentieth of the time, so a broker with many queues is polled
+    less often.
     """
     return EventsRequest(period)
 
@@ -236,7 +238,7 @@ def stop_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("POST", "/api/producers/{name}/start", "flow control", problems=[404])
 def start_producer(broker: Broker, name: ChannelName) -> None:
-    """Start one producer. It stays blocked if a queue blocks (flows) it."""
+    """Start one producer. A producer that a queue blocks (flows) stays blocked."""
     broker.flow(active=True, channel=name)
 
 
@@ -270,7 +272,7 @@ def declare_queue(broker: Broker, name: NewQueueName, body: QueueRequest) -> tup
 
 @api.operation("DELETE", "/api/queues/{name}", "queues", answer=Removed, problems=[404], lasts=True)
 def delete_queue(broker: Broker, name: QueueName) -> Removed:
-    """Delete a queue with its messages."""
+    """Delete a queue and its messages."""
     return Removed(messages=broker.delete_queue(name))
 
 
@@ -282,10 +284,10 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 
 @api.operation("PATCH", "/api/queues/{name}/thresholds", "flow control", answer=Queue, problems=[404])
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]  # made at run time
-    """Change the thresholds of a queue while it is in use. The flow state changes immediately.
+    """Change the thresholds of a queue in use. The flow state of the queue is updated immediately.
 
-    The value 0 turns off a stop threshold or the capacity, together with its resume value. The new thresholds have
-    priority over policies. The arguments of the declaration do not change.
+    The value 0 turns off a stop threshold or the capacity, and also its resume value. The new thresholds have priority
+    over policies. The arguments of the queue's declaration do not change.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     try:
@@ -313,7 +315,7 @@ async def set_policy(
     body: PolicyRequest,  # type: ignore[valid-type]  # made at run time
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
-    """Add a policy, or replace the policy with the same name. It also applies to existing queues, immediately."""
+    """Add a policy, or replace the policy with the same name. The policy applies to existing queues immediately."""
     told = body.model_dump()  # type: ignore[attr-defined]
     definition = told.pop("definition")
     try:
@@ -331,7 +333,7 @@ async def set_policy(
 
 @api.operation("DELETE", "/api/policies/{name}", "policies", problems=[404])
 async def delete_policy(broker: Broker, name: PolicyName, turns: Turns) -> None:
-    """Delete a policy. Its queues then use their other policies and their arguments."""
+    """Delete a policy. Queues that used the policy continue with their other policies and their arguments."""
     async for _ in turns.each(broker.delete_policy_in_steps(name)):
         pass
 
@@ -396,13 +398,13 @@ def declare_exchange(broker: Broker, name: NewExchangeName, body: ExchangeReques
 
 @api.operation("DELETE", "/api/exchanges/{name}", "exchanges", problems=[404], lasts=True)
 def delete_exchange(broker: Broker, name: ExchangeName) -> None:
-    """Delete an exchange with its bindings."""
+    """Delete an exchange and its bindings."""
     broker.delete_exchange(name)
 
 
 @api.operation("GET", "/api/bindings", "exchanges", each=Binding)
 def list_bindings(broker: Broker) -> Iterator[dict[str, Any]]:
-    """List the bindings by exchange. The bindings to the default exchange are left out."""
+    """List the bindings, grouped by exchange, without the bindings to the default exchange."""
     return map(_binding, broker.each_binding())
 
 
@@ -452,8 +454,8 @@ async def unbind(
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """Export the queues, exchanges, bindings and policies.
 
-    The export contains neither exclusive queues nor predeclared exchanges. Queues have the arguments of their
-    declaration. Later changes of their thresholds are not exported.
+    The export contains neither exclusive queues nor predeclared exchanges. An exported queue has the arguments of its
+    declaration. Later changes of the queue's thresholds are not exported.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
     async for each in turns.each(broker.each_definition()):
@@ -470,8 +472,9 @@ async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
 async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Turns) -> Loaded:
     """Import queues, exchanges, bindings and policies: all of them, or none.
 
-    If an object exists with the same settings, nothing changes. The document can be an export of RabbitMQ. The answer
-    has the names of the parts that this broker ignores. During the import, clients may see a part of the objects.
+    An object that exists with the same settings is not changed. The document can be an export of RabbitMQ. The answer
+    has the names of the parts of the document that this broker ignores. During the import, clients can already see some
+    of the objects.
     """
     try:
         with closing(broker.load_in_steps(body.definitions())) as steps:
@@ -504,7 +507,7 @@ def _rate_limit(limit: RateLimit) -> dict[str, Any]:
 
 def _policy(policy: Policy) -> dict[str, Any]:
     told = {to_camel(name): value for name, value in policy.to_json().items()}
-    # Values that the policy does not set are null.
+    # The value of a field that the policy does not set is null.
     names = (field.name for field in fields(PolicyDefinition))
     return told | {"definition": {to_camel(name): told["definition"].get(name) for name in names}}
 

@@ -1,11 +1,11 @@
 """The HTTP server, which runs on the broker's event loop.
 
-If the API has a token, a connection is a stranger until one of its requests has the token. Only a small number of
-strangers is allowed. A new stranger replaces the oldest one, so strangers cannot keep out a client with the token. In
-each iteration of the event loop at most one request of a stranger is answered. If the API has no token, only the number
-of all connections is limited.
+If the API needs a token, a connection is a stranger before its first request with the token. If there are too many
+strangers, the oldest stranger is disconnected. So strangers cannot use up all connections, and a client with the token
+can connect. In each iteration of the event loop, at most one request from a stranger is answered. If the API needs no
+token, only the number of all connections is limited.
 
-Long answers, imports and the checks for event streams run in slices (`qflow_client.broker.http.turns`).
+Long answers, imports of definitions and the checks for event streams run in slices (see `Turns`).
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ _log = get_logger(__name__)
 
 
 class HttpServer:
-    """Serves a broker's API.
+    """Serves the HTTP API of a broker.
 
     Args:
-        broker: the broker. Its settings contain the address of the API.
-        count_answer: called when the memory of the answers changes, with the change in bytes.
+        broker: broker whose settings contain the address of the API.
+        count_answer: function that is called with the change in bytes when large answers use more or less memory.
     """
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
     #: Maximum bytes of an answer that are written together.
     PIECE = 256 * 1024
-    #: Maximum bytes of large answers that are sent at the same time, or a quarter of `memory_limit` if this is less.
-    #: Without a memory limit a single answer may be larger.
+    #: Maximum total bytes of the large answers that are sent at the same time. If a quarter of `memory_limit` is less,
+    #: then a quarter is the maximum. Without `memory_limit`, a larger answer is sent alone.
     MAX_ANSWERS = 32 * 1024 * 1024
     #: Maximum seconds to wait for running requests when the broker stops.
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of connections without the token. If there are more, the oldest one is closed.
+    #: Maximum number of strangers: connections that have not sent the token. If there are more, the oldest is closed.
     MAX_STRANGERS = 100
-    #: Maximum number of event streams: of all clients, and of one address.
+    #: Maximum number of event streams of all clients.
     MAX_STREAMS = 100
+    #: Maximum number of event streams of one IP address.
     MAX_STREAMS_OF_ADDRESS = 20
-    #: If a client reads nothing of a large answer or an event stream for this number of seconds, the connection is
-    #: dropped.
+    #: If a client of a large answer or an event stream reads nothing for this number of seconds, it is disconnected.
     PATIENCE = 60.0
-    #: If a client needs more than this number of seconds for a large answer, the connection is dropped.
+    #: If a client needs more than this number of seconds to read a large answer, it is disconnected.
     ANSWER_TIME = 300.0
-    #: If there was no memory for an answer, the client should repeat its request after this number of seconds.
+    #: If there is no memory for an answer, the client is asked to repeat the request after this number of seconds.
     RETRY_AFTER = 10
-    #: Maximum seconds between the end of a request and the next request on its connection.
+    #: Maximum seconds between two requests on the same connection.
     KEEP_ALIVE = 60.0
-    #: Maximum seconds that a request waits until its changes are on disk.
+    #: Maximum seconds for which a request waits for its changes to be on disk.
     DISK_PATIENCE = 10.0
 
     def __init__(self, broker: Broker, count_answer: Callable[[int], None]) -> None:
@@ -83,19 +83,21 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # Connections by aiohttp's protocol object.
+        # The connections. A key is the connection's protocol object of aiohttp.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
-        # The connections without the token, oldest first.
+        # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Tasks of event streams, which are cancelled when the broker stops, and the number of streams by address.
+        # Tasks of the event streams. They are cancelled when the broker stops.
         self._streams: set[asyncio.Task[Any]] = set()
+        # Number of event streams of each IP address.
         self._streams_of: Counter[str] = Counter()
-        # Slices of long answers, and requests of strangers. There is one of each in an iteration of the loop.
+        # Allows one slice of a long answer in each iteration of the loop.
         self._turns = Turns()
+        # Allows one request of a stranger in each iteration of the loop.
         self._strangers_turns = Turns()
-        # Lock for large answers, which are created one at a time because this may need more memory than the answer. And
-        # bytes of the large answers that are being sent.
+        # Held while a large answer is created, because the creation can need more memory than the answer.
         self._making = asyncio.Lock()
+        # Total bytes of the large answers that are being sent.
         self._answers = 0
         self._watch = Watch(broker, self._turns)
 
@@ -116,14 +118,14 @@ class HttpServer:
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
-        """Start to listen.
+        """Start to listen for HTTP connections.
 
         Raises:
             OSError: the address is in use or does not belong to this machine.
         """
         settings = self._settings
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
-        # Add literal paths before paths with parameters.
+        # aiohttp uses the first route that matches. So add literal paths before paths with parameters.
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
@@ -287,7 +289,7 @@ class HttpServer:
 
     @staticmethod
     def _cut(request: web.Request) -> None:
-        """Drop the connection of a client that does not read."""
+        """Drop the connection of a client that has disconnected or reads too slowly."""
         if request.transport is not None:
             request.transport.abort()
 
@@ -328,7 +330,8 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # The next write may come only after 15 s. So check after each pause whether the client is still connected.
+            # Without events, the next write comes after 15 s. So check after each pause whether the client is still
+            # connected.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
@@ -344,7 +347,10 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Make room for a new connection, which is a stranger. Return False if there is no room."""
+        """Admit a new connection. If there are too many strangers, close the oldest one.
+
+        Return False if there are too many connections. The new connection is then not admitted.
+        """
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))
@@ -358,18 +364,18 @@ class HttpServer:
         return True
 
     def forget(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Forget a connection that has ended. Return True if it was admitted."""
+        """Forget a connection that has ended. Return True if the connection was admitted."""
         self._strangers.pop(connection, None)
         return self._connections.pop(handler, None) is not None
 
 
 def _is_gone(request: web.Request) -> bool:
-    """The transport of an ended connection is ``None``, because aiohttp removes it."""
+    """Return True if the client of a request has disconnected. The request then has no transport."""
     return request.transport is None or request.transport.is_closing()
 
 
 class _Connection(asyncio.Protocol):
-    """The protocol of a socket for aiohttp. It limits the time until the first request. aiohttp has no such limit."""
+    """Passes a socket's events to aiohttp, and limits the time to the first request. aiohttp has no such limit."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler
@@ -387,7 +393,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close the connection immediately. It is no longer counted."""
+        """Close the connection immediately, and stop counting it."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:
@@ -395,7 +401,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Stop the timer after the first complete request. From now on aiohttp's keep-alive timeout is enough."""
+        """Stop the timer for the first request. Later requests have aiohttp's keep-alive timeout."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

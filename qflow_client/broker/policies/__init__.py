@@ -1,3 +1,3 @@
-"""Plug-ins for queues, channels and the virtual host: overflow policies, rules, rates, discipline and flow log."""
+"""Plug-ins of the core: overflow policies, limits of queues, rate limits, sanctions for clients, and the flow log."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
 The backlog of a connection has the messages that wait for room or for their confirms, and the messages that came on a
-blocked (flowed) channel. If the backlog exceeds its limit, all channels of the connection are blocked (flowed). A
-message is late if it comes on a blocked channel after the grace time. Late messages are counted for the channel and for
-the connection. At the limits of these counts, the connection is not read for a time (tarpit), or the channel or
-connection is closed.
+blocked (flowed) channel. If the backlog exceeds its limit, all publishing channels of the connection are blocked
+(flowed). A message is late if it comes on a blocked channel after the grace time. Late messages are counted for the
+channel and for the connection. If one of these counts reaches a limit, the broker pauses reading from the connection
+(tarpit), or closes the channel or the connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["BACKLOG", "Discipline"]
 
 _log = get_logger(__name__)
 
-#: Name of the controller that blocks the channels of a connection because of its backlog.
+#: Name of the `FlowController` that blocks the channels of a connection if the backlog is too large.
 BACKLOG = "backlog"
 
 
@@ -33,13 +33,15 @@ class Discipline:
         settings = session.settings
         self.limiter = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
         self.backlog = FlowController(self.limiter, name=BACKLOG)
-        # Total numbers of late messages, and of the sanctions.
+        # Number of late messages.
         self.past_flow = 0
+        # Number of times that the broker paused reading from the connection.
         self.tarpits = 0
+        # Number of channels that were closed because of late messages.
         self.channels_closed = 0
 
     def owe(self, size: int, now: float) -> None:
-        """Add a message to the backlog. If the backlog is too large, block (flow) all channels (D7)."""
+        """Add a message to the backlog. If the backlog is too large, block (flow) all publishing channels (D7)."""
         self.limiter.add(size, now)
         if self.limiter.on:
             for channel in self._session.channels.values():

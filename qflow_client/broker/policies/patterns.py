@@ -1,13 +1,14 @@
-"""Matches any regular expression in a time that grows linearly with the length of the name.
+"""Matches names with regular expressions, in a time that grows linearly with the length of the name.
 
-Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters takes
-seconds, and blocks the event loop. This module follows all paths at the same time. It converts an expression to a graph
-of nodes. A node matches one character, or can be passed without a character. `Pattern.search` keeps the set of nodes
-that are reached with the previous characters. So a name of n characters costs at most n times the number of nodes,
-which is limited. The sets are cached, so that another name costs one dictionary look-up for each character.
+Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters can take
+seconds, in which the event loop is blocked. This module follows all paths at the same time. It converts an expression
+to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search` reads a name
+character by character, and keeps the set of nodes that are reached with the characters read so far. So the time is at
+most proportional to the number of characters times the number of nodes. The number of nodes is limited. Steps from set
+to set are cached. So for later names, a character often costs only one dictionary look-up.
 
-Features that need more than such a set are refused: back references, lookahead and lookbehind, word boundaries, atomic
-groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
+Features that cannot be matched with such sets are refused: back references, lookahead and lookbehind, word boundaries,
+atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class _Node:
     """A node in the graph of an expression.
 
     Attributes:
-        test: returns True for a character that the node matches; ``None`` if the node matches no character.
-        anchor: ``^``, ``$`` or ``Z`` if the node can be passed only at this place.
+        test: function that returns True for a character that the node matches; ``None`` if the node matches no
+            character.
+        anchor: ``^``, ``$`` or ``Z`` (the very end) if the node can be passed only at this place of the name.
         following: the next nodes.
     """
 
@@ -55,8 +57,9 @@ class Pattern:
         TypeError: the expression is not a str.
     """
 
-    #: Maximum number of characters of an expression, and of nodes of its graph.
+    #: Maximum number of characters of an expression.
     MAX_LENGTH = 1000
+    #: Maximum number of nodes in the graph of an expression.
     MAX_NODES = 1000
     #: Maximum number of cached steps. If there are more, the cache is cleared.
     MAX_STEPS = 4096
@@ -166,7 +169,7 @@ class Pattern:
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
         """Return the nodes that can be reached from `nodes` without a character.
 
-        `at_end` has the anchors ``$`` and ``Z`` that can be passed.
+        `at_end` contains the anchors of the end (``$`` and ``Z``) that can be passed.
         """
         found: set[_Node] = set()
         todo = list(nodes)
@@ -232,7 +235,7 @@ def _negated(test: _Test) -> _Test:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Return the pattern of an expression. The last 1024 patterns are cached.
+    """Return the pattern of an expression. The 1024 patterns that were used last are cached.
 
     Raises:
         ValueError, TypeError: see `Pattern`.

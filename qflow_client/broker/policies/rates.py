@@ -1,6 +1,7 @@
 """An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
 
-A message that exceeds a rate is accepted. Its channel is then blocked (flowed) until the average rate is low enough.
+A message that exceeds a rate limit is accepted, but its channel is then blocked (flowed). The channel is unblocked when
+its average rate is within the limit again.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ class RateScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """A limit for messages per second. A channel that exceeds it is flowed (blocked) until the average rate is allowed.
+    """A limit for the messages per second, the bytes per second, or both.
+
+    A channel that exceeds the limit is blocked (flowed) as long as the average rate is above the limit.
 
     Attributes:
-        apply_to: kind of the object with this name.
-        name: name of the exchange, the queue or the user. It need not exist yet.
-        messages: messages per second; ``None`` for no limit.
-        bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the messages that the rate allows in this time may be published together. If
-            this is less than one message, one message may be published.
+        apply_to: kind of the limited object.
+        name: name of the exchange, queue or user. The object need not exist yet.
+        messages: maximum messages per second; ``None`` for no limit.
+        bytes: maximum body bytes per second; ``None`` for no limit.
+        burst: size of a burst in seconds. After a pause, a burst is accepted without blocking the channel. It has as
+            many messages and bytes as the rate allows in this time, but at least one message.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -78,7 +81,7 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """One rate, and the channels that it blocks."""
+    """The rate of one `RateLimit` in messages or in bytes, and the channels that exceed this rate."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 
@@ -89,7 +92,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """A debt from the old rate stays."""
+        """Change the rate. Messages above the old rate still count."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
@@ -118,13 +121,13 @@ class Rates:
     """All rate limits of a virtual host.
 
     Args:
-        wake_at: schedules a call of an object's `tick`.
+        wake_at: function that schedules a call of an object's `tick` for a time.
     """
 
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
         self._limits: dict[tuple[RateScope, str], RateLimit] = {}
-        # The rates by scope and name. The inner key is True for a rate in bytes.
+        # The rates, by scope and name. The inner key is True for a rate in bytes, and False for a rate in messages.
         self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
 
     def __iter__(self) -> Iterator[RateLimit]:
@@ -153,7 +156,7 @@ class Rates:
         """Remove a limit.
 
         Raises:
-            LookupError: there is no such limit.
+            LookupError: no limit has this scope and name.
         """
         key = apply_to, name
         if key not in self._limits:
@@ -163,7 +166,7 @@ class Rates:
             rate.let_go()
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> None:
-        """Count a published message. If it exceeds a rate, block its source."""
+        """Count a published message. If the message exceeds a rate, block `source`."""
         keys = (
             (RateScope.EXCHANGE, exchange),
             (RateScope.USER, user),
