@@ -1,8 +1,8 @@
 """Reads the arguments of ``Queue.Declare``, and computes the limits of the queue.
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
-RabbitMQ set a maximum without thresholds. An unknown argument with one of this broker's prefixes is refused. The error
-contains the most similar argument.
+RabbitMQ can set a maximum, which sets no thresholds. An unknown argument with one of this broker's prefixes is refused.
+The error contains the most similar argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THEN = "x-qflow-then"
 CONFLATE_KEY = "x-qflow-conflate-key"
 DROP_TRANSIENT = "x-qflow-drop-transient"
 
-# The arguments that policies can also set, by their names in policies.
+# For each field of a policy, the argument that sets the same value.
 _FIELDS = {
     "flow_stop_count": FLOW_STOP_COUNT,
     "flow_resume_count": FLOW_RESUME_COUNT,
@@ -56,9 +56,9 @@ _FIELDS = {
     "drop_transient": DROP_TRANSIENT,
 }
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
-# The policies that Qpid C++ also has, by Qpid's names.
+# The policies that Qpid C++ also has. Their names are the same in Qpid.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
-# Prefixes of this broker's arguments. An unknown argument with one of these prefixes is misspelt.
+# Prefixes of this broker's arguments. An unknown argument with one of these prefixes is refused as misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
 
 # Arguments of RabbitMQ.
@@ -85,11 +85,11 @@ class XOverflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """The arguments that define when a queue is full, and what it does then.
+    """The arguments that define when a queue is full, and what a full queue does.
 
     Attributes:
         definition: the values that policies can also set.
-        overflow: RabbitMQ's maximum and its overflow policy; ``None`` for no maximum.
+        overflow: overflow policy from RabbitMQ's arguments; ``None`` if these arguments set no maximum.
     """
 
     definition: PolicyDefinition
@@ -97,7 +97,7 @@ class QueueArguments:
 
     @classmethod
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
-        """Read the arguments. Arguments of other brokers are kept, but have no effect.
+        """Read the arguments. Unknown arguments of other brokers are ignored.
 
         Args:
             queue: name of the queue, for errors.
@@ -147,7 +147,7 @@ class QueueArguments:
 
     @property
     def is_set(self) -> bool:
-        """Whether any of these arguments is set."""
+        """Whether the arguments set a maximum, a threshold, a capacity or a policy."""
         return self.definition.is_set or self.overflow is not None
 
 
@@ -192,8 +192,9 @@ def resolve_limits(
         queue: name of the queue, for errors.
         definition: the policy definition that applies to the queue.
         settings: settings of the broker, with the default values (C4, J2).
-        overflow: RabbitMQ's maximum. It is used only if the definition sets no maximum.
-        policies: names of the policies from which the definition comes.
+        overflow: overflow policy from RabbitMQ's arguments. The definition replaces it if the definition sets a
+            maximum, or the policy `conflate` or `flow_to_disk`.
+        policies: names of the policies that the definition comes from.
 
     Raises:
         ChannelException: 406 if the resume capacity is above the broker's capacity. The text contains both values.

@@ -1,4 +1,4 @@
-"""Finds the last entry of each key, for queues that keep only the last value."""
+"""Finds the last entry of each key, for queues that keep only the last message of each key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["LastValues"]
 
 
 class LastValues(LastValueMap):
-    """Finds the last entry of each key in a queue.
+    """The last entry of each key in a queue.
 
     Args:
-        header: header with the key. A message without this header has no key. With ``None`` the routing key is the key.
+        header: name of the header that contains the key. A message without this header has no key. With ``None`` the
+            routing key is the key.
     """
 
     __slots__ = ("_header", "_keys", "_last")
@@ -22,7 +23,7 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # The key of each entry that has a key, for the time when the entry leaves.
+        # The key of each entry that has one. So `left` need not decode the headers again.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:

@@ -1,4 +1,4 @@
-"""Exports and loads queues, exchanges, bindings and policies, with the names of RabbitMQ's definitions."""
+"""Exports and loads definitions of queues, exchanges, bindings and policies. The fields have RabbitMQ's names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class DefinitionError(ValueError):
-    """A definition is refused. No definition of the document has taken effect.
+    """A definition is refused, so no definition of the document takes effect.
 
     Attributes:
         field: place of the definition, such as ``"queues[3]"``.
@@ -36,7 +36,7 @@ class DefinitionError(ValueError):
     def __init__(self, where: str, text: str) -> None:
         super().__init__(f"{where}: {text}")
         self.field = where
-        #: The error of the definition.
+        #: Reason why the definition is refused.
         self.text = text
 
 
@@ -47,8 +47,8 @@ class QueueDefinition:
     Attributes:
         name: name of the queue, 1 to 255 bytes.
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
-        durable: whether it is durable.
-        auto_delete: whether it is deleted with its last consumer.
+        durable: whether the queue is durable.
+        auto_delete: whether the queue is deleted with its last consumer.
         arguments: arguments of the declaration, such as thresholds.
     """
 
@@ -67,9 +67,9 @@ class ExchangeDefinition:
         name: name of the exchange, 1 to 255 bytes.
         type: type of the exchange.
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
-        durable: whether it is durable.
-        auto_delete: whether it is deleted with its last binding.
-        internal: whether clients cannot publish to it.
+        durable: whether the exchange is durable.
+        auto_delete: whether the exchange is deleted with its last binding.
+        internal: whether clients cannot publish to the exchange.
         arguments: arguments of the declaration.
     """
 
@@ -110,8 +110,8 @@ class Definitions:
     Attributes:
         exchanges: exchanges to declare.
         queues: queues to declare.
-        bindings: bindings between these objects or existing ones.
-        policies: policies to set. Each of them replaces a policy with the same name.
+        bindings: bindings to add, between objects in this document or existing objects.
+        policies: policies to set. A policy replaces an existing policy with the same name.
     """
 
     exchanges: tuple[ExchangeDefinition, ...] = ()
@@ -120,12 +120,12 @@ class Definitions:
     policies: tuple[Policy, ...] = ()
 
 
-#: The exported objects, without policies.
+#: The definition of an exported object that is not a policy.
 Exported = ExchangeDefinition | QueueDefinition | BindingDefinition
 
 
 def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
-    """Return the declared objects, without exclusive queues and predeclared exchanges."""
+    """Return all queues, exchanges, bindings and policies, without exclusive queues and predeclared exchanges."""
     found = tuple(each_definition(host))
     return Definitions(
         tuple(each for each in found if isinstance(each, ExchangeDefinition)),
@@ -136,9 +136,9 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 
 
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
-    """Yield exchanges, queues and bindings, one at a time. The virtual host may change between two objects.
+    """Yield exchanges, queues and bindings. The virtual host can change while the caller iterates.
 
-    A binding is included only if its source and its destination are included, so that the export can be loaded.
+    A binding is yielded only if its destination was yielded before or is predeclared. So the export can be loaded.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -166,17 +166,17 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 
 
 class Loading:
-    """Declares all objects, or none. If an object exists with the same settings, nothing changes.
+    """Declares all objects, or none. An object that exists with the same settings is not changed.
 
-    Loading may take several iterations of the loop. If a definition is refused, the declared objects are deleted again.
-    In the meantime clients may see them.
+    Loading can take several iterations of the loop. If a definition is refused, the declared objects are deleted again.
+    Clients can see these objects before they are deleted.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:
         self._host = host
         self._rules = rules
         self._definitions = definitions
-        # Functions that delete the declared objects, in the order of their declaration.
+        # Functions that delete the declared objects, in the order in which the objects were declared.
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the declared objects and restore the policies, one object in each step."""
+        """Delete the declared objects, and restore the policies that existed before, in steps."""
         while self._undo:
             self._undo.pop()()
             yield
@@ -256,7 +256,7 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """An exchange that existed before is not deleted, even if it is auto-delete and this was its last binding."""
+        """Remove a binding. An auto-delete source is not deleted, even if this is its last binding."""
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete
@@ -273,7 +273,7 @@ def _each(definitions: Definitions) -> Iterator[tuple[str, _Definition]]:
 
 
 def check_name(name: str, *, empty: bool = False) -> str:
-    """Check that AMQP can encode a name, and return it.
+    """Return the name if AMQP can encode it.
 
     Raises:
         ValueError: the name is longer than 255 bytes, or is empty and `empty` is False.

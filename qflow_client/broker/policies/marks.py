@@ -21,15 +21,15 @@ MARKS = tuple(name for pair in _PAIRS for name in pair)
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
-    """Return all marks that operators have set for a queue: new marks, and earlier ones.
+    """Combine new marks for a queue with the marks that operators have set before.
 
     Args:
-        marks: new values by the names in `MARKS`. A mark that is not in this mapping keeps its value. ``None`` for a
-            resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0
-            also turns off its resume mark.
+        marks: new values. The keys are names in `MARKS`. A mark that is not in this mapping keeps its value. ``None``
+            for a resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark
+            of 0 also turns off its resume mark.
 
     Raises:
-        ChannelException: 406 if the marks contradict each other or the queue's maximum. The text contains both values.
+        ChannelException: 406 if the marks contradict each other or the queue's maximum. The text contains the values.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity
@@ -48,8 +48,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     asked |= marks
     maximum = limits.overflow
     try:
-        # RabbitMQ's maximum limits only ready messages, and marks are for all messages. So they cannot contradict each
-        # other.
+        # Marks count all messages. RabbitMQ's maximum counts only ready messages, so no mark contradicts it.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

@@ -14,7 +14,7 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 
 @dataclass(frozen=True, slots=True)
 class FlowToDisk(Overflow):
-    """Accept every message. Keep bodies up to the maximum in memory, and the others on disk (A2)."""
+    """Accept every message. Keep bodies up to the maximum in memory, and further bodies only on disk (A2)."""
 
     pages_bodies = True
 
@@ -30,7 +30,7 @@ class FlowToDisk(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Overflow):
-    """Refuse messages that do not fit (``qpid.policy_type=reject``)."""
+    """Refuse messages that do not fit into the queue (``qpid.policy_type=reject``)."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Reject(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Reject):
-    """Make messages that do not fit wait for room (A4). Refuse a message that can never fit."""
+    """Let messages that do not fit wait for room (A4). Refuse a message that is larger than the maximum."""
 
     @property
     def name(self) -> str:
@@ -64,16 +64,16 @@ class _Dropping(Overflow):
         self._drop(queue, 0, 0)
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        """Drop messages until `count` messages with `size` bytes fit, or until no message is left."""
+        """Drop messages to make room for `count` new messages with `size` bytes in total."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Ring(_Dropping):
-    """Drop the oldest messages to make room for the new one (``qpid.policy_type=ring`` and ``ring_strict``).
+    """Drop the oldest messages to make room for a new one (``qpid.policy_type=ring`` and ``ring_strict``).
 
     Attributes:
-        strict: whether to refuse the new message if a consumer has the oldest message.
+        strict: whether a new message is refused if a message to drop is unacked.
     """
 
     strict: bool = False
@@ -90,7 +90,7 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # These oldest messages have to be dropped. If a consumer has one of them, the new message is refused.
+            # The loop ends after the messages that must be dropped. If one of these is unacked, refuse the new message.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
@@ -114,7 +114,7 @@ class Conflate(Ring):
     """Keep the last message of each key, and drop the oldest messages at the maximum.
 
     Attributes:
-        key: header with the key; ``None`` for the routing key.
+        key: name of the header that contains the key; ``None`` if the routing key is the key.
     """
 
     key: str | None = None
@@ -171,13 +171,13 @@ class RejectPublish(Overflow):
 def make_overflow(
     policy: QueuePolicy, max_count: int | None, max_size: int | None, conflate_key: str | None
 ) -> Overflow | None:
-    """Return the overflow policy of a queue, or ``None`` if it accepts every message.
+    """Return the overflow policy of a queue, or ``None`` if the queue accepts every message.
 
     Args:
-        policy: name of the policy.
+        policy: kind of the overflow policy.
         max_count: maximum number of messages; ``None`` for no maximum.
         max_size: maximum body bytes; ``None`` for no maximum.
-        conflate_key: header with the key; ``None`` for the routing key.
+        conflate_key: see `Conflate.key`.
     """
     match policy:
         case QueuePolicy.FLOW_TO_DISK:

@@ -1,12 +1,13 @@
 """A policy defines what many queues do when they are full. Policies can be changed at run time.
 
-For each value a queue uses the first of these sources that sets the value (D3). If source 1 or 2 defines when the queue
-is full, sources 3 to 5 do not apply. Of sources 3 to 5, only the first that matches applies.
+For each value a queue uses the first of these sources that sets the value (D3). Sources 3 to 5 apply only if no policy
+for queues matches, and the arguments do not define when the queue is full. Of sources 3 to 5, only the first that
+matches applies.
 
 1. policies for queues
 2. the arguments of the queue
 3. policies for an exchange and a routing key of the queue's bindings
-4. policies for the exchanges from which the queue's messages come; the strictest of them applies
+4. policies for exchanges from which messages come to the queue; with several exchanges, the strictest values apply
 5. policies for the virtual host
 """
 
@@ -32,17 +33,17 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class QueuePolicy(StrEnum):
-    """The behaviour of a full queue, from the least to the most strict."""
+    """What a full queue does. The members are in the order from the least to the most strict."""
 
     #: Accept every message. Only the thresholds block the producers.
     FLOW = "flow"
-    #: Move bodies to the store.
+    #: Accept every message. Keep bodies above the maximum only on disk.
     FLOW_TO_DISK = "flow_to_disk"
     #: Keep the last message of each key, and drop the oldest messages at the maximum.
     CONFLATE = "conflate"
     #: Drop the oldest message.
     RING = "ring"
-    #: Drop the oldest message. Refuse the new message if a consumer has the oldest one.
+    #: Drop the oldest message. If the oldest message is unacked, refuse the new message.
     RING_STRICT = "ring_strict"
     #: Make the new message wait for room.
     WAIT = "wait"
@@ -56,7 +57,7 @@ class QueuePolicy(StrEnum):
 
     @property
     def has_default_thresholds(self) -> bool:
-        """Whether a maximum sets default thresholds (C4)."""
+        """Whether a queue's maximum sets default flow thresholds (C4)."""
         return self in (QueuePolicy.FLOW, QueuePolicy.REJECT)
 
 
@@ -73,9 +74,9 @@ class ApplyTo(StrEnum):
     VIRTUAL_HOST = "virtual_host"
 
 
-#: The policies that a queue can switch to after `max_flow_wait`.
+#: The policies to which a queue can switch after `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
-#: Fields that belong together. All fields of a group come from the same source.
+#: Groups of fields. All fields of a group come from the same source.
 _GROUPS = (
     ("flow_stop_count", "flow_resume_count"),
     ("flow_stop_size", "flow_resume_size"),
@@ -92,14 +93,12 @@ _NUMBERS = (*_GROUPS[0], *_GROUPS[1], *_GROUPS[2], *_GROUPS[3], *_GROUPS[4])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyDefinition:
-    """The values that a policy sets. A value that it does not set is ``None``.
+    """The values that a policy sets. A value that the policy does not set is ``None``.
 
     Attributes:
         policy: what the queue does when it is full.
-        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
-            memory.
-        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
-            memory.
+        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` only messages in memory count.
+        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` only messages in memory count.
         flow_stop_count: number of messages above which the queue turns ON (C1); 0 for no threshold.
         flow_resume_count: number of messages below which the queue turns OFF. The default is 7/8 of the stop threshold.
         flow_stop_size: body bytes above which the queue turns ON (C1); 0 for no threshold.
@@ -107,13 +106,13 @@ class PolicyDefinition:
         capacity: body bytes above which the queue turns ON (J1); 0 for no capacity.
         flow_resume_capacity: body bytes at or below which the queue turns OFF. The default is the capacity.
         enforcement: how the queue blocks its producers while it is ON.
-        max_flow_wait: maximum seconds for which the queue may be ON. After this time the policy `then` limits the queue
-            (D10).
+        max_flow_wait: maximum seconds for which the queue blocks its producers. If the queue is ON for longer, it
+            unblocks the producers and uses the policy `then` (D10).
         then: policy of a queue that was ON for longer than `max_flow_wait`: `reject` (the default), `ring` or `wait`.
-            It uses the maximum of the queue or, if there is none, the stop thresholds.
+            If there is no maximum, the stop thresholds or the capacity limit the queue.
         conflate_key: name of the header that contains the key for `conflate`. The default is the routing key.
-        drop_transient: whether ready messages that are not persistent may be dropped when memory exceeds its limit
-            (A1). The default is no.
+        drop_transient: whether the broker may drop ready, non-persistent messages if memory exceeds its limit (A1). The
+            default is no.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -145,11 +144,12 @@ class PolicyDefinition:
 
         Args:
             values: values by field name. All values are optional.
-            names: names of the fields in errors, by field name; ``None`` for the field names.
+            names: for each field name, the name to show in errors; ``None`` to show the field names.
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: a value is not allowed, or a field does not exist. The text contains the most similar field.
+            ValueError: a value is not allowed, or a field does not exist. For an unknown field, the text contains the
+                most similar field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -160,7 +160,7 @@ class PolicyDefinition:
 
     @property
     def is_set(self) -> bool:
-        """Whether it defines when a queue is full, or what the queue does then."""
+        """Whether the definition sets a maximum, a threshold, a capacity or `policy`."""
         return any(getattr(self, name) is not None for name in (*_NUMBERS, "policy"))
 
     @property
@@ -174,7 +174,7 @@ class PolicyDefinition:
 
     @classmethod
     def strictest(cls, definitions: Iterable[PolicyDefinition]) -> PolicyDefinition:
-        """Return the strictest value of each field, such as the lowest mark or the strictest policy."""
+        """Combine definitions. Each field gets its strictest value, such as the lowest threshold."""
         definitions = tuple(definitions)
         values: dict[str, Any] = {}
         for name in (*_NUMBERS, "max_flow_wait"):
@@ -200,7 +200,7 @@ class PolicyDefinition:
         return _fitting(values)
 
     def resume_of(self, stop_name: str, resume_name: str) -> int:
-        """Return a resume mark: the value that the definition sets, or the default for its stop mark."""
+        """Return a resume threshold: the value that the definition sets, or the default for the stop threshold."""
         stop: int = getattr(self, stop_name)
         resume: int | None = getattr(self, resume_name)
         if resume is not None:
@@ -211,13 +211,13 @@ class PolicyDefinition:
         return asdict(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values that it sets, by field name."""
+        """Return the values that the definition sets, by field name."""
         return {name: value for name, value in self._values().items() if value is not None}
 
 
 @lru_cache(1024)
 def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
-    """The results are cached, because many queues have the same arguments."""
+    """Do the work of `PolicyDefinition.over`. Results are cached, because many queues have the same arguments."""
     values = above._values()
     for group in _GROUPS:
         if all(values[name] is None for name in group):
@@ -228,7 +228,7 @@ def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
 def _fitting(values: dict[str, Any]) -> PolicyDefinition:
     """Create a definition from values of several sources, and adapt values that contradict each other.
 
-    For example, a stop mark is lowered to the maximum.
+    For example, a stop threshold above the maximum becomes equal to the maximum.
     """
     for unit in ("count", "size"):
         stop, maximum = values[f"flow_stop_{unit}"], values[f"max_{unit}"]
@@ -244,7 +244,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Check and convert values. `names` has the names of the fields in errors, by field name.
+    """Check and convert values. `names` has, for each field name, the name to show in errors.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -285,7 +285,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
-        # With `flow_to_disk` the maximum limits only the messages in memory, so stop marks may be higher.
+        # With `flow_to_disk` the maximum counts only messages in memory, so a stop threshold may be higher.
         if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
                 f"{named(f'flow_stop_{unit}')} and {named(f'max_{unit}')}: the stop must not be above the maximum"
@@ -297,10 +297,10 @@ def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
     """Return the member of an enumeration for a value.
 
     Args:
-        named: name and value, for the error.
+        named: name and value, as the error shows them.
 
     Raises:
-        ValueError: there is no such member. The text contains all members.
+        ValueError: no member has this value. The text contains all allowed values.
     """
     try:
         return kind(value)
@@ -343,19 +343,19 @@ def _check_pair(
 class Policy:
     """A policy with a name. It applies to existing and future queues.
 
-    Patterns are regular expressions that may match any part of a name. For example, ``^orders`` matches all names that
-    begin with orders, and ``^orders$`` only this name. Expressions that cannot be matched in linear time are refused,
-    for example back references and word boundaries.
+    A pattern is a regular expression. It matches a name if any part of the name matches. For example, ``^orders``
+    matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features are refused
+    so that matching takes linear time, for example back references and word boundaries.
 
     Attributes:
         name: name of the policy.
         definition: the values that the policy sets, as a `PolicyDefinition` or a mapping by field name.
         pattern: regular expression for the names to which the policy applies.
-        apply_to: the pattern is matched with names of this kind.
+        apply_to: kind of the names with which the pattern is compared.
         routing_key: regular expression for the routing keys of bindings; only for `routing_keys`.
-        priority: of several policies of the same kind, the policy with the highest priority applies. If several
-            policies have the highest priority, the strictest value of each field applies. Policies for exchanges have
-            no priority.
+        priority: if several policies of the same kind match, the policy with the highest priority applies. If several
+            policies have the highest priority, the strictest value of each field applies. With `exchanges`, this
+            selects the policies of each exchange. Of several exchanges, the strictest value of each field applies.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -422,7 +422,7 @@ class Policy:
                 except ValueError:
                     raise ValueError(f"{key}={shown(values[key])}: it must be a number") from None
         if "drop_transient" in values:
-            # Any other value is refused below, with an error that contains the field.
+            # `PolicyDefinition` refuses any other value, with an error that contains the field.
             values["drop_transient"] = {"true": True, "false": False}.get(
                 values["drop_transient"], values["drop_transient"]
             )
@@ -455,7 +455,7 @@ class Policies:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether a policy applies to queues because of their bindings."""
+        """Whether any policy applies to queues because of the queues' bindings."""
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
@@ -476,13 +476,13 @@ class Policies:
     def definition_for(
         self, queue: str, own: PolicyDefinition, inheritance: Callable[[], Inheritance], *, is_set: bool
     ) -> tuple[PolicyDefinition, tuple[str, ...]]:
-        """Return the definition that applies to a queue, and the names of the policies from which it comes (D3).
+        """Return the definition that applies to a queue, and the names of the policies that it comes from (D3).
 
         Args:
             queue: name of the queue.
             own: definition from the arguments of the queue.
-            inheritance: returns the exchanges that route to the queue.
-            is_set: whether the arguments define when the queue is full, or what it does then.
+            inheritance: function that returns the queue's bindings and the exchanges that route to the queue.
+            is_set: whether the arguments define when the queue is full, or what the full queue does.
         """
         if not self._by_name:
             return own, ()
@@ -494,7 +494,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # The arguments may still set the enforcement.
+                # Values such as the enforcement can still come from the arguments.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

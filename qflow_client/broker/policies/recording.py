@@ -1,9 +1,9 @@
-"""Creates the lines of a broker for a flow log. No I/O.
+"""Creates the lines that a broker writes to its flow log. No I/O.
 
-The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, and when a channel or a
-confirm is held or released. At the end of each period it writes one line for each hold that continues, and one line for
-each queue with activity. The line of a hold contains the publishers that filled the queue, in proportion to their
-messages.
+In a hold, a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a line when a
+queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each current
+hold, and one line for each queue that has messages or has changed. A line of a hold divides the time among the
+publishers that filled the queue, in proportion to the numbers of their messages.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Maximum number of publishers in the line of a hold. The other publishers have one common number.
+# Maximum number of publishers in the line of a hold. The times of further publishers are added up.
 _MAX_CAUSES = 16
 _OTHERS = "(others)"
 
-# Source, queue and reason.
+# Channel, name of the queue, and reason of a hold.
 _Key = tuple[FlowSource, str, str]
 
 
@@ -29,23 +29,25 @@ class _Record:
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Messages that arrived, by publisher. `pending` has the messages for the next line, and `filled_by` all
-        # messages since the queue last turned OFF. `arrivals` has messages that are not added to these two yet.
+        # Numbers of messages by name of the publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
+        # Numbers of messages by name of the publisher, since the previous line.
         self.pending: dict[str, int] = {}
+        # Numbers of messages by name of the publisher, since the queue was OFF.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
-        # Time in microseconds since which the queue is ON, and its maximum depth and size since then. None while it is
-        # OFF.
+        # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
         self.on_since: int | None = None
+        # Maximum depth and bytes since the queue turned ON.
         self.on_peak = self.on_peak_bytes = 0
-        # The depth and size in the last line, and the time of the last line.
+        # Depth and bytes in the previous line.
         self.told = (depth, size)
+        # Time of the last check whether a line is needed, in microseconds since 1970.
         self.told_at = -1
 
 
 class _Hold:
-    """A current hold: its start, the end of the last reported part, and how many of the queue's marks cause it."""
+    """A current hold. It started at `since`, is reported up to `begun`, and is caused by `count` controllers."""
 
     __slots__ = ("begun", "count", "since")
 
@@ -59,9 +61,10 @@ class FlowRecorder:
 
     Args:
         write: function that is called with each line.
-        wall_clock: returns seconds since 1970.
+        wall_clock: function that returns seconds since 1970.
         period: seconds between two lines of a queue, or of a hold that continues.
-        names: returns the name of a publisher and of its connection. By default both are the publisher's name.
+        names: function that returns the names of the publisher and the connection of a channel. By default, both names
+            are the name of the channel.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class FlowRecorder:
         self._names: dict[FlowSource, tuple[str, str]] = {}
         self._records: dict[QueueView, _Record] = {}
         self._holds: dict[_Key, _Hold] = {}
-        # The records by queue name, because a hold knows only the name.
+        # The records by queue name, because a hold has only the name of the queue.
         self._by_name: dict[str, _Record] = {}
 
     def _now(self) -> int:
@@ -101,7 +104,7 @@ class FlowRecorder:
             names = self._names[source] = self._name_of(source)
         return names
 
-    # Calls from queues. The first two are called for every message.
+    # Calls from queues. `arrived` and `left` are called for every message.
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
         record = self._records.get(queue)
@@ -132,7 +135,7 @@ class FlowRecorder:
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """Record that the queue has turned OFF. It then holds no confirms."""
+        """Record that the queue has turned OFF, and so delays no confirms any more."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None
@@ -259,7 +262,7 @@ def _add(to: dict[str, int], counts: dict[str, int]) -> None:
 
 
 def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
-    """Divide a time in proportion to the counts. The largest count gets the remainder."""
+    """Divide `us` microseconds in proportion to the counts. The largest count gets the remainder."""
     total = sum(counts.values())
     if not total or us <= 0:
         return {}
@@ -273,7 +276,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """Return the current marks: by count and size as in Qpid C++, or by size as in Qpid Java."""
+    """Return the stop and resume thresholds of a queue. If the stop threshold in bytes is not set, use the capacity."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

@@ -1,8 +1,8 @@
-"""The rules of a virtual host. They compute the limits of each queue from its arguments and policies.
+"""Computes the limits of each queue from the queue's arguments, the policies, and the marks of an operator.
 
-The rule of a queue has the queue's arguments and the marks that an operator has set (D4). The limits are computed again
-whenever policies, bindings or marks change. The operator's marks have priority over policies and arguments.
-`Policies.definition_for` defines the order of policies and arguments.
+Marks are thresholds that an operator sets for a queue in use (D4). They have priority over policies and arguments. A
+`PolicyRule` has the arguments and the marks of one queue. Its limits are computed again when policies, bindings or
+marks change. `Policies.definition_for` defines the order of policies and arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_STORE = "policy=flow_to_disk: this broker has no message store; set store, o
 
 
 class PolicyRule:
-    """The arguments of one queue, and the marks that an operator has set for it.
+    """The arguments of one queue, and the operator's marks for this queue.
 
     Raises:
         ChannelException: 406 if the arguments are refused.
@@ -32,7 +32,7 @@ class PolicyRule:
     def __init__(self, rules: PolicyRules, queue: str, arguments: Mapping[str, object]) -> None:
         self._rules = rules
         self._queue = queue
-        #: The arguments that define when the queue is full.
+        #: The arguments that define when the queue is full, and what a full queue does.
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
         #: The operator's marks, which have priority over policies and arguments.
@@ -50,7 +50,7 @@ class PolicyRule:
 
 
 class PolicyRules:
-    """The rules of one virtual host. After a change of the rules, `VirtualHost.apply_rules` must be called.
+    """Creates the rules of a virtual host's queues, and applies changes of policies to these queues.
 
     Args:
         has_store: whether the broker has a message store.
@@ -69,7 +69,7 @@ class PolicyRules:
         return PolicyRule(self, queue, arguments)
 
     def set_policy(self, policy: Policy, host: VirtualHost) -> None:
-        """Add a policy, or replace the policy with the same name. Existing queues use it immediately (D4).
+        """Add a policy, or replace the policy with the same name. It applies to existing queues immediately (D4).
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -78,7 +78,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy`. Each step updates one queue.
+        """Do the work of `set_policy`. Each step of the iterator updates one queue.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -89,7 +89,7 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def delete_policy(self, name: str, host: VirtualHost) -> None:
-        """Remove a policy. Its queues then use their other policies and their arguments.
+        """Remove a policy. Queues that used the policy continue with their other policies and their arguments.
 
         Raises:
             LookupError: no policy has this name.
@@ -98,7 +98,7 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy`. Each step updates one queue.
+        """Do the work of `delete_policy`. Each step of the iterator updates one queue.
 
         Raises:
             LookupError: no policy has this name.
@@ -107,12 +107,12 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Replace all policies. Each step updates one queue."""
+        """Replace all policies. Each step of the iterator updates one queue."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 
 
 def rule_of(queue: Queue) -> PolicyRule:
-    """Return the rule of a queue whose virtual host has `PolicyRules`."""
+    """Return the rule of a queue in a virtual host with `PolicyRules`."""
     assert isinstance(queue.rule, PolicyRule)
     return queue.rule
