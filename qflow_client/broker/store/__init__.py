@@ -1,3 +1,3 @@
-"""The memory account of messages, the journal, and the file of the message store."""
+"""The journal, which counts the memory of messages, and the message store, which is an SQLite file."""
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ _Result = TypeVar("_Result")
 
 
 class DiskThread(Executor):
-    """One thread that runs one call after the other.
+    """An executor with one thread, which runs one call after the other.
 
     At exit, Python waits for the threads of `concurrent.futures`, but not for this thread.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Start time of the running call; None if there is none.
+        # Start time of the running call; None if no call is running.
         self._since: float | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be used. The text contains its path."""
+    """The message store cannot be used. The text contains the path of the store."""

@@ -1,14 +1,14 @@
-"""The journal has the memory account of all messages, and the records to write to disk. It does no I/O.
+"""Counts the memory of all messages, and collects the records to write to disk. No I/O.
 
-The queues inform the journal of each message that enters or leaves them. A persistent message in a durable queue gets a
-number and waits for the next batch. If it leaves its queues before it is in a batch, it is never written to disk. The
-keeper takes one batch at a time and reports when the batch is written. Then confirms and answers that waited for the
-batch are released. Each batch has the changes since the previous batch. So the store always has a state that the broker
-really had.
+Queues call the `Journal` when a message enters or leaves a queue. A persistent message in a durable queue gets a number
+and waits for the next batch. If the message leaves its queues before the batch is collected, it is never written to
+disk. The `Keeper` takes one batch at a time, and reports when the batch is on disk. The journal then releases the
+confirms and calls the callbacks that waited for this batch. Each batch has all changes since the previous batch. So the
+store always has a state that the broker really had.
 
-Queues with the policy `flow_to_disk` remove a body from memory when it is on disk, and read the body when it is needed.
-`Journal.held` is the used memory without bodies that will be removed when they are written. It includes messages that
-are in no queue yet, and output that clients have not read.
+Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
+when it is needed. `Journal.held` is the memory in use, without the bodies that are being evicted. It includes messages
+that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Put(NamedTuple):
         queues: numbers of the durable queues that have the message.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key as short strings.
-        header: the payload of its content header frame.
+        header: payload of the message's content header frame.
     """
 
     number: int
@@ -54,7 +54,7 @@ class FoundMessage(NamedTuple):
     Attributes:
         queues: numbers of the queues that have the message.
         at: arrival time in seconds since 1970.
-        header: the payload of its content header frame.
+        header: payload of the message's content header frame.
     """
 
     number: int
@@ -90,10 +90,10 @@ class Batch:
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: the remaining queues of stored messages that have left some of their queues, by message number.
-        removals: numbers of stored messages that are in no queue any more.
+        moves: the new lists of queues of stored messages that have entered or left queues, by message number.
+        removals: numbers of stored messages to delete.
         completions: confirms that wait for this batch.
-        messages: the messages of `puts`.
+        messages: the messages of `puts`, in the same order.
         callbacks: functions to call when the batch is on disk.
     """
 
@@ -107,14 +107,12 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The total bytes of its messages."""
+        """Body and header bytes of all new messages."""
         return sum(len(put.body) + len(put.header) for put in self.puts)
 
 
 class Journal:
-    """The changes of durable queues and exchanges, the messages on disk, and the memory account of all messages.
-
-    If there are many records, a batch ends between two operations.
+    """The memory account of all messages, and the records that are not on disk yet.
 
     Args:
         wall_clock: returns seconds since 1970.
@@ -122,14 +120,15 @@ class Journal:
         limit: maximum bytes of messages in memory (A1); 0 for no limit.
     """
 
-    #: Approximate bytes of a message in memory without its body, and the header bytes that this number includes.
+    #: Approximate bytes of a message in memory, without its body.
     OVERHEAD = 512
+    #: Number of header bytes that `OVERHEAD` includes.
     SMALL_HEADER = 128
-    #: Approximate bytes of a message in each further queue.
+    #: Approximate bytes of memory for each further queue that has the same message.
     ENTRY = 160
     #: Maximum body bytes that wait to be written. If there are more, publishing connections are not read.
     MAX_BACKLOG = 8 << 20
-    #: Maximum body bytes that a queue reads ahead.
+    #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
     #: A batch is full at this number of bytes, including the overhead of its messages.
     MAX_BATCH = 16 << 20
@@ -138,55 +137,61 @@ class Journal:
         self._wall_clock = wall_clock
         self.has_store = has_store
         self.limit = limit
-        # Bytes of all messages with their overhead, the peak of this number, and the part that will be removed when it
-        # is written.
+        # Bytes of all messages in queues, with overhead.
         self.memory = 0
+        # Maximum bytes in use so far.
         self.peak_memory = 0
+        # Body bytes that are removed from memory when they are on disk.
         self.evicting = 0
-        # Bytes of messages that are in no queue yet: of incoming bodies and open transactions, and of messages that
-        # wait for room.
+        # Bytes of incoming bodies, and of messages in open transactions.
         self.unfinished = 0
+        # Bytes of messages that wait for room in a queue.
         self.waiting = 0
-        # Bytes that slow clients have not read, and bytes of answers of the HTTP API.
+        # Bytes of output that slow clients have not read.
         self.buffered = 0
+        # Bytes of large answers of the HTTP API.
         self.answers = 0
-        # If more bytes are used, bodies are evicted, so that there is room for new messages and for reading ahead.
+        # If more bytes are in use, bodies are evicted. So there is room for new messages and for reading ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies have to be read, messages whose bodies are being read, and callbacks that wait for
-        # bodies.
+        # Messages whose bodies have to be read, by number.
         self._wanted: dict[int, StoredMessage] = {}
+        # Messages whose bodies are being read, by number.
         self._reading: dict[int, StoredMessage] = {}
+        # Callbacks that wait for bodies.
         self._readers: list[Callable[[], bool]] = []
-        # Total numbers of evicted bodies, and of bodies that were read again.
+        # Number of bodies that were removed from memory so far.
         self.evicted = 0
+        # Number of bodies that were read from disk again so far.
         self.loaded = 0
         self._numbers = count(1)
-        # Changes of queues, exchanges and bindings.
         self.topology = TopologyLog()
-        # Records that are in no batch yet, in order. Puts and moves are by message number.
+        # Records that are in no batch yet. Puts and moves are by message number.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total size of the puts, as counted for `MAX_BATCH`, and full batches, which are written before these records.
+        # Total bytes of the puts, as counted for `MAX_BATCH`.
         self._pending = 0
+        # Full batches. They are written before these records.
         self._full: deque[Batch] = deque()
-        # The batch that is being written; None if there is none.
+        # The batch that is being written; None if no write is running.
         self._taken: Batch | None = None
-        # Number of messages, and body bytes, that are not written yet.
+        # Number of messages that wait to be written.
         self.backlog = 0
+        # Body bytes of the messages that wait to be written.
         self.backlog_size = 0
         # Called with a message whose body on disk is damaged.
         self.on_lost: Callable[[StoredMessage], None] | None = None
         # Number of damaged rows in the store.
         self.damaged = 0
-        # Total numbers of written messages, and of transactions.
+        # Number of messages that were written so far.
         self.written = 0
+        # Number of batches that were written so far.
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
-        """Continue the numbers of a store, after its last message and its last queue."""
+        """Give new messages and new queues higher numbers than `number` and `queue_number`."""
         self._numbers = count(number + 1)
         self.topology.go_on_from(queue_number)
 
@@ -244,7 +249,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Now all remaining queues may allow the drop of the message.
+                # Perhaps this queue was the only one that did not allow the drop of the message.
                 bring_back(message)
         if not record.number:
             return
@@ -258,7 +263,7 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
-            # The message is in no durable queue any more, so it is removed from the disk.
+            # The message need not be on disk any more, so it is deleted there.
             record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
@@ -279,7 +284,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the body bytes that each queue may read ahead. Together they may read an eighth of the limit (A3)."""
+        """Return the maximum body bytes that a queue reads ahead. All queues together get an eighth of `limit` (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
@@ -291,7 +296,7 @@ class Journal:
             relieve(self, tuple(queues))
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call a function when the body of a message is in memory. The message must have a record."""
+        """Call `callback` when the body of a message is in memory, or is known to be damaged on disk."""
 
         def look() -> bool:
             if message.body is None and not message.is_lost:
@@ -303,7 +308,7 @@ class Journal:
         look()
 
     def evict(self, message: StoredMessage) -> None:
-        """Remove a message's body from memory as soon as it is on disk."""
+        """Remove a message's body from memory as soon as the body is on disk."""
         record = message.record
         assert record is not None
         if message.body is None or record.is_evicting or not message.size:
@@ -333,7 +338,7 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """The number of bytes of memory in use. Bodies that leave the memory when they are on disk are not counted."""
+        """Bytes of memory in use, without the bodies that are being evicted."""
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
@@ -347,11 +352,11 @@ class Journal:
 
     @property
     def wants(self) -> bool:
-        """Whether bodies have to be read and no read is running."""
+        """Whether bodies have to be read, and no read is running."""
         return bool(self._wanted) and not self._reading
 
     def take_wanted(self) -> list[int]:
-        """Return the numbers of the messages whose bodies have to be read now. Pass the bodies to `came`."""
+        """Return the numbers of the messages whose bodies have to be read now. After the read, call `came`."""
         wanted, self._wanted = self._wanted, {}
         for number, message in wanted.items():
             if message.record is not None and message.record.number == number:
@@ -362,8 +367,8 @@ class Journal:
         """Put bodies into their messages after a read.
 
         Args:
-            bodies: bodies by message number; ``None`` for a damaged body. Messages that have left their queues in the
-                meantime may be missing.
+            bodies: bodies by message number; ``None`` for a damaged body. A message can be missing if it has left its
+                queues.
         """
         reading, self._reading = self._reading, {}
         lost = []
@@ -394,7 +399,7 @@ class Journal:
                     self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
-        """Record that a message from disk is in its queues again."""
+        """Create the record of a message that is restored from disk, and count the memory."""
         record = message.record = Record()
         record.number = number
         record.queues = queues
@@ -405,7 +410,6 @@ class Journal:
     # Batches.
 
     def snapshot(self) -> MemorySnapshot:
-        """Return a snapshot of memory and store."""
         return MemorySnapshot(
             limit=self.limit,
             bytes=self._total,
@@ -442,12 +446,12 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        """End an operation. If there are enough records for a full batch, start a new batch."""
+        """End an operation. If the current batch is full, start a new batch."""
         if self._pending >= self.MAX_BATCH:
             self._full.append(self._collect())
 
     def take(self) -> Batch:
-        """Return the batch to write now. Call `written_down` before the next call of this method."""
+        """Return the batch to write now. After the write, call `written_down` before the next `take`."""
         assert self._taken is None
         self._taken = self._full.popleft() if self._full else self._collect()
         return self._taken

@@ -1,9 +1,9 @@
-"""The keeper opens the file of the message store, restores the contents, and writes the records of the journal.
+"""Opens the file of the message store, restores the contents, and writes the records of the journal.
 
-The store runs on one thread and its reader on another thread, so a read does not wait for a commit. The event loop does
-not wait for them. While one batch is written, records for the next batch are collected. So a slow disk leads to larger
-batches. If a batch cannot be written, an alarm is raised and the write is repeated. No message is confirmed in the
-meantime.
+The `Store` writes on one thread, and a `BodyReader` reads on another thread, so no read waits for a commit. The event
+loop waits for neither thread. While one batch is written, the journal collects records for the next batch. So a slow
+disk leads to larger batches. If a batch cannot be written, the keeper raises an alarm and repeats the write. No
+persistent message in a durable queue is confirmed in the meantime.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class Keeper:
     """Opens the store of a broker, and commits the records of its journal, one batch at a time.
 
     Args:
-        synchronous: the failure that a commit survives; see `Store`.
-        disk_free_limit: minimum free bytes in the folder of the store; 0 for no limit.
-        on_done: called on the loop after records were written or bodies were read.
-        on_trouble: called on the loop when the store cannot be written or the disk is nearly full. The arguments are
-            the name of an alarm and the reason. The reason is ``None`` when the problem has ended.
+        synchronous: kind of failure that a commit survives; see `Store`.
+        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
+        on_done: function that is called on the loop after records were written or bodies were read.
+        on_trouble: function that is called on the loop if the store cannot be written or the disk is nearly full. The
+            arguments are the name of an alarm and the reason. The reason is ``None`` when the problem has ended.
     """
 
-    #: Maximum number of damaged rows in the log.
+    #: Maximum number of damaged rows that one log message lists.
     NAMED = 20
-    #: Seconds until a failed write is repeated.
+    #: Seconds after which a failed write or read is repeated.
     RETRY = 1.0
     #: Seconds between two checks of the free disk space.
     LOOK = 1.0
-    #: If the store cannot be written, the stop of the broker waits for this number of seconds.
+    #: When the broker stops and the store cannot be written, the keeper gives up after this number of seconds.
     STOP_GRACE = 2.0
-    #: If no write or read completes for this number of seconds, the stop of the broker stops waiting.
+    #: When the broker stops and no write or read completes for this number of seconds, the keeper stops waiting.
     STOP_TIMEOUT = 30.0
     #: Number of messages that are restored in one iteration of the loop.
     _AT_ONCE = 100
@@ -82,15 +82,16 @@ class Keeper:
         self._store: Store | None = None
         self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
-        # The thread is created for the first read of a body.
+        # The reader and its thread are created for the first read of a body.
         self._reading: asyncio.Task[None] | None = None
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
-        # Futures of other threads that wait for the disk.
+        # The futures from `when_durable` that are not done yet.
         self._waiting: set[Future[None]] = set()
-        # The task that checks the free space, if there is a limit, and whether there is too little space.
+        # The task that checks the free disk space; None if there is no limit.
         self._looking: asyncio.Task[None] | None = None
+        # Whether there is too little free disk space.
         self._lacks_space = False
 
     async def start(self) -> None:
@@ -138,7 +139,7 @@ class Keeper:
             _log.info("%s: recovered %d durable queues and %d messages", store.path, len(found.queues), recovered)
 
     async def watch(self) -> None:
-        """Check the free disk space now and regularly, if there is a limit."""
+        """If there is a limit, check the free disk space now, and then every `LOOK` seconds."""
         if self._disk_free_limit:
             await self._look()
             self._looking = asyncio.get_running_loop().create_task(self._go_on_looking())
@@ -157,7 +158,7 @@ class Keeper:
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, at least {limit} are needed"
-            # Hysteresis, so that a value near the limit is not reported again and again.
+            # Hysteresis, so that a value near the limit does not raise the alarm again and again.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space
@@ -167,16 +168,16 @@ class Keeper:
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
-        """Start to write records and to read bodies, unless a write or a read is already running."""
+        """Start to write records if no write is running, and to read bodies if no read is running."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """The future fails if the broker ends earlier."""
+        """Return a future that is done when the changes are on disk. It fails if the broker ends earlier."""
         done: Future[None] = Future()
-        # A caller that stops waiting must not cancel the future.
+        # After this call the future cannot be cancelled, so `told` can always set its result.
         done.set_running_or_notify_cancel()
 
         def told() -> None:
@@ -221,7 +222,7 @@ class Keeper:
         return self._reader.read(numbers)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are left out.
+        """Return the bodies of messages by number, without damaged bodies. The calling thread reads them.
 
         Raises:
             StoreError: the bodies cannot be read.
@@ -275,7 +276,7 @@ class Keeper:
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
-        """Return the reason. Add a traceback to the log if the error is not a `StoreError`."""
+        """Log an error, and return its reason. The log has a traceback if the error is not a `StoreError`."""
         is_known = isinstance(error, StoreError)
         reason = str(error) if is_known else f"{self._path}: {error!r}"
         _log.error("%s; %s", reason, consequence, exc_info=None if is_known else error)
@@ -297,11 +298,11 @@ class Keeper:
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
-        """Wait for the running writes while they make progress."""
+        """Wait for the end of the writes. If they make no progress, cancel their task."""
         loop = asyncio.get_running_loop()
         batches, since = self._journal.batches, loop.time()
         while True:
-            # A failure may come at any time, so check again after each wait.
+            # A write can fail during the wait, so check after each wait whether writes fail.
             if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
                 return
             if self._journal.batches != batches:
@@ -344,7 +345,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Make a thread close its file and end. If the thread hangs, this happens when the disk answers again."""
+        """Call `close` on a thread, and end the thread. If the thread hangs, both happen after the disk answers."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

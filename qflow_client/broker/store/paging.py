@@ -1,9 +1,9 @@
 """Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
-A `Pager` has the entries of a queue whose bodies are in memory. It first evicts the bodies of unacked entries, then the
-newest bodies, and last the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts
-bodies of all queues in equal parts. If memory exceeds the limit, `relieve` also drops transient messages where a policy
-allows it.
+To evict a body is to remove it from memory as soon as it is on disk. Each queue with the policy `flow_to_disk` has a
+`Pager`, which evicts the bodies of unacked entries first. Then it evicts the newest bodies, and at the end the bodies
+that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies from the largest of these
+queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose `drop_transient` is set.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """Return a limit. If larger sizes are reduced to this limit, the sum of all sizes is at most `total`.
+    """Return a limit for sizes. If each larger size is reduced to the limit, the sum of all sizes is at most `total`.
 
     Args:
-        sizes: present sizes.
+        sizes: current sizes.
         total: maximum sum.
     """
     left = sorted(sizes)
@@ -31,22 +31,23 @@ def level(sizes: Iterable[int], total: int) -> int:
 
 
 class Pager:
-    """The entries of a queue whose bodies are in memory.
+    """Those entries of a queue whose bodies are in memory.
 
     Args:
-        evict: removes the body of a message from memory as soon as it is on disk.
+        evict: function that evicts the body of a message.
     """
 
     __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "size")
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
-        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In each of the
-        # three, the last entry is needed last.
+        # Unacked entries. In this dictionary, and in the next two, the last entry is evicted first.
         self._lent: dict[QueueEntry, None] = {}
+        # Ready entries whose bodies were always in memory.
         self._fresh: dict[QueueEntry, None] = {}
+        # Ready entries whose bodies were read ahead from disk, or that were unacked before.
         self._ahead: dict[QueueEntry, None] = {}
-        # Total body bytes of these entries.
+        # Total body bytes of all these entries.
         self.size = 0
 
     def __len__(self) -> int:
@@ -79,10 +80,7 @@ class Pager:
                 return
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Remove bodies from memory until at most `size` bytes and `count` bodies are left.
-
-        The bodies of unacked entries are removed first, then the newest bodies.
-        """
+        """Evict bodies until at most `size` bytes and `count` bodies remain."""
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
                 entry = each.popitem()[0]
@@ -93,7 +91,7 @@ class Pager:
 class Droppable:
     """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds its limit (A1).
 
-    An entry that cannot be dropped now is set aside with its message, until it may be droppable.
+    An entry that cannot be dropped now is moved to `Record.aside` of its message. `bring_back` moves the entry back.
     """
 
     __slots__ = ("_entries", "_is_in_order")
@@ -107,7 +105,7 @@ class Droppable:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry with a persistent message is ignored."""
+        """Add an entry. An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
@@ -120,18 +118,18 @@ class Droppable:
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Yield the present entries in the order of the queue. Skip entries that have left in the meantime."""
+        """Return an iterator of the entries in the order of the queue. It skips entries that leave in the meantime."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
         return (entry for entry in tuple(self._entries) if entry in self._entries)
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Remove an entry that should be dropped. If it cannot be dropped now, set it aside.
+        """Remove an entry whose message should be dropped. If the message cannot be dropped now, set the entry aside.
 
         Returns:
-            All entries of its message, to be dropped together. Empty if the body is not in memory, or will be removed
-            from memory. Also empty if another queue with the message does not allow the drop, or was not asked yet.
+            All entries of the message, which must be dropped together. Empty if the body is not in memory or is being
+            evicted. Also empty if the message has an entry that must stay, or that was not passed to this method yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
@@ -146,7 +144,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Move the set-aside entries of a message back to their containers, because they may be droppable now."""
+    """Move the entries in a message's `Record.aside` back to `Droppable`. The message can perhaps be dropped now."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
@@ -157,29 +155,30 @@ def bring_back(message: StoredMessage) -> None:
 
 
 def _giver(entry: QueueEntry) -> DroppableEntries | None:
-    """Return the container of an entry that may be dropped, or ``None`` if it must stay."""
+    """Return the `Droppable` to which an entry belongs, or ``None`` if the entry must not be dropped."""
     return None if entry.is_gone or entry.is_unacked else entry.queue.droppable
 
 
 class Account(Protocol):
-    """The memory account that `relieve` keeps below its limit."""
+    """The memory account (the `Journal`) that `relieve` keeps below the limit."""
 
-    #: Maximum bytes of messages in memory, and the bytes above which bodies are evicted.
+    #: Maximum bytes of messages in memory.
     limit: int
+    #: Number of bytes above which bodies are evicted.
     evict_above: int
-    #: Maximum bytes that are written to disk in one batch.
+    #: Number of bytes at which a batch is full.
     MAX_BATCH: int
 
     @property
     def held(self) -> int:
-        """Used bytes of memory, without bodies that will be removed when they are written."""
+        """Bytes of memory in use, without the bodies that are being evicted."""
 
     def divide(self) -> None:
-        """Start a new batch if there are enough records."""
+        """Start a new batch if the current batch is full."""
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep memory below the limit. Evict bodies to disk (A2 A3), and above the limit drop messages (A1)."""
+    """Keep memory below the limit. Evict bodies (A2 A3), and then drop messages if memory is above the limit (A1)."""
     if account.held > account.evict_above:
         _evict(account, queues)
     if account.held > account.limit:
@@ -187,14 +186,14 @@ def relieve(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _evict(account: Account, queues: Iterable[QueueView]) -> None:
-    """Evict bodies to disk in equal parts."""
+    """Evict bodies from the queues with the most body bytes in memory."""
     pagers = [queue.pager for queue in queues if queue.pager is not None]
     while (excess := account.held - account.evict_above) > 0:
         sizes = [pager.size for pager in pagers]
         total = sum(sizes)
         if not total:
             break
-        # A body in several queues is in memory once, but is counted in each of these queues.
+        # A body in several queues is in memory once, but each of these queues counts it.
         less = min(excess, account.MAX_BATCH) * max(total, account.held) // account.held
         share = level(sizes, max(0, total - less))
         for pager in pagers:
@@ -203,11 +202,11 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
-    """Drop ready, transient messages until memory is below the limit (A1), where the policies of the queues allow it.
+    """Drop ready, transient messages until memory is within the limit (A1). The policies of the queues must allow this.
 
-    The queue with the most ready bytes drops its oldest messages first. A message in several queues is dropped only if
-    all of them allow it, because otherwise no memory is freed. For the same reason a message is not dropped if its body
-    is on disk, or is being written.
+    The next message to drop is the oldest droppable message of the queue with the most ready bytes. A message in
+    several queues is dropped only if all these queues allow this, because otherwise no memory is freed. For the same
+    reason, a message is not dropped if its body is being evicted or was evicted.
     """
     givers = [
         (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())

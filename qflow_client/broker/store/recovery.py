@@ -13,13 +13,13 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery. Call `recover_topology`, then `recover_messages` once or more, and then `finish`."""
+    """One recovery. Call `recover_topology`, then `recover_messages` for each page of messages, and then `finish`."""
 
     def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
         self._host = host
         self._journal = journal
         self._wall_clock = wall_clock
-        # Durable queues by their numbers in the store.
+        # The durable queues, by number in the store.
         self._queues: dict[int, Queue] = {}
 
     def recover_topology(self, found: Found) -> None:
@@ -45,7 +45,7 @@ class Recovery:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
         Returns:
-            The numbers of the messages that are in no queue, because their queues are damaged.
+            The numbers of the messages whose queues were not restored, because the rows of the queues are damaged.
         """
         now = self._wall_clock()
         lost = []
@@ -61,6 +61,6 @@ class Recovery:
         return lost
 
     def finish(self) -> None:
-        """After all messages are restored, drop those that have expired or exceed a maximum."""
+        """Drop the restored messages that have expired or exceed a queue's maximum."""
         for queue in self._queues.values():
             queue.after_publish()

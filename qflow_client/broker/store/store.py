@@ -1,9 +1,10 @@
 """The message store: durable queues, exchanges, bindings and persistent messages in one SQLite file.
 
 Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
-A row with a wrong checksum is never used. It is moved to the table ``damaged``, together with the rows that depend on
-it, and is reported at each start. If the structure of the file is damaged, rows could be missing without notice. Such a
-file cannot be opened, and the error contains advice. Checksums of bodies are checked at each read.
+A row with a wrong checksum is never used. The store moves such a row, and the rows that depend on it, to the table
+``damaged``, and reports them at each start. If the structure of the file is damaged, rows could be missing without
+notice. Such a file cannot be opened, and the error contains advice. The checksum of a message is checked each time its
+body is read.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from qflow_client.database import Database, LockFile
 
 __all__ = ["BodyReader", "Store"]
 
-# "qBrk", and the version of the tables.
+# "qBrk" in ASCII.
 _APPLICATION_ID = 0x7142726B
+# Version of the tables.
 _VERSION = 2
 _TABLES = (
     """CREATE TABLE queue (
@@ -55,7 +57,7 @@ _TABLES = (
         checksum INTEGER NOT NULL,
         UNIQUE (source, kind, destination, routing_key, arguments)
     )""",
-    # `queues` is a JSON list of numbers. Large columns come last.
+    # `queues` is a JSON list of queue numbers. Large columns come last, so that SQLite can skip them.
     """CREATE TABLE message (
         number INTEGER PRIMARY KEY,
         queues TEXT NOT NULL,
@@ -66,7 +68,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Rows that were set aside: the name, the error, the row as text, and the body of a message.
+    # Rows that were set aside. `name` has the table and row number, `why` the error, and `content` the row as text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -90,8 +92,9 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement inserts all rows. Between two statements this thread releases the GIL, and may wait long for it if the
-# event loop is busy. So one value has all bytes, and another value has their positions in JSON.
+# One statement inserts many rows. With one statement for each row, this thread would release the GIL between two
+# statements, and wait long for the GIL if the event loop is busy. One value has the bytes of all rows. The other value
+# is JSON with the positions of each row in these bytes.
 _PUT = """INSERT INTO message
     SELECT number, queues, queues_checksum, at, checksum,
         substr(:parts, start, names),
@@ -120,23 +123,24 @@ _MESSAGES = """SELECT number, CAST(queues AS BLOB), queues_checksum, at, checksu
     WHERE number > ? ORDER BY number LIMIT ?"""
 _WRONG = "its checksum is wrong"
 _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store"
-# Words in SQLite's errors for a file whose structure is damaged.
+# Words in the errors of SQLite that mean that the structure of the file is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
-# Every file of SQLite has at least this number of bytes.
+# Minimum size of an SQLite file in bytes.
 _MIN_FILE_SIZE = 512
-# Maximum bytes of messages in one statement. SQLite accepts at most 1,000,000,000 bytes in one value.
+# Maximum bytes of the messages in one statement, except for a single larger message. An SQLite value has at most 10**9
+# bytes.
 _PORTION = 16 << 20
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
-# Number of rows that are read in one step.
+# Number of messages that one statement reads.
 _PAGE = 100
 
 
 class Store:
-    """The file of one broker. Only one thread at a time may use it.
+    """The file of one broker. Only one thread at a time may use a `Store`.
 
     Args:
-        path: path of the file, which is created if it does not exist.
+        path: path of the file. The file is created if it does not exist.
         synchronous: with ``"normal"`` a commit survives a crash of the process, with ``"full"`` also a crash of the
             machine.
 
@@ -153,7 +157,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: The names and errors of all rows that were set aside, now or earlier.
+        #: Names and errors of all rows that were set aside, by this or an earlier `Store`.
         self.damaged: list[str] = []
         try:
             with _explained():
@@ -163,7 +167,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
-                # Delete messages that were on disk only to free memory.
+                # Delete messages that an earlier broker put on disk only to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
@@ -204,7 +208,7 @@ class Store:
     # Reading.
 
     def topology(self) -> Found:
-        """Return the contents without the messages.
+        """Return the queues, exchanges and bindings.
 
         Raises:
             StoreError: the contents cannot be read.
@@ -303,7 +307,7 @@ class Store:
 
 
 class BodyReader:
-    """Reads bodies from the file of a store, even during writes. Only one thread at a time may use it.
+    """Reads bodies from the file of a store, even during writes. Only one thread at a time may use a reader.
 
     Raises:
         StoreError: the file cannot be opened.
@@ -313,7 +317,7 @@ class BodyReader:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Return bodies by message number. A damaged body is ``None``. Messages that do not exist are left out.
+        """Return bodies by message number, without messages that do not exist. A damaged body is ``None``.
 
         Raises:
             StoreError: the contents cannot be read.
@@ -355,20 +359,20 @@ def _checksum(values: Iterable[object]) -> int:
 
 
 def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
-    """The checksum does not include the list of queues."""
+    """Return the checksum of a message without the list of queues, which has its own checksum."""
     head = _HEAD.pack(number, at, len(names), len(header))
     return crc32(body, crc32(header, crc32(names, crc32(head))))
 
 
 def _listed(number: int, queues: list[int]) -> tuple[str, int]:
     """Return the queues of a message as text for the database, and the checksum of the text."""
-    # Python's text of a list of numbers is valid JSON.
+    # The `str` of a list of integers is valid JSON.
     listed = str(queues)
     return listed, crc32(listed.encode(), number & 0xFFFFFFFF)
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Each portion has at least one message. One statement writes one portion."""
+    """Divide messages into portions, each of which one statement writes."""
     portion: list[Put] = []
     size = 0
     for put in puts:
@@ -382,7 +386,7 @@ def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """Return the rows to insert as JSON, and the bytes of all rows. A row has the position of its bytes, from 1."""
+    """Return the rows to insert as JSON, and the bytes of all rows. In JSON, position 1 is the first byte."""
     rows: list[tuple[object, ...]] = []
     parts: list[bytes] = []
     at = 1

@@ -1,4 +1,4 @@
-"""The changes of durable queues, exchanges and bindings that are in no batch yet. No I/O."""
+"""Collects changes of durable queues, exchanges and bindings for the next batch of the journal. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Change(NamedTuple):
 
     Attributes:
         kind: ``queue``, ``exchange`` or ``binding``, with the prefix ``no_`` for a deletion.
-        values: column values for the table of this kind. The values that identify the row come first.
+        values: the values for the columns of the row. A deletion has only the values that identify the row.
     """
 
     kind: str
@@ -24,15 +24,14 @@ class Change(NamedTuple):
 
 
 class TopologyLog:
-    """Changes of the topology that are in no batch yet."""
+    """The changes of the topology that are in no batch yet."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        # The changes in order.
         self.changes: list[Change] = []
 
     def go_on_from(self, number: int) -> None:
-        """Continue the queue numbers of a store after this number."""
+        """Give new queues numbers above `number`, which is the highest queue number in the store."""
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:
