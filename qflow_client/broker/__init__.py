@@ -1,4 +1,4 @@
-"""An AMQP 0-9-1 broker to embed into programs and tests. Its flow control is complete; other features are minimal."""
+"""An AMQP 0-9-1 broker with complete flow control, to embed into programs and tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The complete broker: the core and the policies, with a message store and an HTTP API if the settings enable them.
 
 The modules of the store and of the HTTP API are imported only if the settings enable them. The store needs SQLite, and
-the HTTP API needs the packages of the extra ``broker``. The broker must work without these packages.
+the HTTP API needs the packages of the extra ``broker``. The broker must work without SQLite and without these packages.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ class Broker(CoreBroker):
     started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. On the broker's own loop such a method returns without waiting for the disk, and `wait_until_durable_async`
-    waits for the disk.
+    disk. On the broker's own loop such a method does not wait: await `wait_until_durable_async` after the call.
 
     Args:
         **options: see `BrokerSettings`.
 
     Raises:
         TypeError: a setting has the wrong type, or does not exist.
-        ValueError: the value of a setting is not allowed. The text contains the setting, the value and the allowed
+        ValueError: the value of a setting is not allowed. The error contains the setting, the value and the allowed
             values.
     """
 
@@ -123,7 +122,7 @@ class Broker(CoreBroker):
             definitions: the objects to declare.
 
         Raises:
-            DefinitionError: a definition is refused. The text contains the place of the definition and the reason.
+            DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
@@ -169,7 +168,7 @@ class Broker(CoreBroker):
 
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if the thresholds contradict each other or the
-                queue's maximum. The text contains the contradicting values.
+                queue's maximum. The error contains the contradicting values.
             TypeError: a keyword is not the name of a threshold.
         """
         unknown = sorted(marks.keys() - set(MARKS))
@@ -252,7 +251,7 @@ class Broker(CoreBroker):
             name: name of the exchange, queue or user.
 
         Raises:
-            LookupError: this object has no rate limit.
+            LookupError: the object has no rate limit.
             ValueError: `apply_to` is not ``exchange``, ``queue`` or ``user``.
         """
         self._rates.delete(RateScope(apply_to), name)

@@ -94,7 +94,7 @@ class BrokerSettings(Settings):
             imported.
         http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, `http_host` must be a
             loopback address. The `repr` of the settings does not show the token.
-        policies: policies when the broker starts (D3). Their names must be different.
+        policies: policies that the broker has at the start (D3). Their names must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
             durable queues, exchanges and bindings survive the end of the broker. Persistent messages in durable queues
             also survive.
@@ -105,7 +105,7 @@ class BrokerSettings(Settings):
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The text contains the setting, the value and the allowed values.
+        ValueError: a value is not allowed. The error contains the setting, the value and the allowed values.
     """
 
     http_host: str = "127.0.0.1"

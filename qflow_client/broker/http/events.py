@@ -28,7 +28,7 @@ _KEEP_ALIVE = 15.0
 # A large event is written in pieces of about this number of bytes.
 _PIECE = 64 * 1024
 
-# Returns the values of a channel that are compared. `flowed_seconds` is not compared, because it can grow all the time.
+# Returns those values of a channel that a check compares. `flowed_seconds` is left out, because it grows all the time.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -85,9 +85,9 @@ class Watch:
         self._version = -1
         # Earliest time of the next check.
         self._next_at = 0.0
-        # Objects that are compared one by one, by kind and name. Each kind is in the order of `_Seen.look`.
+        # Objects that a check compares one by one, by kind and name. Each kind is in the order of `_Seen.look`.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
-        # Kinds that are compared as a whole, such as all bindings.
+        # Kinds that a check compares as a whole, such as all bindings.
         self._whole: dict[str, _Seen] = {}
         # Kinds and names of deleted objects, which stay in `_named` until every stream has reported the deletion.
         self._gone: list[tuple[str, str]] = []

@@ -1,6 +1,6 @@
 """Writes metrics for Prometheus.
 
-Each queue has its own time series. Connections and channels are only counted, because each of them has a new name and
+Each queue has its own time series. Connections and channels are only counted, because each new connection or channel
 would need new time series.
 
 This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
@@ -89,7 +89,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Append the samples of one queue to the metric families. The last family has the thresholds."""
+    """Append the samples of one queue to the metric families. The samples of thresholds go to the last family."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"

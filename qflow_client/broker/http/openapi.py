@@ -80,7 +80,7 @@ class Operation:
         answer: type of the answer; ``None`` for an answer without a body.
         media_types: media types of the answer. The first one is the default.
         statuses: statuses of successful answers.
-        problems: statuses of errors, in addition to the statuses of errors of every operation.
+        problems: statuses of errors, in addition to those that every operation can return, such as 400.
         is_public: whether the operation needs no token.
         lasts: whether the answer waits for the changes to be on disk. If the disk is too slow, the answer is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
@@ -178,7 +178,8 @@ class Api:
     def __init__(self) -> None:
         #: The operations, in the order of their definition.
         self.operations: list[Operation] = []
-        # The OpenAPI descriptions as JSON. The key is True for an API with a token. They are created when requested.
+        # The OpenAPI descriptions as JSON. The key is True for an API with a token. Each is created at the first
+        # request.
         self._descriptions: dict[bool, bytes] = {}
 
     def operation(
@@ -198,7 +199,7 @@ class Api:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that adds an operation with the decorated handler; see `Operation`.
 
-        If the answer is a list, `each` is the type of the list's elements. The answer then counts as large.
+        If the answer is a list, `each` is the type of the list's elements. Such an answer is large (`is_large`).
         """
         is_large = is_large or each is not None
         if each is not None:

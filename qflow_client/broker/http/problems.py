@@ -50,7 +50,7 @@ class Problem(Exception):
 
     Args:
         status: status of the response.
-        detail: what went wrong, and how to correct the request.
+        detail: text that says what went wrong, and how to correct the request.
         errors: the wrong fields, as pairs of a name and a description of the error.
         retry_after: value of the header ``Retry-After`` in seconds; ``None`` for no such header.
     """

@@ -50,10 +50,11 @@ class HttpServer:
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
-    #: Maximum bytes of an answer that are written together.
+    #: Maximum bytes of an answer in one write to the socket.
     PIECE = 256 * 1024
     #: Maximum total bytes of the large answers that are sent at the same time. If a quarter of `memory_limit` is less,
-    #: then a quarter is the maximum. Without `memory_limit`, a larger answer is sent alone.
+    #: the quarter is the maximum. Without `memory_limit`, a larger answer is sent if no other large answer is being
+    #: sent.
     MAX_ANSWERS = 32 * 1024 * 1024
     #: Maximum seconds to wait for running requests when the broker stops.
     STOP_GRACE = 1.0
@@ -83,7 +84,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections. A key is the connection's protocol object of aiohttp.
+        # The connections, by the protocol object that aiohttp has for each connection.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
@@ -95,7 +96,7 @@ class HttpServer:
         self._turns = Turns()
         # Allows one request of a stranger in each iteration of the loop.
         self._strangers_turns = Turns()
-        # Held while a large answer is created, because the creation can need more memory than the answer.
+        # Lock for the creation of large answers, because the creation can need more memory than the answer.
         self._making = asyncio.Lock()
         # Total bytes of the large answers that are being sent.
         self._answers = 0
@@ -370,7 +371,7 @@ class HttpServer:
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Return True if the client of a request has disconnected. The request then has no transport."""
+    """Return True if the client of a request has disconnected."""
     return request.transport is None or request.transport.is_closing()
 
 
@@ -401,7 +402,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Stop the timer for the first request. Later requests have aiohttp's keep-alive timeout."""
+        """Stop the timer for the first request. For later requests, aiohttp's keep-alive timeout is enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

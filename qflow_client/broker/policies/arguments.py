@@ -73,7 +73,7 @@ SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 
 
 class XOverflow(StrEnum):
-    """The behaviour of a queue at its RabbitMQ maximum (``x-overflow``)."""
+    """What a queue does at a maximum from RabbitMQ's arguments (``x-overflow``)."""
 
     #: Drop the oldest ready message.
     DROP_HEAD = "drop-head"
@@ -100,12 +100,12 @@ class QueueArguments:
         """Read the arguments. Unknown arguments of other brokers are ignored.
 
         Args:
-            queue: name of the queue, for errors.
+            queue: name of the queue, to show in errors.
             arguments: arguments of ``Queue.Declare``.
 
         Raises:
             ChannelException: 406 if a value has the wrong type, two values contradict each other, or an argument is
-                misspelt. The text contains the arguments and values, or the most similar argument.
+                misspelt. The error contains the arguments and values, or the most similar argument.
         """
         reader = _Reader(queue, arguments)
         reader.check_names()
@@ -155,11 +155,11 @@ def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
     """Read RabbitMQ's queue arguments, except for the maximum.
 
     Args:
-        queue: name of the queue, for errors.
+        queue: name of the queue, to show in errors.
         arguments: arguments of ``Queue.Declare``.
 
     Raises:
-        ChannelException: 406 if a value has the wrong type or is not allowed. The text contains the argument and the
+        ChannelException: 406 if a value has the wrong type or is not allowed. The error contains the argument and the
             value.
     """
     reader = _Reader(queue, arguments)
@@ -189,7 +189,7 @@ def resolve_limits(
     """Return the limits of a queue.
 
     Args:
-        queue: name of the queue, for errors.
+        queue: name of the queue, to show in errors.
         definition: the policy definition that applies to the queue.
         settings: settings of the broker, with the default values (C4, J2).
         overflow: overflow policy from RabbitMQ's arguments. The definition replaces it if the definition sets a
@@ -197,7 +197,7 @@ def resolve_limits(
         policies: names of the policies that the definition comes from.
 
     Raises:
-        ChannelException: 406 if the resume capacity is above the broker's capacity. The text contains both values.
+        ChannelException: 406 if the resume capacity is above the capacity. The error contains the values.
     """
     max_count, max_size = definition.max_count or 0, definition.max_size or 0
     policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)
@@ -220,7 +220,7 @@ def resolve_limits(
     then = None
     if definition.max_flow_wait is not None:
         if policy is QueuePolicy.FLOW_TO_DISK:
-            # With this policy the maximum limits only the bodies in memory.
+            # With `flow_to_disk` the maximum limits only the bodies in memory.
             max_count = max_size = 0
         maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
         then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)

@@ -23,7 +23,7 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # The key of each entry that has one. So `left` need not decode the headers again.
+        # The keys of the entries, so that `left` need not decode the headers again.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:

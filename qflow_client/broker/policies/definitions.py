@@ -92,7 +92,7 @@ class BindingDefinition:
         destination_type: whether the destination is a queue or an exchange.
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
         routing_key: binding key.
-        arguments: arguments of the binding. Only headers exchanges use them.
+        arguments: arguments of the binding. Only exchanges of the type ``headers`` use the arguments.
     """
 
     source: str
@@ -183,7 +183,7 @@ class Loading:
         """Declare one object in each step.
 
         Raises:
-            DefinitionError: a definition is refused. The text contains the place of the definition and the reason.
+            DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
         """
         host, policies = self._host, tuple(self._rules.policies)
         try:

@@ -29,7 +29,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
             of 0 also turns off its resume mark.
 
     Raises:
-        ChannelException: 406 if the marks contradict each other or the queue's maximum. The text contains the values.
+        ChannelException: 406 if the marks contradict each other or the queue's maximum. The error contains the values.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity

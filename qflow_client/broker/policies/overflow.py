@@ -90,7 +90,7 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # The loop ends after the messages that must be dropped. If one of these is unacked, refuse the new message.
+            # Refuse the new message if one of the messages that must be dropped for it is unacked.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break

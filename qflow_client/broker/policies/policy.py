@@ -52,7 +52,7 @@ class QueuePolicy(StrEnum):
 
     @property
     def needs_maximum(self) -> bool:
-        """Whether the policy has no effect without a maximum."""
+        """Whether the policy has an effect only if the queue has a maximum."""
         return self not in (QueuePolicy.FLOW, QueuePolicy.FLOW_TO_DISK, QueuePolicy.CONFLATE)
 
     @property
@@ -97,8 +97,10 @@ class PolicyDefinition:
 
     Attributes:
         policy: what the queue does when it is full.
-        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` only messages in memory count.
-        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` only messages in memory count.
+        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` only messages in memory are
+            counted.
+        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` only messages in memory are
+            counted.
         flow_stop_count: number of messages above which the queue turns ON (C1); 0 for no threshold.
         flow_resume_count: number of messages below which the queue turns OFF. The default is 7/8 of the stop threshold.
         flow_stop_size: body bytes above which the queue turns ON (C1); 0 for no threshold.
@@ -116,7 +118,7 @@ class PolicyDefinition:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed, or two values contradict each other. The text contains the values.
+        ValueError: a value is not allowed, or two values contradict each other. The error contains the values.
     """
 
     policy: QueuePolicy | None = None
@@ -297,10 +299,10 @@ def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
     """Return the member of an enumeration for a value.
 
     Args:
-        named: name and value, as the error shows them.
+        named: name and value to show in the error.
 
     Raises:
-        ValueError: no member has this value. The text contains all allowed values.
+        ValueError: no member has this value. The error contains all allowed values.
     """
     try:
         return kind(value)
@@ -344,8 +346,8 @@ class Policy:
     """A policy with a name. It applies to existing and future queues.
 
     A pattern is a regular expression. It matches a name if any part of the name matches. For example, ``^orders``
-    matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features are refused
-    so that matching takes linear time, for example back references and word boundaries.
+    matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features, such as back
+    references and word boundaries, are refused. So matching takes linear time.
 
     Attributes:
         name: name of the policy.
@@ -354,12 +356,13 @@ class Policy:
         apply_to: kind of the names with which the pattern is compared.
         routing_key: regular expression for the routing keys of bindings; only for `routing_keys`.
         priority: if several policies of the same kind match, the policy with the highest priority applies. If several
-            policies have the highest priority, the strictest value of each field applies. With `exchanges`, this
-            selects the policies of each exchange. Of several exchanges, the strictest value of each field applies.
+            policies have the highest priority, the strictest value of each field applies. If `apply_to` is `exchanges`,
+            the policies for each exchange are selected in this way. Of all selected policies, the strictest value of
+            each field applies.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The text contains the value.
+        ValueError: a value is not allowed. The error contains the value.
     """
 
     name: str
@@ -430,7 +433,6 @@ class Policy:
         return cls(name, PolicyDefinition.from_mapping(values), **own)
 
     def matches(self, name: str) -> bool:
-        """Return True if the pattern matches a name."""
         return compile_pattern(self.pattern).search(name)
 
     def matches_binding(self, exchange: str, routing_key: str) -> bool:
@@ -459,7 +461,6 @@ class Policies:
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
-        """Add a policy, or replace the policy with the same name."""
         self._by_name[policy.name] = policy
 
     def delete(self, name: str) -> None:

@@ -47,7 +47,7 @@ class RateLimit:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The text contains the value.
+        ValueError: a value is not allowed. The error contains the value.
     """
 
     apply_to: RateScope
@@ -92,7 +92,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate. Messages above the old rate still count."""
+        """Change the rate. A blocked channel waits until its excess messages are within the new rate."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)

@@ -1,9 +1,9 @@
 """Creates the lines that a broker writes to its flow log. No I/O.
 
-In a hold, a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a line when a
-queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each current
-hold, and one line for each queue that has messages or has changed. A line of a hold divides the time among the
-publishers that filled the queue, in proportion to the numbers of their messages.
+A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
+line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
+current hold, and one line for each queue that has messages or has changed. The line of a hold divides the time of the
+hold among the publishers that filled the queue, in proportion to the numbers of their messages.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Record:
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Numbers of messages by name of the publisher, not added to `pending` and `filled_by` yet.
+        # Number of arrived messages for each publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
-        # Numbers of messages by name of the publisher, since the previous line.
+        # Number of arrived messages for each publisher since the previous line.
         self.pending: dict[str, int] = {}
-        # Numbers of messages by name of the publisher, since the queue was OFF.
+        # Number of arrived messages for each publisher since the queue was last OFF.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.

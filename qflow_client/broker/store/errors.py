@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be used. The text contains the path of the store."""
+    """The message store cannot be used. The error contains the path of the store."""

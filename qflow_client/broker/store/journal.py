@@ -85,12 +85,12 @@ class Found:
 
 @dataclass(slots=True)
 class Batch:
-    """The records for one transaction on disk.
+    """The records that one transaction writes to disk.
 
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: the new lists of queues of stored messages that have entered or left queues, by message number.
+        moves: for each stored message whose queues have changed, by number: the new list of queues.
         removals: numbers of stored messages to delete.
         completions: confirms that wait for this batch.
         messages: the messages of `puts`, in the same order.
@@ -115,7 +115,7 @@ class Journal:
     """The memory account of all messages, and the records that are not on disk yet.
 
     Args:
-        wall_clock: returns seconds since 1970.
+        wall_clock: function that returns seconds since 1970.
         has_store: whether there is a store. Without a store the journal only counts memory.
         limit: maximum bytes of messages in memory (A1); 0 for no limit.
     """
@@ -141,7 +141,7 @@ class Journal:
         self.memory = 0
         # Maximum bytes in use so far.
         self.peak_memory = 0
-        # Body bytes that are removed from memory when they are on disk.
+        # Body bytes that will be removed from memory when they are on disk.
         self.evicting = 0
         # Bytes of incoming bodies, and of messages in open transactions.
         self.unfinished = 0
@@ -173,7 +173,7 @@ class Journal:
         self._callbacks: list[Callable[[], None]] = []
         # Total bytes of the puts, as counted for `MAX_BATCH`.
         self._pending = 0
-        # Full batches. They are written before these records.
+        # Full batches, which are written before the records above.
         self._full: deque[Batch] = deque()
         # The batch that is being written; None if no write is running.
         self._taken: Batch | None = None
@@ -181,7 +181,7 @@ class Journal:
         self.backlog = 0
         # Body bytes of the messages that wait to be written.
         self.backlog_size = 0
-        # Called with a message whose body on disk is damaged.
+        # Function that is called with a message whose body on disk is damaged.
         self.on_lost: Callable[[StoredMessage], None] | None = None
         # Number of damaged rows in the store.
         self.damaged = 0
@@ -425,7 +425,7 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there are records for a batch."""
+        """Whether there are records to write."""
         return bool(
             self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
         )

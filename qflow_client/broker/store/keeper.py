@@ -98,7 +98,7 @@ class Keeper:
         """Open the store, and restore its contents.
 
         Raises:
-            StoreError: the store cannot be opened or read. The text contains the reason.
+            StoreError: the store cannot be opened or read. The error contains the reason.
         """
         self._thread = DiskThread("qflow-store")
         try:

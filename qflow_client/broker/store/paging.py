@@ -1,9 +1,10 @@
 """Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
-To evict a body is to remove it from memory as soon as it is on disk. Each queue with the policy `flow_to_disk` has a
-`Pager`, which evicts the bodies of unacked entries first. Then it evicts the newest bodies, and at the end the bodies
-that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies from the largest of these
-queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose `drop_transient` is set.
+Evicting a body means that the body is removed from memory as soon as it is on disk. Each queue with the policy
+`flow_to_disk` has a `Pager`, which evicts the bodies of unacked entries first. Then it evicts the newest bodies, and at
+the end the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies from the
+largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose
+`drop_transient` is set.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # One statement inserts many rows. With one statement for each row, this thread would release the GIL between two
-# statements, and wait long for the GIL if the event loop is busy. One value has the bytes of all rows. The other value
-# is JSON with the positions of each row in these bytes.
+# statements, and wait long for the GIL if the event loop is busy. One parameter has the bytes of all rows. The other
+# parameter is JSON with the positions of each row in these bytes.
 _PUT = """INSERT INTO message
     SELECT number, queues, queues_checksum, at, checksum,
         substr(:parts, start, names),
@@ -137,7 +137,7 @@ _PAGE = 100
 
 
 class Store:
-    """The file of one broker. Only one thread at a time may use a `Store`.
+    """The store file of one broker. Only one thread at a time may use a `Store`.
 
     Args:
         path: path of the file. The file is created if it does not exist.
@@ -317,7 +317,7 @@ class BodyReader:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Return bodies by message number, without messages that do not exist. A damaged body is ``None``.
+        """Return the bodies of those messages that exist, by number. A damaged body is ``None``.
 
         Raises:
             StoreError: the contents cannot be read.
@@ -372,7 +372,7 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions, each of which one statement writes."""
+    """Divide messages into portions. One statement writes one portion."""
     portion: list[Put] = []
     size = 0
     for put in puts:
@@ -386,7 +386,7 @@ def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """Return the rows to insert as JSON, and the bytes of all rows. In JSON, position 1 is the first byte."""
+    """Return the rows to insert as JSON, and the bytes of all rows. Positions in the JSON start at 1."""
     rows: list[tuple[object, ...]] = []
     parts: list[bytes] = []
     at = 1
