@@ -1,8 +1,8 @@
-// The page: shows what model.js tells, and asks the broker for what is clicked.
+// The page. It shows the data that model.js sends, and sends requests to the broker when the user clicks a button.
 import { number, whole } from "./words.js";
 
 const API = new URL("api/", document.baseURI);
-const PERIOD = 0.5; // seconds between two looks
+const PERIOD = 0.5; // seconds between two polls of the broker
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -54,7 +54,7 @@ function notice(text) {
   place.textContent = text ?? "";
 }
 
-// Asking.
+// Requests to the broker.
 
 class Refused extends Error {
   constructor(problem) {
@@ -120,16 +120,16 @@ function readColours() {
   return { text: read("text"), soft: read("soft"), line: read("line"), accent: read("accent"), on: read("on"), onBack: read("on-back"), off: read("off") };
 }
 
-// Showing.
+// Display of the data.
 
 function setText(element, text) {
-  // What has not changed is not laid out again, and not read out again.
+  // Unchanged text is left alone, so the browser does no layout, and a screen reader does not read it again.
   const there = element.firstChild;
   if (there === null) element.textContent = text;
   else if (there.data !== text) there.data = text;
 }
 
-// As high as what is in them; until that takes more lines, another text lays out these words alone.
+// Set each box to the height of its text. If the height stays the same, a new text needs layout only in its box.
 const heights = new ResizeObserver((all) => {
   for (const { target, contentRect } of all) target.parentElement.style.height = `${contentRect.height}px`;
 });
@@ -143,7 +143,7 @@ function setClass(element, name) {
   if (element.getAttribute("class") !== name) element.setAttribute("class", name);
 }
 
-// Drawn by the model; the page only says where. A browser that cannot hand a canvas over has everything else.
+// The model draws the sparklines on a canvas of the page. A browser without offscreen canvases shows no sparklines.
 if (byId("sparks").transferControlToOffscreen) {
   const sparks = byId("sparks").transferControlToOffscreen();
   model.postMessage({ kind: "sparks", canvas: sparks }, [sparks]);
@@ -152,7 +152,7 @@ new ResizeObserver(([rows]) => {
   byId("sparks").style.height = `${rows.contentRect.height}px`;
 }).observe(byId("queue-rows"));
 
-// What is scrolled away is not drawn. A browser's own `content-visibility` leaves out only what is far away.
+// The graph and the chart are drawn only while they are visible. `content-visibility` skips only elements far away.
 const seen = new Set();
 const watcher = new IntersectionObserver(
   (all) => {
@@ -166,9 +166,9 @@ const watcher = new IntersectionObserver(
 );
 for (const id of ["graph", "chart"]) watcher.observe(byId(id));
 
-// Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time, and the
-// graph, whenever it has changed, one of its nodes: a screen reader, or a search in the page, finds in a row what was a few
-// seconds ago, and what is now once it is scrolled to.
+// Each layout of a text creates garbage. So in each update, a table writes only one of its invisible rows, and the
+// graph only one of its invisible nodes. In invisible rows, a screen reader or a search in the page finds values from a
+// few seconds ago. A row gets the current values when it is scrolled into view.
 const away = new WeakSet();
 const sight = new IntersectionObserver((all) => {
   for (const { target, isIntersecting } of all) {
@@ -186,7 +186,7 @@ function draw() {
 }
 
 let updates = 0;
-let shown = null; // what was told last
+let shown = null; // the last message of the model
 
 function show(told) {
   performance.mark("show");
@@ -199,7 +199,7 @@ function show(told) {
   draw();
   if (told.news.length) setText(byId("announcer"), told.news.slice(0, 3).join(". "));
   performance.measure("qflow-update", "show");
-  // For whoever looks; but a page that is open for days keeps no list of all of them.
+  // The measures are for performance tools. Delete them regularly, because a page can be open for days.
   performance.clearMarks("show");
   if (++updates % 1000 === 0) performance.clearMeasures("qflow-update");
 }
@@ -234,7 +234,7 @@ function showPage(kind, told, make, fill) {
   const turn = updates % told.rows.length;
   told.rows.forEach((told, index) => {
     const row = body.children[index];
-    // Another's row tells of nobody.
+    // A row that now shows another object is always written.
     if (index === turn || !away.has(row) || row.dataset.name !== told.name) fill(row, told);
   });
   showPages(kind, told);
@@ -263,7 +263,7 @@ function showPages(kind, told) {
   setText(where, `page ${told.page + 1} of ${told.pages}, ${those} ${kind}${told.of === 1 ? "" : "s"}`);
 }
 
-// Each text is in a box whose size does not depend on it, so that another text lays out that box alone.
+// The size of a cell's box does not depend on the text, so a new text needs layout only in its box.
 function makeRow(kinds) {
   const row = document.createElement("tr");
   const header = document.createElement("th");
@@ -341,7 +341,7 @@ for (const kind of ["queue", "producer"]) {
 
 const thresholds = byId("thresholds");
 const inputs = [...thresholds.querySelectorAll("input")];
-const edited = new Set(); // what somebody is typing is not written over
+const edited = new Set(); // fields that the user has edited; updates do not overwrite them
 
 function select(name, move) {
   view.selected = name;
@@ -376,7 +376,7 @@ function showDetail(told) {
 thresholds.addEventListener("input", (event) => edited.add(event.target));
 thresholds.addEventListener("submit", async (event) => {
   event.preventDefault();
-  // Only what was edited: the others may have been changed by somebody else.
+  // Send only the edited fields, because another operator can have changed the other thresholds.
   const queue = view.selected;
   const sent = new Map([...edited].map((field) => [field, field.value]));
   const body = {};
@@ -389,7 +389,7 @@ thresholds.addEventListener("submit", async (event) => {
   try {
     await ask("PATCH", `queues/${encodeURIComponent(queue)}/thresholds`, body);
     if (view.selected !== queue) return;
-    // What was typed while the answer was on its way is not sent yet.
+    // Text that the user typed during the request is not sent yet.
     for (const [field, value] of sent) if (field.value === value) edited.delete(field);
     setAnswer("The thresholds are set.", []);
   } catch (error) {
@@ -423,7 +423,7 @@ byId("purge").addEventListener("click", (event) =>
 const chart = {
   plot: null,
   told: null,
-  drawn: null, // of what it was told
+  drawn: null, // the data that are drawn
   make() {
     const place = byId("chart");
     const line = (label, stroke, extra = {}) => ({ label, stroke, width: 2, spanGaps: true, points: { show: false }, ...extra });
@@ -455,7 +455,7 @@ const chart = {
     plot.ctx.fillStyle = colours.onBack;
     for (let first = 0; first < times.length; first++) {
       if (!onAt[first]) continue;
-      // From the first look at which it was ON to the first at which it was not.
+      // Shade the time from the first poll at which the queue was ON to the first poll at which it was OFF.
       let last = first;
       while (last + 1 < times.length && onAt[last]) last++;
       const left = plot.valToPos(times[first], "x", true);
@@ -473,7 +473,7 @@ const chart = {
     this.plot.setData(this.data());
   },
   recolour() {
-    // Its legend keeps the colours that it was made with.
+    // Create the chart again, because its legend does not change its colours.
     this.plot?.destroy();
     this.plot = null;
     if (this.told !== null) this.make();
@@ -487,7 +487,7 @@ new ResizeObserver(() => {
 
 // The graph.
 
-let graph = null; // as it was told last
+let graph = null; // the last graph from the model
 const drawn = { told: null, isOld: false, nodes: [], edges: [] };
 
 function svg(name, attributes = {}) {
@@ -505,7 +505,7 @@ function tellGraph(told) {
   setWords("graph-words", told.words + (told.rest ? ` Not drawn: ${told.rest}.` : ""));
 }
 
-// What is drawn is drawn again elsewhere, rather than made anew.
+// Existing SVG elements are moved and reused.
 function showGraph() {
   if (graph === null || (graph === drawn.told && !drawn.isOld)) return;
   drawn.told = graph;
@@ -524,7 +524,7 @@ function showGraph() {
     const group = drawn.nodes[index];
     setAttribute(group, "transform", `translate(${node.x} ${node.y})`);
     const [title, rect, label, sub] = group.children;
-    // Another's node comes into sight under its own name.
+    // An invisible node is not written now, unless it has to show another object.
     if (index !== turn && away.has(group) && title.textContent === node.label) {
       drawn.isOld = true;
       return;

@@ -1,14 +1,14 @@
-// What there is in the broker, kept off the page's own thread: the events are read, put together, sorted, counted, put into
-// words and laid out here, the small pictures are drawn here, and the page is told only what it shows.
+// The model of the broker, in a worker thread. It reads the events of the broker, sorts and counts the objects, writes
+// the texts, computes the layout of the graph, and draws the sparklines. The page gets only the data that it shows.
 import { graphlib, layout } from "./vendor/dagre-3.1.3/dagre.esm.js";
 import { drawSparks } from "./sparks.js";
 import { many, number, seconds, whole } from "./words.js";
 
-const HISTORY = 600; // looks at the broker
-const RATE_OVER = 6; // looks
+const HISTORY = 600; // number of polls
+const RATE_OVER = 6; // number of polls
 const SPARK = 120;
 const PAGE = 15;
-const MOST = 24; // of each kind in the graph
+const MOST = 24; // maximum number of nodes of each kind in the graph
 const API = new URL("../api/", self.location.href);
 
 const queues = new Map(); // name → queue, in the broker's order
@@ -18,30 +18,30 @@ const histories = new Map(); // queue name → History
 let exchanges = [];
 let bindings = [];
 let producersStopped = false;
-let times = []; // of the looks, seconds
+let times = []; // times of the polls, in seconds since 1970
 let period = 1;
 let token = null;
-let reading = null; // aborts the stream that is read
-const publishedBefore = new Map(); // producer name → times of the last looks, and messages published by then
+let reading = null; // controller that aborts the current event stream
+const publishedBefore = new Map(); // producer name → [time, number of published messages] at each of the last polls
 let view = {
   queues: { filter: "", sort: "order", only: false, page: 0 },
   producers: { filter: "", sort: "order", only: false, page: 0 },
   selected: null,
 };
-let sparks = null; // the canvas of the table of queues
+let sparks = null; // canvas for the sparklines of the table of queues
 let colours = null;
 let positions = { key: "", graph: null };
-let wasFlowed = new Map(); // queue name → whether it was ON when the page was told last
+let wasFlowed = new Map(); // queue name → whether the queue was ON in the last message to the page
 let changed = true;
 
 class History {
   constructor(length) {
-    // What was before the queue is unknown.
+    // The values before the first poll of this queue are unknown.
     this.depth = new Array(length).fill(null);
     this.bytes = new Array(length).fill(null);
     this.on = new Array(length).fill(false);
     this.rateIn = this.rateOut = 0;
-    this.before = []; // what rates are counted from: times, messages that came, messages that went
+    this.before = []; // [time, messages that entered, messages that left] at each of the last polls
   }
   look(queue, now) {
     this.depth.push(queue.depth);
@@ -143,7 +143,7 @@ function take(event) {
   changed = true;
 }
 
-// One look per period, whether something has changed or not: a series needs its points.
+// Add one point to each series in each period, even if nothing has changed.
 function look() {
   const now = Date.now() / 1000;
   times.push(now);
@@ -220,7 +220,7 @@ function counters(producers) {
   ].map(([name, value]) => [name, number.format(value)]);
 }
 
-// A producer is shown by what its client calls itself, and by its connection and channel, which no other has.
+// Return the label of a producer: the name of the client, and the unique name of the channel.
 function label(each) {
   return each.client ? `${each.client}, ${each.name}` : each.name;
 }
@@ -254,7 +254,7 @@ function queueRow(queue) {
   };
 }
 
-// A queue is drawn in the unit of its thresholds: messages, or bytes if it has thresholds in bytes only.
+// Return a queue's values for the chart, in messages. If the queue has only thresholds in bytes, return bytes.
 function series(queue, history, length) {
   const marks = queue.thresholds;
   const inBytes = !marks.flowStopCount && (marks.flowStopSize || marks.capacity);
@@ -320,7 +320,7 @@ function news() {
   return told;
 }
 
-// The graph: who publishes alike and is held alike is one node, and so are the consumers of a queue.
+// The graph. Producers with the same targets are one node if the same queues block them. A queue's consumers are one node.
 
 function graph(producers) {
   const nodes = new Map();
@@ -329,7 +329,7 @@ function graph(producers) {
   const edge = (from, to, state = "") => {
     const id = JSON.stringify([from, to]);
     const there = edges.get(id);
-    // What holds is seen above what goes through.
+    // A blocked edge replaces an edge that is not blocked.
     if (!there || (state && !there.state)) edges.set(id, { id, from, to, state });
   };
 

@@ -1,8 +1,8 @@
-// The last minute of each queue that is in the table, one below the other on one canvas.
+// Draws the sparklines: the last minute of each queue in the table. All sparklines are on one canvas.
 const WIDTH = 240, ROW = 64, HEIGHT = 52;
 
 export function drawSparks(canvas, colours, all) {
-  // A new size clears it too.
+  // A new size clears the canvas too.
   const context = canvas.getContext("2d");
   if (canvas.width !== WIDTH || canvas.height !== ROW * all.length) {
     canvas.width = WIDTH;
