@@ -147,7 +147,7 @@ class Broker(CoreBroker):
     def _count_answer(self, change: int) -> None:
         if self._journal is not None:
             self._journal.answers += change
-            # The new memory use can block or unblock publishers.
+            # More memory use can block publishers, and less memory use can unblock them.
             self._server.touch()
 
     @on_loop(changes=True)

@@ -25,7 +25,7 @@ __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Suffixes of sample names, by metric type. In the Prometheus format, the names of families have these suffixes too.
+# Suffixes of sample names for each metric type. In the Prometheus format, family names have these suffixes too.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (

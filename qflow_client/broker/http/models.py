@@ -111,7 +111,7 @@ def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(extra="forbid"), __doc__=_summary(kind), **told | more)
 
 
-# Models of nested snapshots, by the type annotation of the attribute that contains them.
+# Models of nested snapshots. A key is the type annotation of the attribute that contains the snapshots.
 _NESTED: dict[Any, Any] = {}
 Thresholds = _NESTED[ThresholdsSnapshot] = _answer("Thresholds", ThresholdsSnapshot)
 Target = _answer("Target", TargetSnapshot)

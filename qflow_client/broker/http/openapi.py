@@ -111,12 +111,10 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of the operation in the OpenAPI description."""
         return self.handler.__name__
 
     @property
     def in_path(self) -> frozenset[str]:
-        """The names of the parameters in the path."""
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
@@ -178,8 +176,7 @@ class Api:
     def __init__(self) -> None:
         #: The operations, in the order of their definition.
         self.operations: list[Operation] = []
-        # The OpenAPI descriptions as JSON. The key is True for an API with a token. Each is created at the first
-        # request.
+        # The OpenAPI descriptions as JSON, created at the first request. The key is True for an API with a token.
         self._descriptions: dict[bool, bytes] = {}
 
     def operation(
@@ -258,7 +255,6 @@ class Api:
         return self._descriptions[has_token]
 
     def description(self, *, has_token: bool) -> dict[str, Any]:
-        """Return the OpenAPI description."""
         schemas, components = self._schemas()
         paths: dict[str, dict[str, Any]] = {}
         for operation in self.operations:

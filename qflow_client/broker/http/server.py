@@ -84,7 +84,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections, by the protocol object that aiohttp has for each connection.
+        # The connections. The keys are aiohttp's protocol objects of the connections.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}

@@ -1,3 +1,3 @@
-"""Plug-ins of the core: overflow policies, limits of queues, rate limits, sanctions for clients, and the flow log."""
+"""Plug-ins of the core: overflow policies, queue limits, rate limits, sanctions against clients, and the flow log."""
 
 from __future__ import annotations

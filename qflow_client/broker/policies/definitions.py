@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the declared objects, and restore the policies that existed before, in steps."""
+        """Delete the declared objects, and then restore the earlier policies. Both need several steps."""
         while self._undo:
             self._undo.pop()()
             yield

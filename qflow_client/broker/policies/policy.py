@@ -464,11 +464,7 @@ class Policies:
         self._by_name[policy.name] = policy
 
     def delete(self, name: str) -> None:
-        """Remove a policy.
-
-        Raises:
-            LookupError: no policy has this name.
-        """
+        """Remove a policy. Raise `LookupError` if no policy has this name."""
         if name not in self._by_name:
             there = ", ".join(self._by_name) or "none"
             raise LookupError(f"there is no policy {name!r}; the policies are: {there}")

@@ -127,7 +127,7 @@ class Rates:
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
         self._limits: dict[tuple[RateScope, str], RateLimit] = {}
-        # The rates, by scope and name. The inner key is True for a rate in bytes, and False for a rate in messages.
+        # The rates for each scope and name. The inner key is True for bytes, and False for messages.
         self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
 
     def __iter__(self) -> Iterator[RateLimit]:

@@ -78,11 +78,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy`. Each step of the iterator updates one queue.
-
-        Raises:
-            ValueError: the policy needs a message store, and the broker has none.
-        """
+        """Do the work of `set_policy`. Each step of the iterator updates one queue."""
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
         self.policies.set(policy)
@@ -98,11 +94,7 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy`. Each step of the iterator updates one queue.
-
-        Raises:
-            LookupError: no policy has this name.
-        """
+        """Do the work of `delete_policy`. Each step of the iterator updates one queue."""
         self.policies.delete(name)
         yield from host.apply_rules_in_steps()
 

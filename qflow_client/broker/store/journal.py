@@ -90,7 +90,7 @@ class Batch:
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: for each stored message whose queues have changed, by number: the new list of queues.
+        moves: new lists of queues, for stored messages whose queues have changed. The keys are message numbers.
         removals: numbers of stored messages to delete.
         completions: confirms that wait for this batch.
         messages: the messages of `puts`, in the same order.
@@ -154,9 +154,9 @@ class Journal:
         # If more bytes are in use, bodies are evicted. So there is room for new messages and for reading ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies have to be read, by number.
+        # Messages whose bodies have to be read. The keys are message numbers.
         self._wanted: dict[int, StoredMessage] = {}
-        # Messages whose bodies are being read, by number.
+        # Messages whose bodies are being read. The keys are message numbers.
         self._reading: dict[int, StoredMessage] = {}
         # Callbacks that wait for bodies.
         self._readers: list[Callable[[], bool]] = []
@@ -166,7 +166,7 @@ class Journal:
         self.loaded = 0
         self._numbers = count(1)
         self.topology = TopologyLog()
-        # Records that are in no batch yet. Puts and moves are by message number.
+        # Records that are in no batch yet. The keys of the puts and moves are message numbers.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []

@@ -19,7 +19,7 @@ class Recovery:
         self._host = host
         self._journal = journal
         self._wall_clock = wall_clock
-        # The durable queues, by number in the store.
+        # The durable queues. The keys are their numbers in the store.
         self._queues: dict[int, Queue] = {}
 
     def recover_topology(self, found: Found) -> None:

@@ -157,7 +157,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: Names and errors of all rows that were set aside, by this or an earlier `Store`.
+        #: Names and errors of all rows that this or an earlier `Store` has set aside.
         self.damaged: list[str] = []
         try:
             with _explained():

@@ -320,7 +320,7 @@ function news() {
   return told;
 }
 
-// The graph. Producers with the same targets are one node if the same queues block them. A queue's consumers are one node.
+// The graph. Producers with the same targets and blocking queues are one node. The consumers of a queue are one node.
 
 function graph(producers) {
   const nodes = new Map();
