@@ -147,10 +147,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the number of each part between two brackets, from 0.
-
-        The caller must read a part before it requests the next number.
-        """
+        """Yield the number of each part between two brackets. After each `yield`, the caller must read the part."""
         self._take(begin)
         number = 0
         while number or self._next != end:

@@ -246,9 +246,6 @@ class Api:
         """Return the OpenAPI description as JSON.
 
         Each description is created once, because this takes long, and clients without the token can request it.
-
-        Args:
-            has_token: whether the API needs a token.
         """
         if has_token not in self._descriptions:
             self._descriptions[has_token] = to_json(self.description(has_token=has_token))

@@ -52,9 +52,8 @@ class HttpServer:
     MAX_BODY = 16 * 1024 * 1024
     #: Maximum bytes of an answer in one write to the socket.
     PIECE = 256 * 1024
-    #: Maximum total bytes of the large answers that are sent at the same time. If a quarter of `memory_limit` is less,
-    #: the quarter is the maximum. Without `memory_limit`, a larger answer is sent if no other large answer is being
-    #: sent.
+    #: Maximum total bytes of the large answers that are sent at the same time, but at most a quarter of `memory_limit`.
+    #: Without `memory_limit`, a larger answer is sent if no other large answer is being sent.
     MAX_ANSWERS = 32 * 1024 * 1024
     #: Maximum seconds to wait for running requests when the broker stops.
     STOP_GRACE = 1.0
@@ -331,8 +330,7 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # Without events, the next write comes after 15 s. So check after each pause whether the client is still
-            # connected.
+            # Without events, the next write comes after 15 s. So look for a disconnected client after each pause.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
@@ -348,10 +346,7 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Admit a new connection. If there are too many strangers, close the oldest one.
-
-        Return False if there are too many connections. The new connection is then not admitted.
-        """
+        """Close the oldest stranger if there are too many. Return False if there are too many connections."""
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))

@@ -99,10 +99,6 @@ class QueueArguments:
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
         """Read the arguments. Unknown arguments of other brokers are ignored.
 
-        Args:
-            queue: name of the queue, to show in errors.
-            arguments: arguments of ``Queue.Declare``.
-
         Raises:
             ChannelException: 406 if a value has the wrong type, two values contradict each other, or an argument is
                 misspelt. The error contains the arguments and values, or the most similar argument.
@@ -153,10 +149,6 @@ class QueueArguments:
 
 def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
     """Read RabbitMQ's queue arguments, except for the maximum.
-
-    Args:
-        queue: name of the queue, to show in errors.
-        arguments: arguments of ``Queue.Declare``.
 
     Raises:
         ChannelException: 406 if a value has the wrong type or is not allowed. The error contains the argument and the

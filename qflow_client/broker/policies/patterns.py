@@ -35,8 +35,7 @@ class _Node:
     """A node in the graph of an expression.
 
     Attributes:
-        test: function that returns True for a character that the node matches; ``None`` if the node matches no
-            character.
+        test: function that returns True if the node matches a character; ``None`` if the node matches nothing.
         anchor: ``^``, ``$`` or ``Z`` (the very end) if the node can be passed only at this place of the name.
         following: the next nodes.
     """

@@ -436,7 +436,6 @@ class Policy:
         return compile_pattern(self.pattern).search(name)
 
     def matches_binding(self, exchange: str, routing_key: str) -> bool:
-        """Return True if the patterns match an exchange and a routing key."""
         return self.matches(exchange) and compile_pattern(self.routing_key or "").search(routing_key)
 
     def to_json(self) -> dict[str, Any]:

@@ -35,8 +35,6 @@ class RateScope(StrEnum):
 class RateLimit:
     """A limit for the messages per second, the bytes per second, or both.
 
-    A channel that exceeds the limit is blocked (flowed) as long as the average rate is above the limit.
-
     Attributes:
         apply_to: kind of the limited object.
         name: name of the exchange, queue or user. The object need not exist yet.
@@ -137,7 +135,6 @@ class Rates:
         return bool(self._limits)
 
     def set(self, limit: RateLimit, now: float) -> None:
-        """Add a limit, or replace the limit for the same scope and name."""
         key = limit.apply_to, limit.name
         self._limits[key] = limit
         rates = self._rates.setdefault(key, {})

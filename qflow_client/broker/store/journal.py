@@ -446,7 +446,6 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        """End an operation. If the current batch is full, start a new batch."""
         if self._pending >= self.MAX_BATCH:
             self._full.append(self._collect())
 

@@ -283,7 +283,6 @@ class Keeper:
         return reason
 
     async def stop(self) -> None:
-        """Write the remaining records, and close the store."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
