@@ -94,14 +94,14 @@ class BrokerSettings(Settings):
             imported.
         http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, `http_host` must be a
             loopback address. The `repr` of the settings does not show the token.
-        policies: policies that the broker has at the start (D3). Their names must be different.
+        policies: policies that the broker has at the start (D3). The names of the policies must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
             durable queues, exchanges and bindings survive the end of the broker. Persistent messages in durable queues
             also survive.
         store_synchronous: with ``"normal"`` a confirmed message survives a crash of the process, with ``"full"`` also a
             crash of the machine.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, clients
-            get ``Connection.Blocked``. They get ``Connection.Unblocked`` when 9/8 of the limit is free.
+            get ``Connection.Blocked``. Clients get ``Connection.Unblocked`` when 9/8 of the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

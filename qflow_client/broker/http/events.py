@@ -101,7 +101,7 @@ class Watch:
 
         Args:
             period: seconds after which the stream requests changes again.
-            is_gone: function that returns True if the client has disconnected. It is called after each pause.
+            is_gone: function that returns True if the client has disconnected. The function is called after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0

@@ -14,8 +14,8 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. They forbid a browser to cache the response, to show it in a frame of another page, or to
-#: guess another content type.
+#: Headers of every response. The headers forbid a browser to cache the response, to show it in a frame of another page,
+#: or to guess another content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",

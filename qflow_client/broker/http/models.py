@@ -152,7 +152,7 @@ class Removed(_Answer):
 
 
 class Counters(_Answer):
-    """Counters of the broker. They include only queues, channels and connections that exist now."""
+    """Counters of the broker. The counters include only queues, channels and connections that exist now."""
 
     connections: int = Field(description="Number of connections.")
     channels: int = Field(description="Number of open channels.")

@@ -46,7 +46,7 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
 
     Returns:
         The weight of the most specific range that matches, and a number that is higher for a more specific range. Both
-        are 0 if the client does not accept the media type.
+        numbers are 0 if the client does not accept the media type.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}

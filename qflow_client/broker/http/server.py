@@ -71,7 +71,7 @@ class HttpServer:
     ANSWER_TIME = 300.0
     #: If there is no memory for an answer, the client is asked to repeat the request after this number of seconds.
     RETRY_AFTER = 10
-    #: Maximum seconds between two requests on the same connection.
+    #: Maximum idle seconds of a connection between two requests.
     KEEP_ALIVE = 60.0
     #: Maximum seconds for which a request waits for its changes to be on disk.
     DISK_PATIENCE = 10.0
@@ -87,7 +87,7 @@ class HttpServer:
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Tasks of the event streams. They are cancelled when the broker stops.
+        # Tasks of the event streams, which are cancelled when the broker stops.
         self._streams: set[asyncio.Task[Any]] = set()
         # Number of event streams of each IP address.
         self._streams_of: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class HttpServer:
 
     @property
     def patience(self) -> float:
-        """Maximum seconds from the start of a connection to its first complete request."""
+        """Maximum seconds from the start of a connection to the complete header of the first request."""
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
@@ -371,7 +371,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a socket's events to aiohttp, and limits the time to the first request. aiohttp has no such limit."""
+    """Passes a socket's events to aiohttp, and limits the time to the first header. aiohttp has no such limit."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler
@@ -397,7 +397,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Stop the timer for the first request. For later requests, aiohttp's keep-alive timeout is enough."""
+        """Stop the timer, because the first header is complete. For later requests, `KEEP_ALIVE` is enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -37,7 +37,7 @@ class Turns:
         """Yield objects, with pauses between the slices.
 
         Args:
-            things: objects to yield. They are taken one at a time, so a generator works in slices too.
+            things: objects to yield. The objects are taken one at a time, so a generator works in slices too.
         """
         left, end = 0, 0.0
         for thing in things:

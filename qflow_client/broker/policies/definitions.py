@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the declared objects, and then restore the earlier policies. Both need several steps."""
+        """Delete the declared objects, and then restore the earlier policies. Each step changes one object."""
         while self._undo:
             self._undo.pop()()
             yield
@@ -256,7 +256,7 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """Remove a binding. An auto-delete source is not deleted, even if this is its last binding."""
+        """Remove a binding. An auto-delete source is not deleted, even without other bindings."""
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete

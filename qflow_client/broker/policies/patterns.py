@@ -1,11 +1,11 @@
 """Matches names with regular expressions, in a time that grows linearly with the length of the name.
 
 Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters can take
-seconds, in which the event loop is blocked. This module follows all paths at the same time. It converts an expression
-to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search` reads a name
-character by character, and keeps the set of nodes that are reached with the characters read so far. So the time is at
-most proportional to the number of characters times the number of nodes. The number of nodes is limited. Steps from set
-to set are cached. So for later names, a character often costs only one dictionary look-up.
+seconds, in which the event loop is blocked. This module follows all paths at the same time. The module converts an
+expression to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search`
+reads a name character by character, and keeps the set of nodes that are reached with the characters read so far. So the
+time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited.
+Steps from set to set are cached. So for later names, a character often costs only one dictionary look-up.
 
 Features that cannot be matched with such sets are refused: back references, lookahead and lookbehind, word boundaries,
 atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.

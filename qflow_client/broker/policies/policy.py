@@ -343,9 +343,9 @@ def _check_pair(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy with a name. It applies to existing and future queues.
+    """A policy with a name, for existing and future queues.
 
-    A pattern is a regular expression. It matches a name if any part of the name matches. For example, ``^orders``
+    A pattern is a regular expression, and matches a name if any part of the name matches. For example, ``^orders``
     matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features, such as back
     references and word boundaries, are refused. So matching takes linear time.
 

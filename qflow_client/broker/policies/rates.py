@@ -40,8 +40,8 @@ class RateLimit:
         name: name of the exchange, queue or user. The object need not exist yet.
         messages: maximum messages per second; ``None`` for no limit.
         bytes: maximum body bytes per second; ``None`` for no limit.
-        burst: size of a burst in seconds. After a pause, a burst is accepted without blocking the channel. It has as
-            many messages and bytes as the rate allows in this time, but at least one message.
+        burst: size of a burst in seconds. After a pause, a burst is accepted without blocking the channel. A burst has
+            as many messages and bytes as the rate allows in this time, but at least one message.
 
     Raises:
         TypeError: a value has the wrong type.

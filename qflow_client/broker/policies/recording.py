@@ -47,7 +47,7 @@ class _Record:
 
 
 class _Hold:
-    """A current hold. It started at `since`, is reported up to `begun`, and is caused by `count` controllers."""
+    """A current hold, which started at `since`, is reported up to `begun`, and is caused by `count` controllers."""
 
     __slots__ = ("begun", "count", "since")
 

@@ -1,6 +1,6 @@
 """Computes the limits of each queue from the queue's arguments, the policies, and the marks of an operator.
 
-Marks are thresholds that an operator sets for a queue in use (D4). They have priority over policies and arguments. A
+Marks are thresholds that an operator sets for a queue in use (D4). Marks have priority over policies and arguments. A
 `PolicyRule` has the arguments and the marks of one queue. The limits of the queue are computed again when policies,
 bindings or marks change. `Policies.definition_for` defines the order of policies and arguments.
 """

@@ -7,8 +7,8 @@ confirms and calls the callbacks that waited for this batch. Each batch has all 
 store always has a state that the broker really had.
 
 Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
-when it is needed. `Journal.held` is the memory in use, without the bodies that are being evicted. It includes messages
-that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
+when it is needed. `Journal.held` is the memory in use, without the bodies that are being evicted. This memory includes
+messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
 """
 
 from __future__ import annotations

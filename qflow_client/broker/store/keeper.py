@@ -59,7 +59,7 @@ class Keeper:
     STOP_GRACE = 2.0
     #: When the broker stops and no write or read completes for this number of seconds, the keeper stops waiting.
     STOP_TIMEOUT = 30.0
-    #: Number of messages that are restored in one iteration of the loop.
+    #: Maximum number of messages that are restored in one iteration of the loop.
     _AT_ONCE = 100
 
     def __init__(
@@ -175,7 +175,7 @@ class Keeper:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when the changes are on disk. It fails if the broker ends earlier."""
+        """Return a future that is done when the changes are on disk. The future fails if the broker ends earlier."""
         done: Future[None] = Future()
         # After this call the future cannot be cancelled, so `told` can always set its result.
         done.set_running_or_notify_cancel()

@@ -1,9 +1,9 @@
 """Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
 Evicting a body means that the body is removed from memory as soon as it is on disk. Each queue with the policy
-`flow_to_disk` has a `Pager`, which evicts the bodies of unacked entries first. Then it evicts the newest bodies, and at
-the end the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies from the
-largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose
+`flow_to_disk` has a `Pager`, which evicts the bodies of unacked entries first. Then the pager evicts the newest bodies,
+and at the end the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies
+from the largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose
 `drop_transient` is set.
 """
 
@@ -119,7 +119,7 @@ class Droppable:
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Return an iterator of the entries in the order of the queue. It skips entries that leave in the meantime."""
+        """Return an iterator of the entries in the order of the queue, without entries that leave in the meantime."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
