@@ -397,7 +397,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Stop the timer, because the first header is complete. For later requests, `KEEP_ALIVE` is enough."""
+        """Stop the timer for the first header. For later requests, `HttpServer.KEEP_ALIVE` is the limit."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

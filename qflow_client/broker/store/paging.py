@@ -145,7 +145,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Move the entries in a message's `Record.aside` back to `Droppable`. The message can perhaps be dropped now."""
+    """Move a message's entries from `Record.aside` back to `Droppable`, because a drop can be possible now."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
