@@ -67,7 +67,7 @@ class FileAccess:
             sequence: the action is not needed if this sequence is on disk.
 
         Returns:
-            What the action returns; ``None`` if it was not needed.
+            The result of the action; ``None`` if the action was not needed.
 
         Raises:
             TimeoutError: the turn did not come before the deadline, so the action was not called.
@@ -125,7 +125,7 @@ class FileAccess:
                 else:
                     waiting.append(each)
             self._waiting = waiting
-            # The next thread is woken last. Until it commits, released threads may put messages for the same commit.
+            # The next thread is woken last. Before it commits, released threads may put messages for the same commit.
             self._current = waiting.pop(0) if waiting else None
             if self._current is not None:
                 self._current.wake.release()

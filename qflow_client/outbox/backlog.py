@@ -1,15 +1,15 @@
-"""The backlog: the messages that wait on disk and are not admitted yet, sans-I/O. `OutboxStore` calls it.
+"""The backlog: messages that wait on disk and are not admitted yet. `OutboxStore` calls it. It does no I/O.
 
 An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
-(``when_flowed="spill"``). They are sent before new messages. So a hold of the gate stops new messages while there is a
-backlog. The window contains the admitted, unsettled messages. All sequences of the backlog, up to `Backlog.last`, are
-above those in the window.
+(``when_flowed="spill"``). These messages are sent before new messages. So a hold of the gate stops new messages while
+there is a backlog. The window contains the admitted, unsettled messages. All sequences of the backlog, up to
+`Backlog.last`, are above those in the window.
 
 A message of the backlog passes through three stages:
 
 1. It is only on disk. The backlog requests the next part from the writer.
-2. The writer reads that part, and notes on disk that it may be written to a broker from now on. It feeds the part to
-   the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
+2. The writer reads that part, and notes on disk that it may be written to a broker from now on. Then the writer feeds
+   the part to the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
 3. The message is admitted in order when the window has room, or is settled if it has waited for too long.
 """
 
@@ -106,11 +106,11 @@ class Backlog:
     # Adding messages.
 
     def make_receipt(self, payload: bytes | Message, route: Route, sequence: int) -> tuple[Spilled, str]:
-        """Return the receipt of a message that is about to be spilled, and its message id.
+        """Return the receipt and the message id of a message that is about to be spilled.
 
         Args:
-            route: its exchange and routing key.
-            sequence: the sequence that it will have.
+            route: exchange and routing key of the message.
+            sequence: sequence that the message will have in the outbox.
         """
         receipt = self.spilled_type(None, route, self._spill_prefix)
         receipt._number = sequence
@@ -144,7 +144,7 @@ class Backlog:
             self._requests.request_read(ReadRequest(self.read_to, self.last, sends))
 
     def request_again(self) -> None:
-        """Repeat a request after the writer could not read."""
+        """Repeat the present request, because the writer could not read."""
         request, self._requests.read = self._requests.read, None
         if request is not None and not self._protocol.channel.is_over:
             # A new object, because the writer does not try the same object twice.
@@ -153,10 +153,10 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. If they will be sent, their permission is already on disk.
+        """Handle the messages that the writer has read. If they are to be sent, their permission is on disk already.
 
         Args:
-            damaged: the errors of damaged messages, which were set aside, by sequence.
+            damaged: the error of each damaged message, by sequence. These messages were set aside.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -184,7 +184,7 @@ class Backlog:
     # Admitting.
 
     def admit(self, now: float) -> None:
-        """Admit messages within the limits, and settle those that have become too old in memory."""
+        """Admit messages within the limits, and settle messages that became too old after they were read."""
         # When the producer ends, the window becomes empty, but the messages on disk stay there.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
@@ -233,7 +233,7 @@ class Backlog:
     # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """Return the earliest time at which a message may have been put, in seconds since 1970. Older ones expire."""
+        """Return the limit for the age of messages, in seconds since 1970. Messages that were put earlier expire."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:
@@ -277,7 +277,7 @@ class Backlog:
         self._flushes.append((self.last, waiter))
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter. Return True if it was still kept."""
+        """Drop a waiter. Return True if the waiter was still waiting for the backlog."""
         before = len(self._flushes)
         self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
         return len(self._flushes) < before
@@ -319,6 +319,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """Remove the messages up to a sequence from `ready`. They are admitted, but an interrupt came before this."""
+        """Remove the messages up to a sequence from `ready`. An interrupt came between their admission and this."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

@@ -1,7 +1,7 @@
 """`CommitWaits` lets threads wait until the writer has committed their messages. `Storage` calls it.
 
 A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
-commit, and waits for that until its deadline. There is no lock, because a signal handler or a finalizer may interrupt a
+commit, and stops waiting at the deadline. There is no lock, because a signal handler or a finalizer may interrupt a
 waiting thread and call `send` (E2). Threads append waits, and only the writer removes them.
 """
 
@@ -33,17 +33,17 @@ class CommitWaits:
         self._waits: deque[_Wait] = deque()
 
     def begin(self, sequence: int) -> _Wait:
-        """Begin to wait for a sequence. The caller has to request a commit from the writer afterwards."""
+        """Register a wait for a sequence. Afterwards the caller has to request a commit from the writer."""
         wait = _Wait(sequence)
         self._waits.append(wait)
         return wait
 
     @staticmethod
     def end(wait: _Wait, timeout: float) -> str:
-        """Wait for the result.
+        """Wait for the result of the commit.
 
         Args:
-            timeout: seconds.
+            timeout: maximum seconds to wait.
 
         Returns:
             Why the messages are not on disk; "" if they are.
@@ -51,9 +51,9 @@ class CommitWaits:
         return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk. After a failed commit, wake all. The writer calls this."""
+        """Wake the threads whose messages are on disk, or all threads if the commit failed. The writer calls this."""
         waits = self._waits
-        # Waits may be out of order. A wait that comes after a higher sequence ends together with it.
+        # The sequences of waits may be out of order. A wait behind a higher sequence ends together with that sequence.
         while waits and (error is not None or waits[0].sequence <= durable):
             wait = waits.popleft()
             if wait.sequence > durable:

@@ -14,9 +14,10 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 
 
 class OutboxError(QflowError):
-    """The outbox cannot be used. The text contains its path.
+    """The outbox cannot be used. The text contains the path of the outbox.
 
-    `send` always raises one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
+    `send` always raises one of two subclasses: `OutboxFull` if the message was not admitted, `NotDurable` if it was
+    admitted.
 
     Attributes:
         receipt: the receipt of the admitted message, see `NotDurable`; ``None`` if no message was admitted.
@@ -28,16 +29,16 @@ class OutboxError(QflowError):
 
 
 class OutboxInUse(OutboxError):
-    """Another process, or another producer in this one, uses the outbox."""
+    """Another process, or another producer in this process, uses the outbox."""
 
 
 class OutboxFull(OutboxError):
     """The outbox has no room for the message. The message was not admitted and will not be sent.
 
     Attributes:
-        message: the rejected message, as it was passed; ``None`` if the call only asked for room of a given size.
-        exchange: its exchange; ``None`` if there was no message.
-        routing_key: its routing key; ``None`` if there was no message.
+        message: the rejected message, as the application has passed it.
+        exchange: exchange of the rejected message.
+        routing_key: routing key of the rejected message.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class OutboxFull(OutboxError):
 class NotDurable(OutboxError):
     """The message was admitted, but may not be on disk, because the disk failed or did not answer in time.
 
-    Do not send it again. It will be sent to the broker, and written to disk as soon as possible. It is lost only if the
-    process dies while it is neither on disk nor confirmed.
+    Do not send the message again. The producer sends it to the broker, and writes it to disk as soon as possible. The
+    message is lost only if the process dies before the message is on disk or confirmed.
 
     Attributes:
-        receipt: the receipt of the message, with its outcome.
+        receipt: the receipt of the message, which gets the outcome as usual.
     """
 
     receipt: Receipt

@@ -66,13 +66,14 @@ class StoredMessage:
     """A message in an outbox.
 
     Attributes:
-        sequence: its number in the outbox. Sequences increase in the order of admission, even across processes.
-        at: when it was put, in seconds since 1970.
-        exchange: its exchange.
-        routing_key: its routing key.
+        sequence: number of the message in the outbox. Sequences increase in the order of admission, even across
+            processes.
+        at: time when the message was put, in seconds since 1970.
+        exchange: exchange of the message.
+        routing_key: routing key of the message.
         message: the message, with its message id.
-        size: the bytes of the outbox that it uses.
-        may_be_second_copy: whether it may have been written to a broker before.
+        size: bytes that the message uses in the outbox.
+        may_be_second_copy: whether the message may have been written to a broker before.
     """
 
     sequence: int
@@ -112,7 +113,7 @@ def open_file(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """Open a file for reading. Another process may be using it."""
+    """Open the file of an outbox for reading, even if another process is using it."""
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
@@ -149,7 +150,7 @@ def read_positions(file: Database) -> dict[str, int | str | None]:
     """Return the position of each source; ``None`` for a damaged position.
 
     Raises:
-        OutboxError: a source is damaged.
+        OutboxError: the name of a source is damaged.
     """
     # Text is read as bytes, as in `_READ`.
     rows = file.rows("""SELECT CAST(source AS BLOB), typeof(value),
@@ -211,7 +212,7 @@ def set_aside(file: Database, sequences: Iterable[int]) -> None:
 
 
 def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
-    """Return how many messages after the sequence `after` fit into `max_bytes` together; at least 1."""
+    """Return how many messages after the sequence `after` have at most `max_bytes` together; at least 1."""
     sizes = file.rows(
         f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
         after,
@@ -248,10 +249,10 @@ def read(
     """Read messages. Return the messages, and the errors of the damaged messages in the same range, by sequence.
 
     Args:
-        after: a sequence; only later messages are read.
-        limit: the most messages to return.
-        written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker;
-            held messages only up to `permitted`.
+        after: only messages with a sequence above this one are read.
+        limit: maximum number of messages to return.
+        written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker,
+            but held messages only up to `permitted`.
         only: a condition in SQL that selects messages; empty for all.
     """
     last, permitted = written
@@ -276,7 +277,7 @@ def read(
 
 
 def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
-    """Return messages. Another process may be using the file."""
+    """Return messages, even if another process is using the file."""
     return _look(file, after, limit)[0]
 
 

@@ -7,10 +7,10 @@ make a write safe to interrupt and to repeat:
    fails or is interrupted, the next write uses the same lists. Inserting or deleting a row twice changes nothing.
 2. The first write after a failure recalculates the counts of messages and bytes.
 
-A position shows how far a source of messages has been read (E13). It belongs to the message with which it was put, and
-both are written in the same transaction. A position without its message is not valid. The position of a source is the
-last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes the
-previous position of its source. One previous position is enough, because a producer withdraws only one message at a
+A position shows how far a source of messages has been read (E13). A position belongs to the message with which it was
+put, and both are written in the same transaction. A position without its message is not valid. The position of a source
+is the last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes
+the previous position of its source. One previous position is enough, because a producer withdraws only one message at a
 time, which is the message whose admission was interrupted.
 """
 
@@ -32,9 +32,9 @@ _Value = int | str
 class _Reached(NamedTuple):
     """A source's position on disk."""
 
-    #: The sequence of the message with which it was put; 0 if that is unknown.
+    #: The sequence of the message with which the position was put; 0 if this message is unknown.
     sequence: int
-    #: The position; ``None`` if it was removed.
+    #: The position; ``None`` if the position was removed.
     value: _Value | None
     #: The previous position; ``None`` if there was none. Equal to `value` for a position that was read or set.
     before: _Value | None
@@ -61,7 +61,7 @@ class Noted:
         # `_deleting`.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
-        #: The number of messages in `_settled`, or more.
+        #: The number of messages in `_settled`. It may be too high.
         self.settled_count = 0
         #: The number of messages and their bytes, in the file and noted.
         self.count, self.size = outboxfile.totals(file)
@@ -100,10 +100,10 @@ class Noted:
         """Note a message.
 
         Args:
-            size: the bytes that it uses.
-            max_bytes: the most bytes in the outbox; ``None`` for no limit.
+            size: bytes that the message uses in the outbox.
+            max_bytes: maximum bytes of all messages in the outbox; ``None`` for no limit.
             row: the message, without its sequence and size.
-            position: a position to write with it; ``None`` for no position.
+            position: a position to write with the message; ``None`` for no position.
 
         Returns:
             The sequence of the message; 0 if there is no room.
@@ -135,7 +135,7 @@ class Noted:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that a range of messages was put by mistake. They are deleted with their positions."""
+        """Note that a range of messages was put by mistake. A write deletes them with their positions."""
         with self.lock:
             # A single operation, so Ctrl-C cannot leave only a part of it.
             self._withdrawn.append((first, last))

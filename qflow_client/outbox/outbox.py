@@ -4,20 +4,21 @@ Changes (new and settled messages) are first noted in memory, which is fast and 
 noted changes in one transaction. A producer uses an outbox as follows:
 
 1. The producer calls `Outbox.put` under its own lock, in the order of admission. This notes a message and its sequence.
-2. Without that lock, and before `send` returns, it calls `Outbox.wait_durable`. This writes the message to disk,
-   together with all messages that other threads have put meanwhile. A producer on an event loop calls `Outbox.commit`
-   on another thread instead, once for many messages.
+2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This writes the message to
+   disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
+   `Outbox.commit` on another thread instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes them from the file. If the
-   process dies before that commit, the next producer sends them again with a mark.
+   process dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
    ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
-   `Outbox.permit` for the last of them, and `commit`. Only then it writes them to the broker. So after a crash the file
-   shows which messages may have been written. Only these may be second copies.
+   `Outbox.permit` for the last of these messages, and `commit`. Only then it writes the messages to the broker. So
+   after a crash the file shows which messages may have been written. Only these may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
-   writes both. A producer writes such a message to the broker only after that commit. So rows after the position on
-   disk were never written to the broker. Rows up to this position get the mark if they are sent again.
+   writes the message and the position. A producer writes such a message to the broker only after that commit. So rows
+   after the position on disk were never written to the broker. Rows up to this position get the mark if they are sent
+   again.
 7. A message that cannot be read is set aside. It stays in the file and still uses its bytes. `Outbox.damaged` lists it,
    and `Outbox.drop` removes it. All other messages are sent.
 
@@ -67,17 +68,17 @@ def _deadline(timeout: float | None) -> float:
 
 
 class Outbox:
-    """Messages on disk, in a file of SQLite. Any number of threads of one process may use it.
+    """Messages on disk, in a file of SQLite. Any number of threads of one process may use an `Outbox`.
 
     Args:
         path: the path of the file, which is created if it does not exist. A lock file beside it is never deleted.
         max_bytes: maximum bytes of all messages, with properties and 64 bytes for each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
-        timeout: seconds to wait for a file that another process has locked.
+        timeout: maximum seconds to wait for a file that another process has locked.
 
     Raises:
-        OutboxInUse: another process, or another producer in this one, uses the outbox.
+        OutboxInUse: another process, or another producer in this process, uses the outbox.
         OutboxError: the file cannot be opened, is damaged, or is not an outbox.
         ValueError: `synchronous` has another value, or `max_bytes` is not above 0.
     """
@@ -97,8 +98,8 @@ class Outbox:
         #: The absolute path of the file, because the process may change its working directory.
         # A URL stays recognisable, and is rejected below.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
-        # Added to `time.monotonic`, it gives seconds since 1970. It is read once, so a later change of the wall clock
-        # has no effect in this process. Times of different processes can only be compared by the wall clock.
+        # The difference between seconds since 1970 and `time.monotonic`. It is computed once, so a later change of the
+        # wall clock has no effect in this process. Times of different processes can only be compared by the wall clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The limit of the bytes of all messages.
@@ -128,7 +129,7 @@ class Outbox:
 
     @property
     def last(self) -> int:
-        """The last assigned sequence; 0 before the first."""
+        """The last assigned sequence; 0 if no sequence was ever assigned."""
         return self._noted.last
 
     @property
@@ -170,7 +171,7 @@ class Outbox:
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
     def full_error(self, size: int, payload: bytes | Message, exchange: str, routing_key: str) -> OutboxFull:
-        """Return the error for a message that has no room."""
+        """Return the error for a message for which there is no room."""
         taken = f"{self._noted.size} of at most {self.max_bytes} bytes are taken by {self._noted.count} messages"
         why = f"{self.path}: no room for a message of {size} bytes: {taken}"
         return OutboxFull(why, payload, exchange=exchange, routing_key=routing_key)
@@ -190,15 +191,18 @@ class Outbox:
 
         Args:
             payload: the body, or a message with properties. If it has a message id, that id is used.
-            exchange: its exchange.
-            routing_key: its routing key.
+            exchange: exchange of the message.
+            routing_key: routing key of the message.
             message_id: the id for a message without an id.
-            permit: whether it may be written to a broker from now on; otherwise it is held until `permit` is called.
-            overdraw: whether to put it even if there is no room, because the caller has checked `has_room`.
-            position: how far its source has been read, written in the same commit; ``None`` for no position.
+            permit: whether the message may be written to a broker from now on. Otherwise it is held until `permit` is
+                called.
+            overdraw: whether to put the message even if it exceeds `max_bytes`. The caller has checked `has_room`
+                before.
+            position: how far the source of the message has been read; ``None`` for no position. The same commit writes
+                both.
 
         Returns:
-            Its sequence.
+            Sequence of the message.
 
         Raises:
             OutboxFull: there is no room. A `commit` makes room if messages are settled.
@@ -255,7 +259,7 @@ class Outbox:
             source: the name of the source.
 
         Returns:
-            The position; ``None`` if the source has none. It may not be on disk yet.
+            The position; ``None`` if the source has no position. The position may not be on disk yet.
 
         Raises:
             OutboxError: the position is damaged.
@@ -309,7 +313,8 @@ class Outbox:
                 the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
         Raises:
-            OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
+            OutboxError: the message could not be written, or not in time. It stays noted, and the next commit tries
+                again.
         """
         if self._access.durable < sequence:
             noted = self._noted
@@ -348,9 +353,9 @@ class Outbox:
         Damaged messages are not returned. They are set aside, see `damaged`.
 
         Args:
-            after: a sequence; only later messages are returned.
-            limit: the most messages to return.
-            max_bytes: the most bytes of all returned messages, if there is more than one; ``None`` for no limit.
+            after: only messages with a sequence above this one are returned.
+            limit: maximum number of messages to return.
+            max_bytes: maximum bytes of all returned messages; ``None`` for no limit. A single message may be larger.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -373,7 +378,7 @@ class Outbox:
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """If a message of an earlier process has a time after the opening, correct this time."""
+        """If a message of an earlier process has a time in the future, replace it by the time of the opening."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -427,7 +432,7 @@ class Outbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is closed."""
+        """Whether the outbox is closed."""
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
@@ -435,14 +440,14 @@ class Outbox:
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Commit, and release the outbox for others. A second call does nothing.
+        """Commit, and release the outbox for other producers. A second call does nothing.
 
         Args:
             timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: noted changes could not be written, but the outbox is closed, see `unwritten`. If another
-                thread was still writing at the deadline, the outbox is not closed.
+            OutboxError: noted changes could not be written. The outbox is closed (see `unwritten`), unless another
+                thread was still writing at the deadline.
         """
         if not self.is_closed:
             self._use_file(self._close, _deadline(timeout))
@@ -475,8 +480,8 @@ class Outbox:
 
         Args:
             path: path of the file.
-            after: a sequence; only later messages are returned.
-            limit: the most messages to return.
+            after: only messages with a sequence above this one are returned.
+            limit: maximum number of messages to return.
 
         Raises:
             OutboxError: there is no outbox, or it cannot be read.

@@ -15,7 +15,7 @@ __all__ = ["Spilled"]
 class Spilled(Receipt):
     """The receipt of a message that waits in the outbox. Until the message is admitted, its body is only on disk.
 
-    Each producer derives its own class from this class and from the class of its other receipts.
+    Each kind of producer derives a class from this class and from the class of its other receipts.
     """
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class Spilled(Receipt):
 
     @property
     def message(self) -> RoutedMessage:
-        """The message, as in `Receipt.message`. Before its admission, each call reads it from the outbox.
+        """The message, as in `Receipt.message`. Before the admission, each access reads the message from the outbox.
 
         Raises:
             OutboxError: the message cannot be read, or another producer has removed it.

@@ -35,7 +35,8 @@ _CLOSING = 0.2
 class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
-    The producer creates this object before it opens the outbox. So it can call `close` even if `open` is interrupted.
+    The producer creates this object before it opens the outbox. So the producer can call `close` even if `open` is
+    interrupted.
     """
 
     #: Set by `open`.
@@ -83,10 +84,10 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Attach the outbox to the producer's protocol, which then notes its messages there. This is a step.
+        """Attach the outbox to the producer's protocol, which then notes its messages there. This method is a step.
 
         Args:
-            protocol: the protocol. No message may have been admitted yet.
+            protocol: the producer's protocol, which has not admitted a message yet.
             spilled_type: the class of receipts for messages that wait on disk.
             deliver: as for `Writer`.
             committed: as for `Writer`; ``None`` if only threads wait for commits.
@@ -176,7 +177,7 @@ class Storage:
             if hasattr(self, "writer"):
                 self.writer.stop(timeout)
         finally:
-            # Usually the writer has closed it already. It has not if it was never started, or is still writing.
+            # Usually the writer has closed the outbox already. But it may never have been started, or is still writing.
             close_outbox(outbox, self._settings.name, 0.0)
             count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:

@@ -1,13 +1,13 @@
-"""`OutboxStore` connects a producer's protocol to its outbox, sans-I/O. It implements `qflow_client.core.store.Store`.
+"""`OutboxStore` connects a producer's protocol to its outbox. It implements `qflow_client.core.store.Store`.
 
-The protocol calls it. In the same step, it notes each admitted and each settled message in the outbox. It does not wait
-for the disk: the producer does that before `send` returns. Messages that wait on disk and are not admitted yet are the
-`Backlog`. The outbox gives each message a number of its own, the sequence. Sequences and the numbers of the protocol
-increase in the same order.
+The protocol calls the store, which notes each admitted and each settled message in the outbox in the same step. The
+store does no I/O: the producer waits for the disk before `send` returns. Messages that wait on disk and are not
+admitted yet are the `Backlog`. The outbox gives each message a number of its own, the sequence. Sequences and the
+numbers of the protocol increase in the same order.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
 could have a message whose position is not on disk. The next process would read the source from the earlier position,
-and would send the message again without a mark.
+and would send the message again without the header of a second copy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's protocol, to which the store attaches itself. No message may have been admitted yet.
+        protocol: the producer's protocol, to which the store attaches itself. It has not admitted a message yet.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
     """
@@ -125,13 +125,13 @@ class OutboxStore:
             spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
 
         Returns:
-            Its receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if
+            The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if
             nothing has changed, because there is no room, or the producer is blocked and the message is not spilled.
 
         Raises:
             ProducerClosed: the producer admits no more messages.
             OutboxFull: there is no room and `outbox_full` is ``"raise"``, or the message is larger than the outbox.
-            TypeError, ValueError: it cannot be encoded.
+            TypeError, ValueError: the message cannot be encoded.
         """
         self.check_room(payload, exchange, routing_key)
         receipt = self._admission.send(payload, exchange, routing_key, now)
@@ -151,7 +151,7 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """If the message waited in line, its ticket gets the receipt."""
+        """Put a message on disk without admitting it. If the message waited in line, its ticket gets the receipt."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
         # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)
@@ -235,7 +235,7 @@ class OutboxStore:
 
     @step
     def read_again(self, _now: float) -> None:
-        """Repeat a request, because the writer could not read."""
+        """Repeat the present request, because the writer could not read."""
         self.backlog.request_again()
 
     # Admitting.

@@ -1,9 +1,9 @@
-"""`Writer` is the thread that commits and reads for a producer with an outbox. So other threads do not wait for a disk.
+"""`Writer` is the thread that commits and reads for a producer with an outbox, so that others do not wait for a disk.
 
-The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. The protocol may
-also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be written to a
-broker, and feeds it to the protocol. The thread never changes the protocol's state itself. It passes a step to
-`deliver`, which runs it in the same context as the other steps of the producer.
+The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
+protocol may also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be
+written to a broker, and feeds it to the protocol. The thread never changes the protocol's state itself. It passes a
+step to `deliver`, which runs it in the same context as the other steps of the producer.
 
 While the thread uses the outbox, the thread is marked as inside a step. Otherwise a finalizer on this thread could call
 `send` of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
@@ -43,7 +43,7 @@ _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
 _SEARCHES = 8
 
-#: A step of the protocol. It is called with the time.
+#: A step of the store, which is called with the time of `time.monotonic` in seconds.
 StoreStep = Callable[[float], None]
 
 
@@ -52,7 +52,7 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
 
     Args:
         outbox: the outbox. Closing it again does nothing.
-        timeout: seconds; ``None`` for no limit.
+        timeout: maximum seconds to wait; ``None`` for no limit.
     """
     try:
         if is_inside():
@@ -134,7 +134,7 @@ class Writer:
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """Stop the thread. Its last action is to close the outbox.
+        """Stop the thread. At its end, the thread closes the outbox.
 
         Args:
             timeout: seconds to wait for the end of the thread.
@@ -183,7 +183,7 @@ class Writer:
             self._wake.acquire(timeout=_GATHER_WAITED_FOR)
 
     def _pause(self) -> None:
-        """Return early if a sender waits for a commit."""
+        """Wait before the next try. Return early if a sender waits for a commit."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)
@@ -219,7 +219,7 @@ class Writer:
         return True
 
     def _read(self, request: ReadRequest) -> None:
-        """If the read fails, set the time of the next try."""
+        """Read a part of the backlog for the store. If the read fails, set the time of the next try."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
 
