@@ -113,7 +113,7 @@ __all__ = [
     "may_be_second_copy",
 ]
 
-# A producer imports its client library, so each producer is imported on first use. So are rarely used modules.
+# Each kind of producer imports its client library, so it is imported on first use. So are rarely used modules.
 _LATER = {
     "aio": ("AsyncProducer", "AsyncReceipt", "connect_async"),
     "dedup": ("DeduplicationError", "Deduplicator", "may_be_second_copy"),

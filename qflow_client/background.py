@@ -12,10 +12,10 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. If a call is running, its result goes to the last caller of `ask`.
+    """Calls a function, one call at a time. If `ask` is called during a call, only the last `done` gets the result.
 
     Args:
-        function: the function. It must not raise an exception.
+        function: function that is called on a separate thread. It must not raise an exception.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
@@ -27,10 +27,10 @@ class BackgroundCall(Generic[_Answer]):
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
-        """Call the function. If a call is running, use its result.
+        """Call the function, or use the result of the running call if there is one.
 
         Args:
-            done: called with the result on any thread. It replaces the `done` of an earlier caller.
+            done: called with the result, on any thread. If an earlier `done` still waits, it is never called.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done
@@ -38,7 +38,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """Forget the function that would receive the answer."""
+        """Drop the waiting `done`, so that it is not called."""
         with self._lock:
             self._done = None
 
@@ -53,7 +53,7 @@ class BackgroundCall(Generic[_Answer]):
         self._take(self._function())
 
     def _take(self, result: Any) -> None:
-        """If no thread could be started, `result` is the error."""
+        """Handle the result of the function, or the error if no thread could be started."""
         self._answer(result)
 
     def _answer(self, answer: _Answer) -> None:
@@ -67,4 +67,4 @@ class Timer(Protocol):
     """The interface of a timer."""
 
     def cancel(self) -> object:
-        """Cancel the call of the function."""
+        """Cancel the timer, so that its function is not called."""

@@ -25,7 +25,7 @@ class Credentials:
 
     Attributes:
         username: the user name. With OAuth 2, RabbitMQ uses the name in the token and ignores this name.
-        password: the password or the token. The `repr` does not show it.
+        password: the password or the token. The `repr` does not show this value.
         expires_in: for how many seconds from now the broker accepts the password; ``None`` for no limit.
 
     Raises:
@@ -61,10 +61,10 @@ class Expiry:
 
     New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
     If the present credentials expire before new ones exist, the producer ends the connection. Otherwise the broker
-    would refuse messages on this connection, and the messages would seem to be wrong.
+    would refuse messages on this connection, as if the messages were wrong.
 
     Args:
-        settings: settings of the producer. The pauses are the same as those between two tries to connect.
+        settings: settings of the producer. The pauses between requests are the same as those between tries to connect.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:
@@ -81,8 +81,7 @@ class Expiry:
         self._backoff.begin(now)
         life = math.inf if credentials.expires_in is None else credentials.expires_in
         self._expires_at = now + life
-        # If the function returns the same credentials until they expire, the intervals must not become shorter and
-        # shorter.
+        # If the application returns the same credentials again and again, the minimum prevents ever shorter intervals.
         self._due_at = now + max(_PART * life, self._shortest)
 
     def wait(self, now: float) -> float | None:
@@ -90,7 +89,7 @@ class Expiry:
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds until the application and then the broker have answered."""
+        """Return the maximum seconds for both answers, of the application and then of the broker."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

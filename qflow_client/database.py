@@ -21,7 +21,7 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The errors of SQLite. Its error text for a damaged schema may contain invalid bytes, which Python cannot decode.
+# The exceptions of `sqlite3`. Python cannot always decode SQLite's error text for a damaged schema.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
@@ -35,23 +35,23 @@ _LOCK = re.compile(rb"\d*\s*|\0*")
 
 
 def _is_locked(failure: Exception) -> bool:
-    # Errors of the module sqlite3 itself have no code.
+    # Errors that Python's `sqlite3` raises by itself have no code of SQLite.
     return getattr(failure, "sqlite_errorcode", None) in _LOCKED
 
 
 class Database:
-    """A connection to a file in WAL mode. Only one thread at a time may use it.
+    """A connection to a SQLite file in WAL mode. Only one thread at a time may use the connection.
 
     Args:
         path: path of the file, which is created if it does not exist.
-        application_id: identifies the kind of the file.
+        application_id: SQLite's number for the kind of the file.
         synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
             machine.
-        read_only: whether to only read the file. It must exist, and another process may be writing it.
-        timeout: maximum seconds to wait, while the file is opened, for another process that has locked it.
+        read_only: whether to only read the file. Such a file must exist, even if another process is writing it.
+        timeout: maximum seconds for which the opening waits if another process has locked the file.
 
     Raises:
-        QflowError: an `error`, because the file cannot be opened, is damaged, or is of another kind.
+        QflowError: the file cannot be opened, is damaged, or is of another kind. The class of the exception is `error`.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Database:
         _refuse_url(path, error)
         #: The path of the file.
         self.path = Path(os.fspath(path))
-        #: After this time no statement waits for the lock of another process, in seconds of `time.monotonic`. Only the
-        #: thread that uses the file may set it.
+        #: The time of `time.monotonic`, in seconds, at which a statement stops waiting for the lock of another process.
+        #: Only the thread that uses the file may set this time.
         self.deadline = time.monotonic() + timeout
-        #: Another limit of the same kind, which any thread may set at any time.
+        #: A second time limit for the same waits, which any thread may set at any time.
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
@@ -121,7 +121,7 @@ class Database:
             )
 
     def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:
-        """Execute a statement with values for each ``?`` in order, or for each ``:name`` by name."""
+        """Execute a statement. `values` replace each ``?`` in order, or `named` replaces each ``:name``."""
         self._check_process()
         try:
             return self._file.execute(statement, named or values)
@@ -162,7 +162,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the block as a transaction, which makes all changes or none."""
+        """Run the ``with`` block as a transaction, which makes all changes or none."""
         try:
             self.execute("BEGIN IMMEDIATE")
             yield
@@ -181,29 +181,29 @@ class Database:
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
-    # A URL may contain a password, and all other errors contain the path.
+    # All other errors contain the path. If the path is a URL, it may contain a password.
     if is_url(path):
         raise error(f"{shown(path)}: it must be the path of a file, not a URL")
 
 
 class LockFile:
-    """A lock for one process at a time. The system releases it when the process ends for any reason.
+    """A lock that one process at a time can have. The system releases the lock when the process ends for any reason.
 
     Args:
         path: path of the file that the lock protects.
         error: class of the error if the lock file cannot be used.
         in_use: class of the error if another process has the lock.
-        told: two parts of the text of this error: a description of the other process, and advice.
+        told: two parts of the error text of `in_use`: the kind of object that uses the file, and advice.
 
     Raises:
-        QflowError: an `error` or `in_use`.
+        QflowError: the lock file cannot be used (`error`), or another process has the lock (`in_use`).
     """
 
     released = True
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         _refuse_url(path, error)
-        # Use the real path, because a file has only one lock even if it has several names.
+        # Use the real path, so that a file with several names has only one lock file.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
             # Without O_NONBLOCK, the opening of a named pipe could wait for its other end.
@@ -226,7 +226,7 @@ class LockFile:
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            # Do not truncate the file. The spaces overwrite a longer number.
+            # Do not truncate the file. The spaces overwrite the end of a longer number.
             os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False

@@ -208,12 +208,12 @@ class Deduplicator:
     handled twice. To prevent this, write the message id in the same transaction as your results.
 
     Args:
-        path: path of a SQLite file for the ids. Other processes on this machine may use it at the same time. A crash of
-            the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in memory,
-            with about 200 bytes for each id.
+        path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
+            crash of the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in
+            memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If there are more, the oldest one is forgotten. Choose more than the number of
-            messages between two copies. A second copy comes after all unconfirmed messages, and after messages that
-            other producers have sent in the meantime.
+            messages that can come between two copies: all unconfirmed messages of the producer, and messages that other
+            producers have sent in the meantime.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
@@ -241,12 +241,12 @@ class Deduplicator:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
             look_up: whether to look up the id. ``False`` assumes that this is the first copy, and only remembers the
                 id. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without the mark
-                of a second copy. But if the first copy arrives after the second one, it is handled again, because it
-                has no mark.
+                of a second copy. But if the first copy arrives after the second one, the message is handled twice,
+                because the first copy has no mark.
 
         Returns:
-            A context manager for ``with`` and ``async with``. Its value is ``True`` if the message has to be handled,
-            and ``False`` if it is a second copy.
+            A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has
+            to be handled, and ``False`` if it is a second copy.
 
         Raises:
             DeduplicationError: the file cannot be used. The start or the end of the block raises this error.
@@ -275,7 +275,7 @@ class Deduplicator:
             self._memory.add(message_id)
 
     def close(self) -> None:
-        """Close the file. Forget ids in memory."""
+        """Close the file, or forget the ids in memory."""
         with self._lock:
             self._memory.close()
 
@@ -286,7 +286,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Return whether the message has to be handled, and another handling of its id that runs now, or ``None``."""
+        """Return whether to handle the message, and the present handling of another copy; ``None`` if there is none."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

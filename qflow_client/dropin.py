@@ -1,8 +1,8 @@
-"""The common code of the drop-ins for client libraries: their settings, and the flow of a channel.
+"""The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
 
 The client library still manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol`
 decides when messages are sent, as in every producer. This module does no I/O and does not wait, because each library
-does this in its own way.
+does both in its own way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# Fixed values of settings that the methods of the library replace.
+# Fixed values of settings that have no effect here, because the library's methods have arguments for them.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",
@@ -109,7 +109,7 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The settings, by their names in keywords and in a URL's query."""
+        """The name of each setting, by its name in keywords and URLs, which may have the prefix ``qflow_``."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
@@ -148,8 +148,8 @@ class DropIn:
         """Collect the settings of a connection from keywords, a URL's query and the environment.
 
         Args:
-            query: texts of settings by name.
-            keywords: settings by name.
+            query: texts of settings in the URL's query, by name.
+            keywords: values of settings, by name.
 
         Raises:
             SettingsError: a value is not allowed.
@@ -157,7 +157,7 @@ class DropIn:
         return ProducerSettings.load(f"{_URL}?{urlencode(query or {})}", environ=self._environ(), **(keywords | _FIXED))
 
     def of_url(self, url: str) -> tuple[ProducerSettings, str]:
-        """Return the settings of a connection, and the URL without them.
+        """Return the settings in a URL, and the URL without these settings.
 
         Raises:
             SettingsError: a value is not allowed.
@@ -190,7 +190,7 @@ class EncodedMessage(Message):
         given["body"] = body
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """Return the frames. The channel is always the channel for which they were encoded."""
+        """Return the encoded frames. `channel` is always the channel for which the library encoded the message."""
         return self.frames
 
 
@@ -224,7 +224,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Use channel number 0, so that the frames are created again for every other channel.
+        # No message is sent on channel 0, so `frames_on` always creates the frames again.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -256,7 +256,7 @@ class EncodedProtocol(ProducerProtocol):
     def send(self, message: EncodedMessage, exchange: str, routing_key: str, now: float) -> Receipt | None:
         """Admit a message if this is possible now; see `Admission.send`."""
         admission = self.admission
-        # This takes half of the time, and usually succeeds.
+        # `send_at_once` takes half of the time of `send`, and usually succeeds.
         receipt = admission.send_at_once(message, exchange, routing_key)
         return receipt if receipt is not None else admission.send(message, exchange, routing_key, now)
 
@@ -271,9 +271,9 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """Settle all messages with their present outcomes, because the channel has ended.
+        """Settle every message with the outcome that is known now, because the channel has ended.
 
-        The producer may open another channel later.
+        The program can open another channel later.
         """
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)
@@ -285,15 +285,15 @@ class EncodedProtocol(ProducerProtocol):
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Reset the state to that before the first channel.
+        """Return to the state before the first channel was opened.
 
-        Used when the program itself has closed the channel, which is not flow control.
+        The drop-ins call this if the end of the channel is not flow control, such as a close by the program.
         """
         self.channel.was_open = False
 
 
 class Flag:
-    """The waiter of a call that waits by polling a connection."""
+    """The waiter of a call that polls a connection until `is_set` is True."""
 
     __slots__ = ("is_set",)
 
@@ -307,7 +307,7 @@ class Flag:
 
 
 class DropInFlow:
-    """The flow of one channel of a library: its protocol, and its listeners.
+    """The flow control of one channel of a library: the protocol, and the listeners for flow events.
 
     Args:
         name: name in flow events and logs, if the settings have no name.
@@ -341,7 +341,7 @@ class DropInFlow:
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold before the next message."""
+        """Raise a hold, which takes effect before the next message is sent."""
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
@@ -364,7 +364,7 @@ class DropInFlow:
         """Run a call that waits; see `core.calls`.
 
         Args:
-            turn: processes I/O until an event happens, at most until the given time.
+            turn: processes I/O, and returns after an event, or at the time of `time.monotonic` that is its argument.
         """
         try:
             until, result = resume(call, None)
@@ -387,14 +387,14 @@ class DropInFlow:
     # After a change.
 
     def after(self) -> None:
-        """Wake waiters, log entries, and call flow callbacks."""
+        """Wake waiters, write log entries, and call flow callbacks."""
         self._set_flags()
         protocol = self.protocol
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
-            # This call comes from a listener. The outer call reports its events after all listeners have received the
-            # earlier ones.
+            # A listener has made this call. The outer call reports the new events after all listeners have received the
+            # earlier events.
             return
         self._is_telling = True
         try:
@@ -416,7 +416,7 @@ class DropInFlow:
         """Call a listener with each flow event from now on.
 
         Returns:
-            A function that ends the calls.
+            A function that unregisters the listener.
 
         Raises:
             TypeError: the listener cannot be called.

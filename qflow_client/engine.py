@@ -1,8 +1,8 @@
 """The base class of engines, which run the protocol of a producer for threads or for asyncio.
 
 The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers
-only to the engine. So if the application drops a producer without closing it, the producer can be collected. Its engine
-then ends by itself (`abandon`). It admits no more messages, delivers the admitted messages, and closes the connection.
+only to the engine. So if the application drops a producer without closing it, the producer can be collected. The engine
+then ends by itself (`abandon`): it admits no more messages, delivers the admitted messages, and closes the connection.
 
 `step` executes each step of the protocol. After each step, `after` passes on the protocol's reports.
 """
@@ -59,16 +59,16 @@ class BaseEngine(ABC):
         topology: objects to declare on each connection; ``None`` for none.
     """
 
-    #: The state. Only steps change it.
+    #: The state of the producer. Only steps change this state.
     protocol: ProducerProtocol
     #: Locked during each step.
     lock: Guard
-    #: The publishing channel, and the thread or loop that calls callbacks; ``None`` until there is one.
+    #: The publishing channel, and the thread or loop that calls callbacks. Both are ``None`` at first.
     link: Any
     dispatcher: Any
-    #: The event loop; ``None`` for threads, and until the producer connects.
+    #: The event loop of an `AsyncProducer`; ``None`` before it connects, and always ``None`` for a `Producer`.
     loop: Any = None
-    #: The class of the objects by which a call is woken.
+    #: The class of the objects that wake waiting calls.
     make_waiter: type[Any]
 
     def __init__(
@@ -84,7 +84,7 @@ class BaseEngine(ABC):
         self._manager = manager
         #: The outbox; ``None`` if there is none.
         self.storage: Storage | None = None
-        #: Calls `on_delivery`; ``None`` if there is none.
+        #: Calls the callback `on_delivery`; ``None`` without a callback.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._reported)
         self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
         #: Measures and traces messages. Set when the producer is connected.
@@ -129,7 +129,7 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application. The application may have a lock for which another step waits.
+        """Execute a step for a call of the application, but wait for another step only for a limited time.
 
         Args:
             deadline: as for `Guard.try_take`.
@@ -147,7 +147,7 @@ class BaseEngine(ABC):
             raise
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Execute a step without waiting for its result. If this is not possible now, execute it later, in order."""
+        """Execute a step without waiting for its result. If that is not possible now, postpone the step."""
         if self._put_off or not self.may_step or self.try_step(step) is NOT_TAKEN:
             self.put_off(step)
 
@@ -162,7 +162,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has executed the step. The last steps may be executed without the lock.
+                # Another thread has executed the last step. When an engine ends, this method may run without the lock.
                 return
             put_off(protocol)
 
@@ -179,11 +179,12 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error if the running event loop is not the producer's, because the call could not wake its tasks.
+        """Raise an error if the running event loop is not the producer's. The call could not wake tasks of that loop.
 
         Args:
-            payload: the message that is not sent; ``None`` for none.
-            waits: False for a call that never waits. It is possible while the producer's loop runs on another thread.
+            payload: message for the error; ``None`` for a call without a message.
+            waits: False for a call that never waits. Such a call is allowed while the producer's loop runs on another
+                thread.
 
         Raises:
             ProducerClosed: the producer's loop is closed.
@@ -204,10 +205,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
-        """Begin to close, and return immediately. Log the messages that are not delivered.
+        """Begin to close, and return immediately. Messages that are not delivered are logged.
 
         Args:
-            deadline: end of the wait for unsettled messages, in seconds.
+            deadline: end of the wait for unsettled messages, in seconds of `time.monotonic`.
         """
 
     @property
@@ -238,8 +239,9 @@ class BaseEngine(ABC):
 
         Args:
             deadline: as for `Guard.try_take`.
-            spills: whether to put the message into the outbox while the producer is flowed, if the settings allow this.
-                A message of a callback is always put there, because other senders may wait for the callback to return.
+            spills: whether a message may be put into the outbox while the producer is flowed. This happens if
+                `when_flowed` is ``"spill"``, and in callbacks, because other senders may wait for the callback to
+                return.
 
         Returns:
             The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.
@@ -299,7 +301,7 @@ class BaseEngine(ABC):
     # Closing.
 
     def unflushed(self, timeout: float | None) -> ConfirmTimeout:
-        """Return the error for messages that were not settled within some seconds."""
+        """Return the error for messages that were not settled within `timeout` seconds."""
         unsettled = self.protocol.unsettled if self.storage is None else len(self.storage)
         return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
 
@@ -342,7 +344,7 @@ class BaseEngine(ABC):
         return DROPPED if self.is_dropped else CLOSED
 
     def _log_undelivered(self, undelivered: UndeliveredMessages | None) -> None:
-        """Called when there is no caller to raise the error for."""
+        """Log undelivered messages, because no caller can get the error."""
         if undelivered is not None:
             level, why = (logging.ERROR, DROPPED) if self.is_dropped else (logging.WARNING, "shut down")
             log(level, "%s: %s: %s", self.settings.name, why, undelivered)
@@ -361,7 +363,8 @@ class BaseEngine(ABC):
         """In a forked child, replace the state, which belongs to the parent.
 
         The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state
-        is only read here. Another thread may have been changing it, with a lock that is never released in the child.
+        is only read here. During the fork, another thread may have been changing this state, with a lock that is never
+        released in the child.
         """
         self.is_copy = self.ended = True
         self.detach()
@@ -393,7 +396,7 @@ _engines: WeakSet[BaseEngine] = WeakSet()
 
 
 def watch_process(engine: BaseEngine) -> None:
-    """Call an engine after a fork and at the end of the process, while the engine exists."""
+    """Register an engine, so that it is called after a fork and at the end of the process."""
     _engines.add(engine)
 
 

@@ -68,7 +68,7 @@ class ProducerClosed(QflowError):
         message: the message that was not sent; ``None`` if there was none.
         exchange: exchange of the message; ``None`` if there was no message.
         routing_key: routing key of the message; ``None`` if there was no message.
-        receipts: receipts of the messages that the same call of `send_many` had admitted before.
+        receipts: receipts of the messages that the same call of `send_many` has admitted.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -91,7 +91,7 @@ class ProducerFlowed(QflowError):
         message: the message that was not sent, as the application has passed it.
         exchange: exchange of the message; ``None`` if there was no message.
         routing_key: routing key of the message; ``None`` if there was no message.
-        receipts: receipts of the messages that the same call of `send_many` had admitted before.
+        receipts: receipts of the messages that the same call of `send_many` has admitted.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -215,7 +215,7 @@ class OutcomeUnknown(DeliveryError):
 
 
 class MessageStored(DeliveryError):
-    """The message is still in the outbox. The next producer with this outbox sends it, unless it is damaged.
+    """The message is still in the outbox. The next producer with this outbox sends the message, unless it is damaged.
 
     The text contains one of three reasons: the producer was closed; the message was not delivered, and
     ``outbox_keep_undelivered`` is on; or the message is damaged in the outbox, and stays there until ``qflow outbox
@@ -227,7 +227,8 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: receipts of these messages, in the order of admission. Messages in the outbox may be missing.
+        receipts: receipts of the undelivered messages, in the order of admission. Receipts of messages in the outbox
+            may be missing.
         stored: number of messages that stay in the outbox. The next producer with this outbox sends them, so the
             application must not send them.
         dropped: number of further messages that have failed. Their receipts were dropped, because failed messages used
@@ -238,7 +239,7 @@ class UndeliveredMessages(QflowError):
         self.receipts = tuple(receipts)
         self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
-        # If a damaged message is set aside in an outbox, only its receipt is known.
+        # The argument `stored` does not count damaged messages in the outbox, but their receipts may be known.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
@@ -254,7 +255,7 @@ class UndeliveredMessages(QflowError):
     def unsent(self) -> tuple[RoutedMessage, ...]:
         """Messages that have certainly not arrived. They can be sent again without second copies.
 
-        ``producer.send(message)`` sends a message to the same exchange and routing key.
+        ``producer.send(message)`` sends such a message to its former exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
@@ -262,6 +263,6 @@ class UndeliveredMessages(QflowError):
     def unknown(self) -> tuple[RoutedMessage, ...]:
         """Messages that may have arrived. If they are sent again, second copies with the same message ids are possible.
 
-        ``producer.send(message)`` sends a message to the same exchange and routing key.
+        ``producer.send(message)`` sends such a message to its former exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

@@ -30,9 +30,9 @@ class HoldKind(StrEnum):
     #: There is no connection, messages of an earlier connection have to be sent first, or the producer is closed
     #: (`FlowState.closed`).
     DISCONNECTED = "disconnected"
-    #: The producer's own rate limit.
+    #: The setting `rate` limits the producer.
     RATE = "rate"
-    #: `pause`, or `stop_all` of the manager.
+    #: `pause` of the producer or `stop_all` of the manager was called.
     PAUSED = "paused"
     #: Messages in the outbox are sent first, or the outbox is full.
     OUTBOX = "outbox"
@@ -66,8 +66,9 @@ class FlowEvent:
         hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
         holds: the present holds on the producer, oldest first. Their times are in seconds since 1970.
         at: time of the event in seconds since 1970.
-        since: time in seconds since 1970 when the hold was raised. For a notice, when the longest wait of a call began.
-        seconds: seconds since `since`.
+        since: time in seconds since 1970 when the hold was raised. For a notice, the time when the longest-waiting call
+            began to wait.
+        seconds: seconds from `since` to `at`.
         waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
         admitted: number of messages that the producer has admitted so far.
         unsettled: number of unsettled messages.
@@ -103,12 +104,13 @@ class FlowState:
 
     Attributes:
         holds: the holds on the producer, oldest first. Their times are in seconds since 1970.
-        since: time in seconds since 1970 when it was blocked (flowed); ``None`` if it is not blocked.
-        times_flowed: how often it was blocked (flowed).
-        seconds_flowed: seconds for which it was held so far, by hold kind, including the present holds.
-        closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is `close`,
-            which is not flow control, or a lost connection. After a lost connection the producer stays flowed
-            (``disconnected``).
+        since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
+        times_flowed: how often the producer was blocked (flowed) so far.
+        seconds_flowed: seconds for which the producer was held so far, for each hold kind. The present holds are
+            included.
+        closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is a call of
+            `close`, which is not flow control, or a lost connection. After a lost connection the producer stays flowed
+            (hold kind ``disconnected``).
     """
 
     holds: tuple[Hold, ...]

@@ -1,10 +1,10 @@
-"""Creates and locks files that contain messages. Only the owner can read them.
+"""Creates and locks files that contain messages. Only their owner can read new files.
 
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
-have set them. Files are not written through symbolic links.
+have set them. `open_private` rejects symbolic links, and `make_private` follows them.
 
-All files of this package are opened by this module, which uses locks and permissions of POSIX. On other systems, such
-as Windows, the opening of a file raises an error. On such systems, features that use no files still work.
+This module creates all files of this package. It uses locks and permissions of POSIX. On other systems, such as
+Windows, the creation of a file raises an error. On such systems, features that use no files still work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 _PRIVATE = 0o600
 
 # Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file,
-# so SQLite must not open it in between. Reentrant, because a signal handler may create another file.
+# so SQLite must not open the file in between. Reentrant, because a signal handler may create another file.
 _making = threading.RLock()
 
 
@@ -102,7 +102,7 @@ def lock(file: int | IO[Any]) -> None:
 
 
 def unlock(file: int) -> None:
-    """Unlock an open file. If forked children have copies of the descriptor, these are unlocked, too.
+    """Unlock an open file. Copies of the descriptor in forked children lose the lock, too.
 
     Raises:
         OSError: the file cannot be unlocked.

@@ -1,8 +1,8 @@
 """Writes flow logs, which show the holds of producers and how long they lasted. Each line is a JSON object.
 
-Logs are rotated, partly lost, and read in any order. So each line is complete, and repeats facts of earlier lines that
-it needs. A long hold is reported in several lines. Times are whole microseconds since 1970, so that sums do not depend
-on the order.
+A log has many files. Some of them may be lost, and they may be read in any order. So each line is complete: it repeats
+all facts of earlier lines that a reader needs. A long hold is reported in several lines. Times are whole microseconds
+since 1970, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ProducerLines:
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # Since when the producer is flowed, and the first reason; ``None`` while it is not flowed.
         self._flowed: tuple[int, str] | None = None
-        # Since when the producer is unflowed, the last reason before, and the number of messages that it had admitted
-        # then; -1 if the number is unknown.
+        # When the producer became unflowed, the first reason why it had been flowed before, and the number of messages
+        # that it had admitted then; -1 if the number is unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -132,7 +132,7 @@ class ProducerLines:
         self._write(line)
 
     def tell(self, at: int) -> None:
-        """Write lines for the present holds up to the time `at`."""
+        """Write a line for each present hold. `at` is the end of the reported time, in microseconds."""
         for key, (since, begun) in self._holds.items():
             if at > begun:
                 line = self._line(at, "held", key[0], since)
@@ -172,14 +172,14 @@ class FlowLog:
     file is finished, it is renamed. So programs that watch the folder see only finished files. If a crash leaves an
     unfinished file, the next log in the folder finishes it.
 
-    Publishing threads, and the broker's loop, only put lines into a queue. A separate thread encodes and writes them.
-    If the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost lines. A
-    forked child needs its own log.
+    Publishing threads, and the broker's loop, only put lines into a queue. A separate thread encodes and writes the
+    lines. If the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost
+    lines. A forked child process needs its own log.
 
     Args:
         folder: the folder, which is created if it does not exist.
         max_bytes: a file is finished when it has this number of bytes.
-        max_seconds: a file with lines is also finished after this number of seconds.
+        max_seconds: a file that has lines is finished after this number of seconds, even if it is small.
         keep: number of finished files of this log to keep; ``None`` for all. Older files are deleted.
         period: seconds between two lines about the same hold, or about the same queue.
         max_lines: maximum number of lines that wait to be written.
@@ -222,7 +222,7 @@ class FlowLog:
         self._told_lost = 0
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
-        # Protects the file. The writing thread has it most of the time.
+        # Protects the file. The writing thread has this lock most of the time.
         self._writing = threading.Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0
@@ -258,8 +258,8 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds. An event in between may come twice, which is detected, but is not
-        # missed.
+        # Subscribe before reading the present holds. An event in between is not missed. It may come twice, which is
+        # detected.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
@@ -288,7 +288,7 @@ class FlowLog:
     # Writing.
 
     def flush(self) -> None:
-        """Wait until all present lines are in the file."""
+        """Write all waiting lines to the file."""
         self._write_waiting()
 
     def rotate(self) -> None:
@@ -300,7 +300,7 @@ class FlowLog:
     def close(self) -> None:
         """Write the remaining lines, and finish the file.
 
-        A second call does nothing, and so does a call in a forked child.
+        A second call does nothing. A call in a forked child also does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -361,7 +361,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # Read the time first, so that holds are reported only up to events that are handled below.
+        # Read the time first, so that the events of the whole reported time are handled below.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
@@ -395,7 +395,7 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """The files of ended processes are not locked."""
+        """Finish the files of ended processes, which are not locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:

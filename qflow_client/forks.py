@@ -18,7 +18,7 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. The number stays a valid descriptor, because other code will close it.
+    """Close this process's copy of a socket. The descriptor stays valid, because other code will close it.
 
     This uses no additional descriptor, because the process may have no free descriptor.
     """
@@ -50,7 +50,7 @@ def not_shared(what: str, pid: int) -> str:
     """Return why a forked child cannot use an object of its parent.
 
     Args:
-        pid: the process that made it.
+        pid: id of the process that made the object.
     """
     return (
         f"the {what} was made in process {pid}, and this is process {os.getpid()}: a child process cannot share a "

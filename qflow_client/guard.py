@@ -3,13 +3,13 @@
 While a thread executes a step, Python may run foreign code on the thread between any two instructions. Examples are a
 signal handler that sends a message, and a finalizer whose log record is sent as a message. If this code waited for the
 step's lock, it would wait for itself. If it took the lock of another producer, two threads could wait for each other.
-So a thread is marked from before it waits for a lock until after it has released the lock. If code on a marked thread
-needs a step, it gets an error, or the step is passed to the I/O thread. A call of `send` while there is room needs no
-step (`send_at_once`).
+So a thread is marked before it waits for a lock. It stays marked until it has released the lock. If code on a marked
+thread needs a step, it gets an error, or the step is passed to the I/O thread. `send` needs no step while there is room
+(`send_at_once`).
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the step. So a call of the application waits for a step only until a
-deadline (`Guard.try_take`). After this time it gets an error, or the step is passed to the I/O thread.
+deadline (`Guard.try_take`). After the deadline, the call gets an error, or the step is passed to the I/O thread.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _T = TypeVar("_T")
 
 #: Minimum seconds that a call of the application waits for the step of another thread. A step needs far less time.
 PATIENCE = 1.0
-# Maximum seconds of this wait.
+# Maximum seconds of such a wait.
 _MAX_WAIT = 60.0
 # A wait has at least this number of pieces. If the process is suspended during a wait, only one piece is lost.
 _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """Returned if a step was not executed. An exception could be mistaken for the exception of a signal handler."""
+    """Returned if a step was not executed. An exception could be confused with one that a signal handler raises."""
 
     NOT_TAKEN = "not taken"
 
@@ -132,12 +132,12 @@ class Guard:
         """Execute a step for a call of the application, on any thread.
 
         Args:
-            deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The wait lasts at
-                least `PATIENCE` and at most `_MAX_WAIT` seconds.
+            deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The maximum wait
+                is between `PATIENCE` and `_MAX_WAIT` seconds.
 
         Returns:
             The result of the step. `NOT_TAKEN` if this thread is inside a step, or if the step of another thread has
-            not ended in time. Then nothing has changed.
+            not ended in time. In both cases nothing has changed.
         """
         me = get_ident()
         if me in _inside:
@@ -176,7 +176,7 @@ LOOPS = Guard()
 
 def _after_fork_in_child() -> None:
     LOOPS.__init__()  # type: ignore[misc]  # another thread may have held its lock
-    # The child has only this thread of the parent. It may be inside a step, which it will complete.
+    # The child has only this thread of the parent. This thread may be inside a step, which it will complete.
     me = get_ident()
     _inside.intersection_update({me})
     _serving.intersection_update({me})

@@ -11,7 +11,7 @@ from qflow_client.events import FlowState, HoldKind
 
 __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 
-# Holds that are often raised and lifted, during each burst of messages.
+# Kinds of holds that are often raised and lifted, in each burst of messages.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
 # Value of the header Retry-After: seconds after which a client may repeat its request.
@@ -24,11 +24,11 @@ class Health:
 
     Attributes:
         state: ``"ready"``, ``"blocked"`` (by the broker or by another hold), ``"disconnected"`` or ``"closed"``.
-        reasons: texts for people why the producer is not ready. They contain no password.
-        since: time in seconds since 1970 when it was blocked (flowed); ``None`` if it is not blocked.
+        reasons: reasons why the producer is not ready, as texts for people. The texts contain no password.
+        since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         unsettled: number of unsettled messages.
         stored: number of messages in the outbox; 0 if there is no outbox.
-        spills: whether `send` puts messages into the outbox while they cannot be sent.
+        spills: whether `send` puts messages into the outbox while the producer is flowed.
     """
 
     state: str

@@ -2,7 +2,7 @@
 
 A log handler is code of the application. It may block, raise an exception, or send with the same producer. So no
 handler runs on a thread that a connection needs, or inside a step of a protocol. Records are created immediately. A
-separate thread passes them to the handlers.
+separate thread passes the records to the handlers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records. It is created on first use and not at import, so that gevent can patch it first."""
+        """The queue of records. It is created on first use and not at import, because gevent may patch it first."""
         made = self.__dict__.get("made")
         # Use one call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
@@ -136,14 +136,14 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
     """Log a message. The function returns immediately and raises no exception.
 
     Args:
-        arguments: values for the format string `text`, which must not change later.
+        arguments: values for the format string `text`. They are formatted later, so they must not change.
         error: exception whose traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)
 
 
 def write_log(entries: list[LogEntry]) -> None:
-    """Log the entries of a protocol like `log`."""
+    """Log the entries of a protocol in the same way as `log`."""
     for entry in entries:
         _put(entry)
 
@@ -158,7 +158,7 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
 
 
 def flush_logs(timeout: float) -> bool:
-    """Wait until all earlier records are handled. Return False after `timeout` seconds."""
+    """Wait until all earlier records are handled. Return False if this takes longer than `timeout` seconds."""
     return _writer.flush(timeout)
 
 

@@ -28,7 +28,7 @@ __all__ = [
     "with_position",
 ]
 
-#: Header of a message that is sent again because it may or may not have arrived.
+#: Header of a message that is sent again because the producer does not know whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
 
 
@@ -81,7 +81,7 @@ class _Headers:
         return None if own is None else _Table(own)
 
     def __set__(self, message: Message, headers: Mapping[str, Any] | None) -> None:
-        # If an application has a dataclass as a subclass, the generated constructor calls this method.
+        # If an application derives a dataclass from `Message`, the generated constructor calls this method.
         if headers is not None:
             message.__dict__["headers"] = _own_headers(headers)
 
@@ -137,11 +137,12 @@ class Message:
         body: the content. A ``str`` is encoded as UTF-8.
         content_type: MIME type.
         content_encoding: MIME content encoding.
-        headers: field table. Its keys have at most 255 bytes. Its values are ``str``, ``bool``, ``int`` of 64 bits,
+        headers: field table. The keys have at most 255 bytes. The values are ``str``, ``bool``, ``int`` of 64 bits,
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive), ``None``, and lists,
-            tuples and mappings of these types. The message has an immutable copy, so a program may reuse its own table.
+            tuples and mappings of these types. The message keeps an immutable copy of the table, so a program may reuse
+            its table.
         delivery_mode: delivery mode. The default is 2, persistent.
-        priority: the standard allows 0 to 9. Brokers accept values up to 255.
+        priority: priority. The AMQP standard allows 0 to 9. Brokers accept values up to 255.
         correlation_id: id of the request that this message answers.
         reply_to: queue for answers.
         expiration: milliseconds after which the broker may drop the message, as a string of digits.
@@ -150,7 +151,7 @@ class Message:
         type: kind of the message, as a name that the application chooses.
         user_id: user name. The broker accepts only the user of the connection.
         app_id: name of the publishing application.
-        cluster_id: deprecated in the standard, but still sent.
+        cluster_id: cluster id, which is deprecated in the standard, but is still sent.
 
     Raises:
         TypeError: a property has the wrong type.
@@ -249,9 +250,9 @@ class Message:
 class RoutedMessage(Message):
     """A message with an exchange and a routing key, which ``producer.send(message)`` uses.
 
-    The receipts and errors of a producer contain such messages, so that they can be sent again. An ``exchange=`` or
-    ``routing_key=`` of the call has precedence. A comparison ignores the exchange and the routing key. So the message
-    is equal to each `Message` with the same body and properties.
+    The receipts and errors of a producer contain such messages, so that they can be sent again. An argument
+    ``exchange=`` or ``routing_key=`` of `send` has precedence. A comparison ignores the exchange and the routing key.
+    So the message is equal to each `Message` with the same body and properties.
 
     Args:
         body: as for `Message`.
@@ -261,7 +262,7 @@ class RoutedMessage(Message):
 
     Raises:
         TypeError: a property, the exchange or the routing key has the wrong type.
-        ValueError: AMQP cannot represent one of them.
+        ValueError: AMQP cannot represent a property, the exchange or the routing key.
     """
 
     exchange: str = ""
@@ -278,7 +279,7 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Store them together with the properties, because the encoder ignores other names.
+        # Store both together with the properties, because the encoder ignores names that are not properties.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key
@@ -340,13 +341,13 @@ def position_of(payload: bytes | Message) -> Position | None:
 
 
 def copy_position(source: bytes | Message, target: Message) -> None:
-    """Copy the position of a message to another message, if it has one."""
+    """If a message has a position, copy the position to another message."""
     if position_of(source) is not None:
         target.__dict__[_STORED_WITH] = source.__dict__[_STORED_WITH]
 
 
 def give_back(error: BaseException) -> None:
-    """Replace the message of an error by the message that the application has passed, without its position."""
+    """If an error contains a message with a position, replace this message by the one that the application passed."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above
@@ -417,11 +418,11 @@ def decode_message(header: bytes, body: bytes) -> Message:
     """Create a message from the payload of its content header frame and its body.
 
     Raises:
-        FrameError: the payload is not a content header, or a `Message` cannot have its values.
+        FrameError: the payload is not a content header, or its values are not allowed in a `Message`.
     """
     try:
         values = decode_properties(header)
-        # Set it explicitly, because the default of `Message` is another mode.
+        # A header without a mode means ``None``, but the default of `Message` is persistent.
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:

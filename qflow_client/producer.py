@@ -33,7 +33,7 @@ __all__ = ["NOT_CONNECTED", "BaseProducer", "resolve", "split"]
 #: Why an `AsyncProducer` takes no messages at first.
 NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
 
-# The errors of `send`, and those of `send_nowait`, for a message that may not wait. Each says how to wait instead.
+# The errors of `send` and of `send_nowait` for a message that must not wait. The text of each error says how to wait.
 _LONGER_WAITS = CannotWait(FlowControlTimeout, "set a longer timeout to wait")
 _BLOCKING_WAITS = CannotWait(ProducerFlowed, "set when_flowed='block' to wait")
 _SEND_WAITS = {
@@ -62,7 +62,7 @@ def resolve(
         The payload, the exchange and the routing key. ``None`` means the value of the settings.
 
     Raises:
-        TypeError: the message has another type.
+        TypeError: the message is not ``bytes``, ``str`` or a `Message`.
     """
     if type(message) is bytes:
         return message, exchange, routing_key
@@ -77,10 +77,10 @@ def resolve(
 def split(
     message: bytes | str | Message | tuple[bytes | str | Message, Position],
 ) -> tuple[bytes | str | Message, Position | None]:
-    """Return a message of `send_many` and its position, or ``None`` if it has no position.
+    """Return the message and the position of an element of `send_many`; ``None`` if it has no position.
 
     Raises:
-        TypeError: the message is a tuple with other elements.
+        TypeError: the element is a tuple, but not a message and a `Position`.
     """
     if not isinstance(message, tuple):
         return message, None
@@ -110,7 +110,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """The engine must not refer to the producer."""
+        """Set the engine, which must not refer to the producer."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -150,12 +150,13 @@ class BaseProducer(ABC, Generic[_Receipt]):
         Args:
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
-            routing_key: the routing key; its default is chosen in the same way.
-            source: as for `send`; it has no effect, because the message does not wait in line.
+            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages that of the
+                settings.
+            source: no effect, because the message does not wait in line.
             position: as for `send`.
 
         Returns:
-            Its receipt.
+            Receipt of the message.
 
         Raises:
             ProducerFlowed: the producer is flowed; the message was not sent and never will be.
@@ -245,7 +246,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 holds = self._protocol.reports.holds
             advice = cannot_wait.advice
             raise cannot_wait.error(holds, 0.0, payload, advice, exchange=exchange, routing_key=routing_key)
-        # Other senders may be waiting for the callback to return, so its message goes before theirs.
+        # Other senders may be waiting for the callback to return, so the callback's message goes before their messages.
         now, waiter = _monotonic(), engine.make_waiter()
         ticket = line.make_ticket(payload, exchange, routing_key, now, timeout=0.0, waiter=waiter, first=True)
         try:
@@ -267,7 +268,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     ) -> AbstractContextManager[Message]:
         """Add a position, or else a span, to the message that a block sends.
 
-        The block gets the message to send. Its errors contain the message as it was passed.
+        The block gets the message to send. Errors of the block contain the message that the application has passed.
         """
         if position is not None:
             return self._stored_with(payload, position)
@@ -323,8 +324,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def capacity(self) -> int:
         """The maximum number of unsettled messages.
 
-        It may be set at any time. A lower capacity cancels no message. It only prevents further messages until there is
-        room (C6). With ``capacity="auto"`` this is the present window. A number that is set stays.
+        The program may set it at any time. A lower capacity cancels no message: further messages only have to wait for
+        room (C6). With ``capacity="auto"`` this is the present window. After the program has set a number, the window
+        is fixed.
 
         Raises:
             SettingsError: the new value is not allowed.
@@ -389,7 +391,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 producer has a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that ends the calls. The callback still gets the waiting events.
+            A function that unregisters the callback. The callback still gets the events that are waiting then.
 
         Raises:
             TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or
@@ -399,7 +401,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         check_argument("callback", callback, callable(callback), "callable")
         refuse_coroutine_function("on_flow", callback)
         wanted = kinds_of(kinds)
-        # Do not refer to the producer below, because its callbacks must not keep it alive.
+        # The functions below must not refer to the producer, because callbacks must not keep the producer alive.
         engine = self._engine
 
         def unsubscribe() -> None:
@@ -416,7 +418,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         self._engine.ask(add)
 
     def _add_events(self, events: Any, kinds: Iterable[str] | None) -> None:
-        """Put all further flow events into a queue, and ``None`` at the end."""
+        """Put all further flow events into a queue, and ``None`` when the producer ends."""
         wanted, engine = kinds_of(kinds), self._engine
 
         def add(protocol: ProducerProtocol) -> None:
@@ -426,7 +428,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 engine.listeners.iterate(protocol, events, wanted)
 
         if engine.ended:
-            # There may be no loop for a step.
+            # An ended producer may have no loop for a step.
             events.put(None)
         else:
             engine.ask(add)

@@ -1,6 +1,6 @@
 """Decides when, where and how often to connect.
 
-The caller reports failures with their times, and gets the time to wait. `Reconnection` decides after the loss of a
+The caller reports failures with their times, and gets the seconds to wait. `Reconnection` decides after the loss of a
 connection. `Watch` decides whether to end an open connection. `Return` decides whether to return to the first host.
 
 This module does no I/O and reads no clock. Times are monotonic seconds.
@@ -43,8 +43,8 @@ class Backoff:
 
     Args:
         first: first pause in seconds.
-        longest: maximum pause in seconds, with jitter.
-        jitter: maximum random extension of a pause, as a part of the pause.
+        longest: maximum pause in seconds, including the jitter.
+        jitter: maximum random extension of a pause, as a fraction of the pause.
         limit: seconds after which no more tries are made; ``None`` for no limit.
     """
 
@@ -102,7 +102,8 @@ class Reconnection:
     Args:
         hosts: URLs of the hosts, in order.
         host: index of the connected host.
-        credentials_change: whether each try may have other credentials. If so, no refusal ends the tries.
+        credentials_change: whether each try may use new credentials. If so, the producer tries again after every
+            refusal.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Reconnection:
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # Number of failed tries and losses of each host. It selects the first address of the host.
+        # How often each host has failed or was left. This number selects the first address of the host.
         self._turns: Counter[int] = Counter()
         # The errors of failed hosts in this round, and whether they are final.
         self._failures: dict[int, tuple[str, bool]] = {}
@@ -238,13 +239,13 @@ class Reconnection:
 class Watch:
     """Decides whether to end an open connection, because the broker is silent or blocks it (E15).
 
-    The link calls `look` every `period` seconds while the connection is open. While confirms are missing, the broker
-    must send something every `liveness` seconds. If it does not, the producer sends a probe (a second
-    ``Confirm.Select``). If the broker only confirms late, it answers the probe, and the connection is kept. A broker
-    that blocks the connection reads nothing from it, so its silence is ignored.
+    `Upkeep` calls `look` every `period` seconds while the connection is open. While confirms are missing, the broker
+    must send something every `liveness` seconds. If the broker sends nothing, the producer sends a probe (a second
+    ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
+    blocks the connection reads nothing from it, so its silence is ignored.
 
-    If all hosts block the producer, it changes between them at growing intervals. `failover_delay` is doubled with each
-    round until a message is settled.
+    If all hosts block the producer, the producer changes between the hosts at growing intervals. `failover_delay` is
+    doubled with each round until a message is settled.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -281,7 +282,8 @@ class Watch:
             settled: number of messages that were settled so far.
 
         Returns:
-            ``None`` to keep the connection. ``""`` to keep it and to send a probe. Otherwise the reason to end it.
+            ``None`` to keep the connection. ``""`` to keep the connection and to send a probe. Otherwise the reason to
+            end the connection.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None
@@ -310,11 +312,11 @@ class Watch:
 
 
 class Return:
-    """Decides whether a producer with another host returns to the first host (E15).
+    """Decides whether a producer that uses another host returns to the first host (E15).
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
     has answered all probes for `return_to_first` seconds, the producer returns. If the connection to the first host
-    fails, or is lost within this time, the next wait is twice as long.
+    then fails, or is lost within `return_to_first` seconds, the next wait is twice as long.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -325,7 +327,7 @@ class Return:
         self._answers_since: float | None = None
         # Since when the producer is connected to the first host; ``None`` if it is not connected to it.
         self._kept_since: float | None = None
-        # Number of returns since a connection to the first host last lasted long enough.
+        # Number of returns since the last connection to the first host that lasted long enough.
         self._returns = 0
 
     def opened(self, host: int, now: float) -> None:

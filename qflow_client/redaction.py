@@ -61,7 +61,7 @@ HARMLESS = {
     "timeout",
 }
 
-# The keys of pika's ``ssl_options`` whose values may be shown, without the password of the private key.
+# The keys of pika's ``ssl_options`` whose values may be shown. The password of the private key must not be shown.
 _SSL_HARMLESS = {
     "ca_certs",
     "ca_path",
@@ -153,7 +153,7 @@ def _hide_credentials(text: str) -> str:
 
 
 def _censor_query(query: str) -> tuple[str, list[str], bool]:
-    """Return the harmless text and removed parts of a query, and whether it may contain the end of a password."""
+    """Return a query's harmless text and its removed parts, and whether it may contain the end of a password."""
     texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
@@ -184,7 +184,7 @@ def is_url(path: object) -> bool:
 
 
 def _ssl_options(text: str) -> dict[Any, Any]:
-    """Return an empty dict if the options are invalid."""
+    """Parse pika's ``ssl_options``. Return an empty dict if the text is invalid."""
     try:
         options = ast.literal_eval(unquote_plus(text))
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):

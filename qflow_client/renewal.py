@@ -77,16 +77,16 @@ class Asker(BackgroundCall[Answer]):
 
 
 class Renewer:
-    """Gets the credentials of each connection, and replaces them in time.
+    """Gets the credentials of each connection, and replaces them before they expire.
 
-    All its methods run on the thread or loop of the connection.
+    All methods run on the thread or loop of the connection.
 
     Args:
-        call_later: calls a function on this thread or loop after a number of seconds.
-        post: calls a function on this thread or loop. Any thread may use this.
-        update: sends a secret to the broker, and calls a function when the broker has answered. The function returns
-            False if nothing can be sent now.
-        leave: ends the connection, with a reason as its argument. The producer connects again.
+        call_later: calls a function on the thread or loop of the connection after a number of seconds.
+        post: calls a function on the thread or loop of the connection. Any thread may call `post`.
+        update: sends a secret to the broker, and calls the given function when the broker has answered. Returns False
+            if nothing can be sent now.
+        leave: ends the connection for a reason, which is the argument. The producer then connects again.
         clock: returns the time in seconds.
     """
 

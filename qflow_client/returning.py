@@ -1,8 +1,9 @@
 """Probes the first host, and lets the producer return to it (E15).
 
-A probe is the beginning of a connection. The host has to answer the protocol header. With TLS it has to answer the
-handshake, because it may require a certificate afterwards. An accepted TCP connection is not enough, because the kernel
-accepts connections even for a suspended broker. The probe sends no secrets and does not log in.
+A probe is the beginning of a connection. The host has to answer the protocol header. With TLS, the host only has to
+answer the handshake, because it may require a certificate, which the probe does not have. An accepted TCP connection is
+not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets and does not
+log in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def answers(url: str, timeout: float) -> bool:
     """Return True if a broker answers at a URL.
 
     Args:
-        timeout: maximum seconds of each step.
+        timeout: maximum seconds for each network operation.
     """
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
@@ -54,12 +55,12 @@ def answers(url: str, timeout: float) -> bool:
 class Returner:
     """Probes the first host on a separate thread. Ends the connection when the producer should return to this host.
 
-    All its methods run on the thread or loop of the connection.
+    All methods run on the thread or loop of the connection.
 
     Args:
-        call_later: calls a function on this thread or loop after a number of seconds.
-        post: calls a function on this thread or loop. Any thread may use this.
-        leave: ends the connection, with a reason as its argument. The producer connects again.
+        call_later: calls a function on the thread or loop of the connection after a number of seconds.
+        post: calls a function on the thread or loop of the connection. Any thread may call `post`.
+        leave: ends the connection for a reason, which is the argument. The producer then connects again.
     """
 
     def __init__(

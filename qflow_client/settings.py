@@ -48,7 +48,7 @@ _PREFIX = "QFLOW_"
 # Minimum similarity, from 0 to 1, between the name of a variable and a setting to report the variable as misspelt.
 _SIMILAR = 0.8
 
-# If a sender with a rate is late, it may catch up this number of seconds.
+# A sender with a rate limit that is late may catch up this number of seconds.
 _CATCHES_UP = 0.05
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -57,7 +57,7 @@ _URL = "amqp://guest:guest@localhost:5672/%2F"
 class WhenFlowed(StrEnum):
     """What `send` does while the producer is flowed (D1)."""
 
-    #: Wait for at most `max_producer_flow_control_wait`.
+    #: Wait for at most `max_producer_flow_control_wait` seconds.
     BLOCK = "block"
     #: Raise `ProducerFlowed` immediately.
     RAISE = "raise"
@@ -68,10 +68,10 @@ class WhenFlowed(StrEnum):
 class OnDisconnect(StrEnum):
     """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: They are sent again, in order and before new messages. Messages that may have arrived have the header
+    #: The messages are sent again, in order and before new messages. Messages that may have arrived have the header
     #: ``x-qflow-republished``.
     REPUBLISH = "republish"
-    #: They are settled. Their outcome is *unknown* if they were written, and otherwise *failed*.
+    #: The messages are settled. The outcome is *unknown* for a message that was written, and otherwise *failed*.
     FAIL = "fail"
 
 
@@ -89,39 +89,39 @@ class OnBlocked(StrEnum):
 
     #: Wait.
     WAIT = "wait"
-    #: After `failover_delay`, connect to the next host and send the unsettled messages there.
+    #: After `failover_delay` seconds, connect to the next host and send the unsettled messages to this host.
     FAILOVER = "failover"
 
 
 class OnRefused(StrEnum):
     """What happens to a message for which the broker has no room now."""
 
-    #: Send it again after a pause, for at most `retry_for`.
+    #: Send the message again after a pause, for at most `retry_for` seconds.
     RETRY = "retry"
-    #: Settle it as *nacked* or *rejected*.
+    #: Settle the message as *nacked* or *rejected*.
     FAIL = "fail"
 
 
 class OnOutboxFull(StrEnum):
     """What `send` does while the outbox has no room for the message."""
 
-    #: Wait for at most `max_producer_flow_control_wait`, as while the producer is flowed.
+    #: Wait for at most `max_producer_flow_control_wait` seconds, as while the producer is flowed.
     BLOCK = "block"
     #: Raise `OutboxFull` immediately.
     RAISE = "raise"
 
 
 class OutboxSynchronous(StrEnum):
-    """The failure that messages in the outbox survive."""
+    """The failures that messages in the outbox survive."""
 
-    #: A crash or kill of the process.
+    #: Only a crash or kill of the process.
     NORMAL = "normal"
-    #: Also a crash of the machine. Each commit waits for the disk.
+    #: A crash of the process or of the machine. Each commit waits for the disk.
     FULL = "full"
 
 
 def _optional(parse: Callable[[str], Any], *none: str) -> Callable[[str], Any]:
-    """Return a function that parses a text. It returns ``None`` for an empty text, ``none`` and the words of `none`."""
+    """Return a parser that returns ``None`` for an empty text, for ``none``, and for the words in `none`."""
     return lambda text: None if text.lower() in ("none", "", *none) else parse(text)
 
 
@@ -261,8 +261,8 @@ class ProducerSettings:
     Attributes:
         url: ``amqp://`` or ``amqps://`` URL of the broker. Several URLs are tried one after the other. Query parameters
             that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
-        exchange: default exchange of `send`. ``""`` is the default exchange of the broker.
-        routing_key: default routing key of `send`.
+        exchange: exchange for a message if `send` gets none. ``""`` is the default exchange of the broker.
+        routing_key: routing key for a message if `send` gets none.
         capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
             confirms, and finds the smallest window with maximum throughput.
         capacity_max: maximum window of ``capacity="auto"`` (C6). It has no effect on a fixed capacity.
@@ -271,7 +271,7 @@ class ProducerSettings:
         max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed;
             ``None`` for no limit, 0 to raise an error immediately (A4).
         when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). With
-            ``"spill"`` it puts the message into the `outbox`, from which the message is sent later, in order.
+            ``"spill"``, `send` puts the message into the `outbox`, from which it is sent later, in order.
         confirms: whether to use publisher confirms. Without confirms, a written message has the outcome ``sent``.
         mandatory: whether the broker returns messages that no queue receives, so that they are not lost silently.
             Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
@@ -279,7 +279,7 @@ class ProducerSettings:
         message_ids: whether to assign a message id to each message without one.
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: number of messages that may be sent without a pause after an idle time. ``None`` for the number of
-            messages in 50 ms at this rate, so that a sender that wakes up late can catch up.
+            messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
         max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. If there are more, the
             producer has a hold of kind ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
@@ -289,7 +289,8 @@ class ProducerSettings:
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
             ``on_flow`` callback. If there are more, the oldest ones are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
-        connect_timeout: maximum seconds to connect to a host, with TLS, authentication and the opening of the channel.
+        connect_timeout: maximum seconds to connect to a host, including TLS, authentication and the opening of the
+            channel.
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"`` it accepts messages immediately.
@@ -297,44 +298,47 @@ class ProducerSettings:
             `max_producer_flow_control_wait` also limits this time (E12). With ``None``, that setting is the only limit.
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
             ``"fail"``.
-        reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then it ends. ``None`` for no
-            limit, 0 to end when the first connection is lost.
-        reconnect_delay: seconds before the first try to reconnect. There is a pause after all hosts were tried. Each
-            further pause is twice as long.
-        reconnect_delay_max: maximum pause in seconds. If a connection is lost within this time, the pauses continue to
-            grow, and no message is suspected as the cause of the loss.
-        reconnect_jitter: maximum random extension of a pause, as a part of the pause; 0 for none. With it, the clients
-            of a broker do not reconnect all at the same time. It also applies to the pauses after refusals. No pause is
-            longer than its maximum.
+        reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
+            ``None`` for no limit, 0 to end at the first loss.
+        reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
+            pause, twice as long as the previous one.
+        reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
+            pauses continue to grow, and no message is suspected as the cause of the loss.
+        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The extension
+            prevents that all clients of a broker reconnect at the same time. It also applies to the pauses after
+            refusals. No pause is longer than its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
             hosts: ``"wait"`` or ``"failover"`` (E15).
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
-            If all hosts block, each further round takes twice as long.
+            If all hosts block the producer, each further round takes twice as long.
         return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
-            it (E15). The first host is probed four times in this period. If the connection is then lost within this
-            time, the next wait is twice as long. ``None`` for no return.
+            it (E15). The first host is probed four times in this period. If the connection to it is then lost within as
+            many seconds, the next wait is twice as long. ``None`` for no return.
         liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
-            probe (E15). If nothing comes for another half of this time, it ends the connection and tries the next host
-            first. ``None`` to use only heartbeats.
+            probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
+            tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
-        retry_for: seconds after the first refusal for which such a message is sent again. Then it is settled.
+        retry_for: seconds after the first refusal of a message during which the message is sent again. Then it is
+            settled.
         delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
             sent any more. ``None`` for no limit.
-        retry_delay: seconds before the first retry. Each further pause is twice as long.
-        retry_delay_max: maximum pause in seconds.
+        retry_delay: seconds before a refused message is sent again for the first time. Each further pause is twice as
+            long.
+        retry_delay_max: maximum pause in seconds before a refused message is sent again.
         outbox: path of a file that keeps admitted messages until they are settled, so that a crash of the process loses
             no message; ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a
             time may use the file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
-        outbox_synchronous: the failure that messages in the outbox survive. With ``"normal"`` this is a crash or kill
-            of the process. With ``"full"`` it is also a crash of the machine, and each commit waits for the disk.
+        outbox_synchronous: the failures that messages in the outbox survive. With ``"normal"`` these are a crash or
+            kill of the process. With ``"full"`` they include a crash of the machine, and each commit waits for the
+            disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
-            Its outcome is then ``stored``, with the reason. The next producer with this outbox sends the message again,
-            unless it is still too old. Without this setting the receipt has the failure, and the message is deleted
-            from the outbox.
+            The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
+            message again, unless it is still too old. Without this setting the receipt shows the failure, and the
+            message is deleted from the outbox.
         tracing: whether to create an OpenTelemetry span for each message, and to add its context to the message's
             headers. Metrics need no setting.
         name: name of the producer in flow events, in logs and in the broker's management.
@@ -466,9 +470,10 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, the changed settings are explicit. Settings that were explicit before are still explicit.
+        In the copy, the changed settings count as explicitly given, and so do the explicitly given settings of the
+        original.
 
-        `dataclasses.replace` passes all settings, so all settings are explicit in its copy.
+        `dataclasses.replace` passes all settings, so all settings of its copy count as explicitly given.
 
         Args:
             changes: new values by name of the setting.
@@ -524,13 +529,13 @@ class ProducerSettings:
 
         Args:
             url: value of the setting ``url``; ``None`` if it is not given.
-            settings: settings that the keywords do not override.
+            settings: settings with a lower precedence than the keywords.
             environ: environment variables. The default is the environment of the process.
-            keywords: settings by name.
+            keywords: values of settings, by name.
 
         Raises:
             SettingsError: a value is not allowed, or a name is not a setting.
-            TypeError: `settings` has another type.
+            TypeError: `settings` is not a `ProducerSettings` or ``None``.
         """
         check_argument(
             "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"

@@ -1,4 +1,4 @@
-"""What `Producer`, `AsyncProducer` and the drop-ins share outside the protocol.
+"""The common code of `Producer`, `AsyncProducer` and the drop-ins that is not part of the protocol.
 
 It contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and receipts
 to the application. Nothing here uses a socket or waits.
@@ -77,7 +77,7 @@ DEFAULT: Any = _Default()
 
 # Maximum seconds for the broker's answer to a close, and for the end of running callbacks.
 GOOD_BYE = 3.0
-# The same if the timeout of the close has expired.
+# The same maximum if the timeout of the close has expired.
 BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. If the broker stops the channel, only bytes that are not written yet can be
@@ -91,7 +91,8 @@ _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
 
-#: Why a producer with `connect_in_background` is disconnected at first. If it stops trying, the error contains this.
+#: Why a producer with `connect_in_background` is disconnected at first. If the producer stops trying, its error
+#: contains this text.
 NOT_CONNECTED = "the producer is not connected yet"
 
 # Why a closed producer accepts no messages.
@@ -149,10 +150,10 @@ def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the deadline of a call that begins now, in seconds.
+    """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
 
     Args:
-        timeout: seconds; ``None`` for no limit.
+        timeout: seconds from now; ``None`` for no limit.
 
     Raises:
         TypeError, ValueError: `timeout` is not a number.
@@ -162,7 +163,7 @@ def deadline_of(timeout: float | None) -> float:
 
 
 def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
-    """Return the deadline of a close that begins now, in seconds, from the timeout of the call or from the settings.
+    """Return the deadline of a close that begins now. `timeout` has precedence over the settings.
 
     Raises:
         TypeError, ValueError: the timeout is not a number.
@@ -251,8 +252,8 @@ class Subscription:
     The callback has to be called once for each event. Only one thread at a time may call `put` or `take`.
 
     Args:
-        kinds: the hold kinds of its events; ``None`` for all.
-        limit: maximum number of waiting events.
+        kinds: the hold kinds of the callback's events; ``None`` for all kinds.
+        limit: maximum number of events that wait for the callback.
     """
 
     def __init__(
@@ -339,11 +340,11 @@ class Listeners(Generic[_Events]):
         callback: Callable[[FlowEvent], object],
         kinds: frozenset[str] | None,
     ) -> None:
-        """Register a callback.
+        """Register a callback for flow events.
 
         Args:
             key: identifies the callback for `remove`.
-            kinds: the hold kinds of its events; ``None`` for all.
+            kinds: the hold kinds of the callback's events; ``None`` for all kinds.
         """
         self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
         self._listen(protocol)
@@ -408,7 +409,7 @@ def client_properties(name: str) -> dict[str, Any]:
 
 
 def connection_failed(url: str, why: str) -> ConnectionFailed:
-    """Return the error for one host."""
+    """Return the error for a host to which no connection could be made."""
     return ConnectionFailed(f"{hide_password(url)}: {why}")
 
 
@@ -466,7 +467,7 @@ class Deliveries:
         self._passed_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
-        """Add a list of receipts. Then call `pass_on` with the lists in the same order."""
+        """Add a list of receipts. The caller must then call `pass_on` with the lists in the same order."""
         self._handed.append(receipts)
 
     def pass_on(self, receipts: list[Receipt]) -> BaseException | None:
@@ -500,7 +501,8 @@ class Deliveries:
         """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled when the connection was ended. They were passed on, but maybe late.
+            left: the receipts that were unsettled when the connection was ended. They were passed on, but possibly too
+                late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
@@ -525,7 +527,7 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
     """If the block raises an exception, add the receipts of the admitted messages to the exception.
 
     Args:
-        receipts: the receipts; the block appends them.
+        receipts: list to which the block appends the receipts.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""`send_many` of a producer with an outbox. One wait for the disk stores many messages.
+"""`send_many` of a producer with an outbox. The producer waits for the disk only once for many messages.
 
 `store_many` is a generator, so that the same code serves threads and asyncio. It passes each call that may wait to the
-function `run` of the skin, which returns an iterator. The iterator of a `Producer` waits itself and yields nothing. The
-iterator of an `AsyncProducer` yields everything that the coroutine yields.
+function `run` of the producer, which returns an iterator. The iterator of a `Producer` waits itself and yields nothing.
+The iterator of an `AsyncProducer` yields everything that the coroutine yields.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def store_many(
         messages: as for `send_many`.
         receipts: the receipts are appended to this list.
         timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.
-        options: the other arguments of `send`.
-        at_once: how many messages are put into the outbox before it waits for the disk.
-        wait_durable: waits until the message of a receipt is on disk, but not longer than until a deadline in seconds.
-        run: calls a function with the other arguments; the function may wait.
+        options: the arguments of `send` except the message, its position and the timeout.
+        at_once: number of messages that are put into the outbox between two waits for the disk.
+        wait_durable: waits for the message of a receipt to be on disk. Its second argument is a deadline in seconds of
+            `time.monotonic`.
+        run: calls a function that may wait, with the given arguments.
     """
     try:
         for each in messages:

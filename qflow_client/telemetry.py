@@ -1,9 +1,9 @@
 """OpenTelemetry metrics of producers, and spans of messages.
 
-Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages and counts
-them by destination. A producer uses its observer only while an SDK can collect metrics, or while it traces messages. So
-without an SDK, messages cause no additional work. The module needs only opentelemetry-api, and only in processes that
-create a producer.
+Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages, and
+counts the messages of each destination. A producer uses its observer only while an SDK can collect metrics, or while it
+traces messages. So without an SDK, messages cause no additional work. The module needs only opentelemetry-api, and only
+in processes that create a producer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Span:
 
     def __init__(self, span: Span) -> None:
         self.span: Span | None = span
-        # Whether the message was not passed to `send` yet. If it is passed again, it is another message.
+        # True until the message is passed to `send`. If the message is passed again, it gets another span.
         self.fresh = True
 
 
@@ -208,7 +208,7 @@ class Observer:
         """Record durations if enough time has passed, and end spans. Any thread may call this method without a lock.
 
         Args:
-            now: seconds. ``None`` to record all durations now.
+            now: time of `time.monotonic` in seconds. ``None`` to record all durations now.
         """
         if self._durations and (now is None or now - self._recorded_at >= _RECORD_PERIOD):
             if now is not None:
@@ -473,7 +473,7 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Without an SDK, the API collects nothing."""
+        """Whether an SDK can collect metrics. Without an SDK, the API collects nothing."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:
@@ -481,7 +481,7 @@ class _Metrics:
             self._observers.add(observer)
 
     def remove(self, observer: Observer) -> None:
-        """Keep the counts of the observer. A second call changes nothing."""
+        """Remove an observer, but keep its counts. A second call changes nothing."""
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
@@ -512,7 +512,7 @@ def watch(
 ) -> Observer:
     """Measure a producer until `unwatch` is called or the producer is collected.
 
-    If the settings enable tracing, its messages are traced.
+    If the settings enable tracing, the producer's messages are traced.
 
     Args:
         producer: the producer. The measurement does not keep it alive.

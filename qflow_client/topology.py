@@ -24,7 +24,7 @@ class Declaration(NamedTuple):
     """One AMQP method that declares an object.
 
     Attributes:
-        what: the declared object, for people.
+        what: text for people that names the declared object.
         method: name of the method in pika and aiormq.
         arguments: arguments of the method.
         if_missing: whether an existing object is accepted, whatever its properties are.
@@ -67,7 +67,7 @@ def _frozen(what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a copy of an argument that may change later. The copy has types that both pika and aiormq can send."""
+    """Copy an argument, because the application may change it later. Both pika and aiormq can send the copy."""
     if isinstance(value, Mapping):
         return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,11 +94,11 @@ class Queue(_Declared):
     """A queue (AMQP 0-9-1, ``Queue.Declare``).
 
     Attributes:
-        name: name of the object.
-        durable: whether it survives a restart of the broker.
-        exclusive: whether only this connection may use the queue. It is deleted with the connection.
-        auto_delete: whether it is deleted with its last consumer.
-        arguments: arguments, such as ``{"x-queue-type": "quorum"}``.
+        name: name of the queue.
+        durable: whether the queue survives a restart of the broker.
+        exclusive: whether only this connection may use the queue. Such a queue is deleted with the connection.
+        auto_delete: whether the broker deletes the queue with its last consumer.
+        arguments: further arguments of the declaration, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue with this name is accepted, whatever its properties are.
 
     Raises:
@@ -136,12 +136,12 @@ class Exchange(_Declared):
     """An exchange (AMQP 0-9-1, ``Exchange.Declare``).
 
     Attributes:
-        name: name of the object.
+        name: name of the exchange.
         type: ``"direct"``, ``"fanout"``, ``"topic"``, ``"headers"``, or a type of a plugin.
-        durable: whether it survives a restart of the broker.
-        auto_delete: whether it is deleted with its last binding.
-        internal: whether only other exchanges may publish to it.
-        arguments: arguments, such as ``{"alternate-exchange": "unrouted"}``.
+        durable: whether the exchange survives a restart of the broker.
+        auto_delete: whether the broker deletes the exchange with its last binding.
+        internal: whether only other exchanges may publish to the exchange.
+        arguments: further arguments of the declaration, such as ``{"alternate-exchange": "unrouted"}``.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -182,7 +182,7 @@ class Binding(_Declared):
         exchange: exchange from which the messages come.
         queue: queue that receives the messages.
         routing_key: the routing key of the binding.
-        arguments: arguments, such as those for a headers exchange.
+        arguments: further arguments of the binding, such as those for a headers exchange.
         to_exchange: exchange that receives the messages, instead of `queue` (``Exchange.Bind`` of RabbitMQ).
 
     Raises:

@@ -27,8 +27,8 @@ class Upkeep:
 
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
-        post: calls a function on this thread or loop. Any thread may use this.
-        leave: ends the connection, with a reason as its argument. The producer connects again.
+        post: calls a function on the thread or loop of the connection. Any thread may call `post`.
+        leave: ends the connection for a reason, which is the argument. The producer then connects again.
         asker: requests credentials; ``None`` if the URLs contain them.
     """
 
@@ -57,7 +57,7 @@ class Upkeep:
         self.renewer: Renewer | None = None
         if asker is not None:
             self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
-        # The tap of the open connection, and the function that writes the output of the protocol to it.
+        # The `Tap` of the open connection, and the function that writes the protocol's output to the connection.
         self._tap: Tap | None = None
         self._pump: Callable[[], object]
 
