@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 producers that obey the broker's flow control. They do not hang, and never lose messages silently."""
+"""AMQP 0-9-1 producers that obey the broker's flow control. No call hangs, and no message is lost silently."""
 
 from __future__ import annotations
 

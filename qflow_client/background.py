@@ -15,7 +15,7 @@ class BackgroundCall(Generic[_Answer]):
     """Calls a function, one call at a time. If `ask` is called during a call, only the last `done` gets the result.
 
     Args:
-        function: function that is called on a separate thread. It must not raise an exception.
+        function: function that is called on a separate thread, and that must not raise an exception.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:

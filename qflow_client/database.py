@@ -238,7 +238,7 @@ class LockFile:
 
     def release(self) -> None:
         if not self.released and self._pid != os.getpid():
-            # This is a forked child whose fork handlers have not run yet.
+            # This process is a forked child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
             # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close,

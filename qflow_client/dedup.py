@@ -1,8 +1,8 @@
 """Lets consumers drop second copies of messages. To lose no message, a producer sometimes sends second copies.
 
-If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So it sends the
-message again with the same message id. Otherwise the message could be lost. The broker may now have two copies. The
-consumer drops messages that it has already handled.
+If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So the producer
+sends the message again with the same message id. Otherwise the message could be lost. The broker may now have two
+copies. The consumer drops messages that it has already handled.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles the message. If so, the end of the block remembers the id or drops it.
+        # Whether this block handles the message. If True, the end of the block stores the id, or drops the id after an
+        # exception.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -196,7 +197,7 @@ class _Handling:
 
 
 class Deduplicator:
-    """Remembers the ids of handled messages, so that a consumer handles each message once. It is thread-safe.
+    """Remembers the ids of handled messages, so that a consumer handles each message once. Thread-safe.
 
     Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
     end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
@@ -211,9 +212,9 @@ class Deduplicator:
         path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
             crash of the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in
             memory, with about 200 bytes for each id.
-        max_count: maximum number of ids. If there are more, the oldest one is forgotten. Choose more than the number of
-            messages that can come between two copies: all unconfirmed messages of the producer, and messages that other
-            producers have sent in the meantime.
+        max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
+            number of messages that can come between two copies: all unconfirmed messages of the producer, and messages
+            that other producers have sent in the meantime.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
@@ -263,7 +264,7 @@ class Deduplicator:
             return len(self._memory)
 
     def remember(self, message_id: str) -> None:
-        """Remember a handled message. This is for consumers that cannot use `first_time`.
+        """Remember a handled message. Call this method only if the consumer cannot use `first_time`.
 
         Args:
             message_id: id of the message.

@@ -239,9 +239,8 @@ class BaseEngine(ABC):
 
         Args:
             deadline: as for `Guard.try_take`.
-            spills: whether a message may be put into the outbox while the producer is flowed. This happens if
-                `when_flowed` is ``"spill"``, and in callbacks, because other senders may wait for the callback to
-                return.
+            spills: whether the message may be put into the outbox while the producer is flowed, namely if `when_flowed`
+                is ``"spill"``, or in a callback. Other senders may wait for the callback to return.
 
         Returns:
             The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.

@@ -86,7 +86,7 @@ class ProducerFlowed(QflowError):
     """The producer is blocked (flowed). The message was not sent and never will be (A4 D1).
 
     Attributes:
-        holds: the holds on the producer, oldest first. Their times are in seconds since 1970.
+        holds: the holds on the producer, oldest first, with times in seconds since 1970.
         waited: seconds for which the call has waited.
         message: the message that was not sent, as the application has passed it.
         exchange: exchange of the message; ``None`` if there was no message.
@@ -204,7 +204,7 @@ class MessageRejected(DeliveryError):
 
 
 class MessageFailed(DeliveryError):
-    """The message was admitted but never written. It can be sent again without a second copy."""
+    """The message was admitted but never written. The message can be sent again without a second copy."""
 
 
 class OutcomeUnknown(DeliveryError):
@@ -253,7 +253,7 @@ class UndeliveredMessages(QflowError):
 
     @property
     def unsent(self) -> tuple[RoutedMessage, ...]:
-        """Messages that have certainly not arrived. They can be sent again without second copies.
+        """Messages that have certainly not arrived, and can be sent again without second copies.
 
         ``producer.send(message)`` sends such a message to its former exchange and routing key.
         """

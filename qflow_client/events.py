@@ -64,7 +64,7 @@ class FlowEvent:
         kind: kind of the event.
         producer: name of the producer.
         hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
-        holds: the present holds on the producer, oldest first. Their times are in seconds since 1970.
+        holds: the present holds on the producer, oldest first, with times in seconds since 1970.
         at: time of the event in seconds since 1970.
         since: time in seconds since 1970 when the hold was raised. For a notice, the time when the longest-waiting call
             began to wait.
@@ -103,7 +103,7 @@ class FlowState:
     """A producer's flow at one moment.
 
     Attributes:
-        holds: the holds on the producer, oldest first. Their times are in seconds since 1970.
+        holds: the holds on the producer, oldest first, with times in seconds since 1970.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often the producer was blocked (flowed) so far.
         seconds_flowed: seconds for which the producer was held so far, for each hold kind. The present holds are

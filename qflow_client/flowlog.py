@@ -46,7 +46,7 @@ def microseconds(seconds: float) -> int:
 
 
 class ProducerLines:
-    """Converts the flow events of one producer to lines. It does no I/O.
+    """Converts the flow events of one producer to lines, without I/O.
 
     Args:
         producer: name of the producer.
@@ -258,8 +258,8 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds. An event in between is not missed. It may come twice, which is
-        # detected.
+        # Subscribe before reading the present holds. An event in between may come twice, which is detected, but no
+        # event is missed.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:

@@ -20,7 +20,7 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 def replace_copy(descriptor: int) -> None:
     """Close this process's copy of a socket. The descriptor stays valid, because other code will close it.
 
-    This uses no additional descriptor, because the process may have no free descriptor.
+    The function uses no additional descriptor, because the process may have no free descriptor.
     """
     if descriptor >= 0:
         os.close(descriptor)

@@ -1,11 +1,11 @@
 """Ensures that steps of a producer run one at a time, and never inside another step (E2).
 
 While a thread executes a step, Python may run foreign code on the thread between any two instructions. Examples are a
-signal handler that sends a message, and a finalizer whose log record is sent as a message. If this code waited for the
-step's lock, it would wait for itself. If it took the lock of another producer, two threads could wait for each other.
-So a thread is marked before it waits for a lock. It stays marked until it has released the lock. If code on a marked
-thread needs a step, it gets an error, or the step is passed to the I/O thread. `send` needs no step while there is room
-(`send_at_once`).
+signal handler that sends a message, and a finalizer whose log record is sent as a message. If foreign code waited for
+the lock of the interrupted step, it would wait for itself. If foreign code took the lock of another producer, two
+threads could wait for each other. So a thread is marked before it waits for a lock, and stays marked until it has
+released the lock. If code on a marked thread needs a step, it gets an error, or the step is passed to the I/O thread.
+`send` needs no step while there is room (`send_at_once`).
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the step. So a call of the application waits for a step only until a

@@ -1,7 +1,7 @@
 """Passes log messages of this package to the log handlers of the application.
 
-A log handler is code of the application. It may block, raise an exception, or send with the same producer. So no
-handler runs on a thread that a connection needs, or inside a step of a protocol. Records are created immediately. A
+A log handler is code of the application. The handler may block, raise an exception, or send with the same producer. So
+no handler runs on a thread that a connection needs, or inside a step of a protocol. Records are created immediately. A
 separate thread passes the records to the handlers.
 """
 
@@ -33,7 +33,8 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    It uses no lock. A finalizer that logs could interrupt the thread with the lock, and wait for the lock without end.
+    The class uses no lock. A finalizer that logs could interrupt the thread with the lock, and wait for the lock
+    without end.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records. It is created on first use and not at import, because gevent may patch it first."""
+        """The queue of records. Created on first use and not at import, because gevent may patch `queue` first."""
         made = self.__dict__.get("made")
         # Use one call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
@@ -136,7 +137,7 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
     """Log a message. The function returns immediately and raises no exception.
 
     Args:
-        arguments: values for the format string `text`. They are formatted later, so they must not change.
+        arguments: values for the format string `text`. These values must not change, because they are formatted later.
         error: exception whose traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)

@@ -146,7 +146,7 @@ class Message:
         correlation_id: id of the request that this message answers.
         reply_to: queue for answers.
         expiration: milliseconds after which the broker may drop the message, as a string of digits.
-        message_id: message id. If it is ``None``, the producer assigns one.
+        message_id: message id. Instead of ``None``, the producer assigns an id.
         timestamp: seconds since 1970, or a ``datetime`` (local time if it is naive).
         type: kind of the message, as a name that the application chooses.
         user_id: user name. The broker accepts only the user of the connection.
@@ -193,8 +193,8 @@ class Message:
         cluster_id: str | None = None,
     ) -> None:
         # The generated constructor of a frozen dataclass stores each property with a call, which takes five times as
-        # long. This one stores only the given properties, in the order of the wire. The others are defaults of the
-        # class.
+        # long. This constructor stores only the given properties, in the order of the wire. The other properties are
+        # defaults of the class.
         given = self.__dict__
         given["body"] = body
         if content_type is not None:

@@ -143,7 +143,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         source: str = "",
         position: Position | None = None,
     ) -> _Receipt:
-        """Same as `send`, but never wait for admission. This is not a coroutine, even in an `AsyncProducer`.
+        """Same as `send`, but never wait for admission. The method is not a coroutine, even in an `AsyncProducer`.
 
         With an outbox, the call blocks until the message is on disk. In an `AsyncProducer`, it blocks the loop.
 
@@ -384,9 +384,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """Call a callback with each flow event, in order, on the callback thread or (with asyncio) on the loop.
 
         Args:
-            callback: the callback. It may call any method of the producer. If it raises an exception, the exception is
-                logged. If it is slow, at most `max_flow_events` events wait, and further events replace the oldest
-                ones.
+            callback: the callback, which may call any method of the producer. An exception of the callback is logged.
+                If the callback is slow, at most `max_flow_events` events wait for it, and further events replace the
+                oldest ones.
             kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. A fast
                 producer has a hold of kind ``capacity`` in every burst.
 

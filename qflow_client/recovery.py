@@ -102,8 +102,7 @@ class Reconnection:
     Args:
         hosts: URLs of the hosts, in order.
         host: index of the connected host.
-        credentials_change: whether each try may use new credentials. If so, the producer tries again after every
-            refusal.
+        credentials_change: whether each try may use new credentials, so that no refusal ends the tries.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Reconnection:
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # How often each host has failed or was left. This number selects the first address of the host.
+        # How often each host has failed or was left. The number of a host selects its first address.
         self._turns: Counter[int] = Counter()
         # The errors of failed hosts in this round, and whether they are final.
         self._failures: dict[int, tuple[str, bool]] = {}

@@ -83,7 +83,7 @@ _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTA
 # The beginning of a URL that was converted to a path, where a double slash becomes one slash. A single letter may be
 # the name of a folder.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-# The separator between user and password. It may be encoded by mistake.
+# The separator between user and password, which may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets around a URL in a text.
 _CLOSING = "'\")]"

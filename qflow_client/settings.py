@@ -132,8 +132,8 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # The password and the query of a URL may contain commas. Any other comma separates elements, and the element
-        # after it is not a URL.
+        # The password and the query of a URL may contain commas. Any other comma here separates two elements, and the
+        # second element is not a URL.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -265,7 +265,7 @@ class ProducerSettings:
         routing_key: routing key for a message if `send` gets none.
         capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
             confirms, and finds the smallest window with maximum throughput.
-        capacity_max: maximum window of ``capacity="auto"`` (C6). It has no effect on a fixed capacity.
+        capacity_max: maximum window of ``capacity="auto"`` (C6). This setting has no effect on a fixed capacity.
         capacity_bytes: maximum body bytes of unsettled messages. A larger message is admitted only alone. ``None`` for
             no limit.
         max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed;
@@ -280,14 +280,14 @@ class ProducerSettings:
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: number of messages that may be sent without a pause after an idle time. ``None`` for the number of
             messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
-        max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. If there are more, the
-            producer has a hold of kind ``transport``.
+        max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. Above this limit the producer
+            has a hold of kind ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
-            application has not seen them. Each receipt counts as the size of its body plus 512 bytes. If there are
-            more, the oldest ones are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
+            application has not seen them. Each receipt counts as the size of its body plus 512 bytes. Above this limit
+            the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
             together, and messages that fail after the call of `close`, are all kept.
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
-            ``on_flow`` callback. If there are more, the oldest ones are dropped, and a warning has their number.
+            ``on_flow`` callback. Above this limit the oldest events are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
         connect_timeout: maximum seconds to connect to a host, including TLS, authentication and the opening of the
             channel.
@@ -305,8 +305,8 @@ class ProducerSettings:
         reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
             pauses continue to grow, and no message is suspected as the cause of the loss.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The extension
-            prevents that all clients of a broker reconnect at the same time. It also applies to the pauses after
-            refusals. No pause is longer than its maximum.
+            prevents that all clients of a broker reconnect at the same time. Pauses after refusals are also extended.
+            No pause is longer than its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
             hosts: ``"wait"`` or ``"failover"`` (E15).
@@ -319,7 +319,7 @@ class ProducerSettings:
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
-        retry_for: seconds after the first refusal of a message during which the message is sent again. Then it is
+        retry_for: seconds for which a refused message is sent again after its first refusal. Then the message is
             settled.
         delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
             sent any more. ``None`` for no limit.

@@ -1,7 +1,7 @@
 """The common code of `Producer`, `AsyncProducer` and the drop-ins that is not part of the protocol.
 
-It contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and receipts
-to the application. Nothing here uses a socket or waits.
+The module contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and
+receipts to the application. Nothing here uses a socket or waits.
 """
 
 from __future__ import annotations
@@ -491,7 +491,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # In this order, `undelivered` on another thread may return a passed receipt, but misses none.
+        # The order matters: `undelivered` on another thread may return a passed receipt, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
@@ -501,7 +501,7 @@ class Deliveries:
         """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled when the connection was ended. They were passed on, but possibly too
+            left: the receipts that were unsettled when the connection was ended, which may have been passed on too
                 late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]

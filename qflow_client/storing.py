@@ -1,8 +1,8 @@
 """`send_many` of a producer with an outbox. The producer waits for the disk only once for many messages.
 
-`store_many` is a generator, so that the same code serves threads and asyncio. It passes each call that may wait to the
-function `run` of the producer, which returns an iterator. The iterator of a `Producer` waits itself and yields nothing.
-The iterator of an `AsyncProducer` yields everything that the coroutine yields.
+`store_many` is a generator, so that the same code serves threads and asyncio. The generator passes each call that may
+wait to the function `run` of the producer, which returns an iterator. The iterator of a `Producer` waits itself and
+yields nothing. The iterator of an `AsyncProducer` yields everything that the coroutine yields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def store_many(
         timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.
         options: the arguments of `send` except the message, its position and the timeout.
         at_once: number of messages that are put into the outbox between two waits for the disk.
-        wait_durable: waits for the message of a receipt to be on disk. Its second argument is a deadline in seconds of
+        wait_durable: waits for the message of a receipt to be on disk, or for a deadline in seconds of
             `time.monotonic`.
         run: calls a function that may wait, with the given arguments.
     """

@@ -194,7 +194,7 @@ class Observer:
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
-        """Count receipts with the same outcome. `first` is the oldest one."""
+        """Count receipts with the same outcome. `first` is the oldest of these receipts."""
         # Count undelivered messages even if they stay in the outbox, because alerts use this number.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
@@ -410,7 +410,7 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.flowed.time", "s", "Time for which the producer was held, by kind of hold", _flowed_time),
 )
 
-# The same fields of gauges. Their values end with the producer.
+# The same fields of gauges. The values of gauges end with the producer.
 _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.holds", "{hold}", "Holds that are on the producer, by kind", _holds),
     ("qflow.producer.capacity", _MESSAGES, "The most unsettled messages there may be", _capacity),
@@ -462,7 +462,7 @@ class _Metrics:
                 series = dict(past)
                 # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # A collection proves that there is an SDK. It may have been configured after the producer was
+                    # A collection proves that there is an SDK. The SDK may have been configured after the producer was
                     # created.
                     observer.protocol.admission.observer = observer
                     observer.record()

@@ -1,7 +1,7 @@
 """`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival. `Outbox` calls it.
 
 A commit writes all changes that any thread has noted. So threads can share a commit: when a thread has finished with
-the file, it releases every waiter whose message is now on disk. Then it passes its turn to the next waiter.
+the file, it releases every waiter whose message is now on disk. Then the thread passes its turn to the next waiter.
 
 A plain lock would not be enough. A thread that arrives when the lock is released would get it first, and commit only
 its own message.
@@ -114,7 +114,7 @@ class FileAccess:
         """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # It was not the thread's turn. After its deadline or Ctrl-C, the turn is still in the list.
+                # The thread did not get its turn. After its deadline or Ctrl-C, the turn is still in the list.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return

@@ -1,4 +1,4 @@
-"""The backlog: messages that wait on disk and are not admitted yet. `OutboxStore` calls it. It does no I/O.
+"""The backlog: messages that wait on disk and are not admitted yet. `OutboxStore` calls this module, which does no I/O.
 
 An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
 (``when_flowed="spill"``). These messages are sent before new messages. So a hold of the gate stops new messages while
@@ -7,7 +7,7 @@ there is a backlog. The window contains the admitted, unsettled messages. All se
 
 A message of the backlog passes through three stages:
 
-1. It is only on disk. The backlog requests the next part from the writer.
+1. The message is only on disk. The backlog requests the next part from the writer.
 2. The writer reads that part, and notes on disk that it may be written to a broker from now on. Then the writer feeds
    the part to the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
 3. The message is admitted in order when the window has room, or is settled if it has waited for too long.
@@ -153,10 +153,10 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. If they are to be sent, their permission is on disk already.
+        """Handle the messages that the writer has read. The permission to send them is on disk already.
 
         Args:
-            damaged: the error of each damaged message, by sequence. These messages were set aside.
+            damaged: the error of each damaged message that was set aside, by sequence.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -290,7 +290,7 @@ class Backlog:
         for last, waiter in self._flushes:
             if last <= done and not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
-        # This comes last, so that an interrupt loses no waiter. A waiter may be woken twice.
+        # The removal comes last, so that an interrupt loses no waiter. A waiter may be woken twice.
         self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
     # The end.

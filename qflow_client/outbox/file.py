@@ -85,7 +85,7 @@ class StoredMessage:
     may_be_second_copy: bool
 
     def to_send(self) -> Message:
-        """Return the message to send. If it may be a second copy, it gets the header ``x-qflow-republished``."""
+        """Return the message to send. A possible second copy gets the header ``x-qflow-republished``."""
         return republished(self.message) if self.may_be_second_copy else self.message
 
 

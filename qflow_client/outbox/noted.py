@@ -11,7 +11,7 @@ A position shows how far a source of messages has been read (E13). A position be
 put, and both are written in the same transaction. A position without its message is not valid. The position of a source
 is the last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes
 the previous position of its source. One previous position is enough, because a producer withdraws only one message at a
-time, which is the message whose admission was interrupted.
+time: the message whose admission was interrupted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Noted:
         # `_deleting`.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
-        #: The number of messages in `_settled`. It may be too high.
+        #: The number of messages in `_settled`. A message that is settled twice may count twice.
         self.settled_count = 0
         #: The number of messages and their bytes, in the file and noted.
         self.count, self.size = outboxfile.totals(file)
@@ -113,7 +113,7 @@ class Noted:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
                     return 0
-                # In this order, Ctrl-C may leave a sequence unused, but never assigns the same sequence twice.
+                # The order matters: Ctrl-C may leave a sequence unused, but the same sequence is never assigned twice.
                 self.last = sequence = self.last + 1
                 if position is not None:
                     put_with, self._positions[sequence] = sequence, position
@@ -135,7 +135,7 @@ class Noted:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that a range of messages was put by mistake. A write deletes them with their positions."""
+        """Note that a range of messages was put by mistake. A write deletes these messages and their positions."""
         with self.lock:
             # A single operation, so Ctrl-C cannot leave only a part of it.
             self._withdrawn.append((first, last))
@@ -245,7 +245,7 @@ class Noted:
         """
         reached: dict[str, _Reached] = {}
         if withdrawn:
-            # This is rare. Without a withdrawal, a commit does not look at all sources.
+            # Withdrawals are rare. Without a withdrawal, a commit does not look at all sources.
             reached = {
                 source: _Reached(0, at.before, at.before)
                 for source, at in self._reached.items()

@@ -1,26 +1,27 @@
-"""`Outbox` keeps messages on disk until they are settled. It does not depend on producers or event loops.
+"""`Outbox` keeps messages on disk until they are settled. The class does not depend on producers or event loops.
 
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. The producer calls `Outbox.put` under its own lock, in the order of admission. This notes a message and its sequence.
-2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This writes the message to
-   disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
+1. The producer calls `Outbox.put` under its own lock, in the order of admission. The call notes a message and its
+   sequence.
+2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This call writes the message
+   to disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
    `Outbox.commit` on another thread instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes them from the file. If the
    process dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
-   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
-   `Outbox.permit` for the last of these messages, and `commit`. Only then it writes the messages to the broker. So
-   after a crash the file shows which messages may have been written. Only these may be second copies.
+   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then the
+   producer calls `Outbox.permit` for the last of these messages, and `commit`. Only then it writes the messages to the
+   broker. So after a crash the file shows which messages may have been written. Only these may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
    writes the message and the position. A producer writes such a message to the broker only after that commit. So rows
    after the position on disk were never written to the broker. Rows up to this position get the mark if they are sent
    again.
-7. A message that cannot be read is set aside. It stays in the file and still uses its bytes. `Outbox.damaged` lists it,
-   and `Outbox.drop` removes it. All other messages are sent.
+7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
+   lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
 Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
 are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again; inserting or
@@ -98,8 +99,9 @@ class Outbox:
         #: The absolute path of the file, because the process may change its working directory.
         # A URL stays recognisable, and is rejected below.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
-        # The difference between seconds since 1970 and `time.monotonic`. It is computed once, so a later change of the
-        # wall clock has no effect in this process. Times of different processes can only be compared by the wall clock.
+        # The difference between seconds since 1970 and `time.monotonic`. This difference is computed once, so a later
+        # change of the wall clock has no effect in this process. Times of different processes can only be compared by
+        # the wall clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The limit of the bytes of all messages.
@@ -144,7 +146,7 @@ class Outbox:
 
     @property
     def left(self) -> int:
-        """Number of unsettled messages, without damaged ones. It is inexact while other threads use the outbox."""
+        """Number of unsettled messages, without damaged ones; inexact while other threads use the outbox."""
         left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 
@@ -190,7 +192,8 @@ class Outbox:
         """Note a message. The next commit writes it to disk.
 
         Args:
-            payload: the body, or a message with properties. If it has a message id, that id is used.
+            payload: the body, or a message with properties. A message id of the message has precedence over
+                `message_id`.
             exchange: exchange of the message.
             routing_key: routing key of the message.
             message_id: the id for a message without an id.
@@ -305,7 +308,7 @@ class Outbox:
             raise OutboxError(f"{self.path}: another thread is still writing to it") from None
 
     def wait_durable(self, sequence: int, timeout: float | None = None) -> None:
-        """Return when a message is on disk. If it is not on disk yet, commit it with all other noted messages.
+        """Return when a message is on disk. If necessary, commit it together with all other noted messages.
 
         Args:
             sequence: sequence of the message.
@@ -313,8 +316,8 @@ class Outbox:
                 the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
         Raises:
-            OutboxError: the message could not be written, or not in time. It stays noted, and the next commit tries
-                again.
+            OutboxError: the message could not be written, or not in time. The message stays noted, and the next commit
+                tries again.
         """
         if self._access.durable < sequence:
             noted = self._noted
@@ -332,8 +335,8 @@ class Outbox:
             The last sequence that is durable.
 
         Raises:
-            OutboxError: the changes could not be written, or not in time. They stay noted, and the next commit tries
-                again.
+            OutboxError: the changes could not be written, or not in time. The changes stay noted, and the next commit
+                tries again.
         """
         self._use_file(self._commit_if_dirty, _deadline(timeout))
         return self._access.durable
@@ -350,7 +353,7 @@ class Outbox:
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Return messages that are on disk and not known to be settled, in order.
 
-        Damaged messages are not returned. They are set aside, see `damaged`.
+        Damaged messages are not returned, but set aside (see `damaged`).
 
         Args:
             after: only messages with a sequence above this one are returned.
@@ -474,7 +477,7 @@ class Outbox:
 
     @staticmethod
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
-        """Return messages of an outbox, like `read`, but without changes or locks. A producer may be using the outbox.
+        """Return messages of an outbox, like `read`, but without changes or locks, even while a producer is using it.
 
         Damaged messages are left out, see `look_damaged`.
 
@@ -491,7 +494,7 @@ class Outbox:
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
-        """Return the errors of the damaged messages of an outbox, by sequence. A producer may be using the outbox.
+        """Return the errors of an outbox's damaged messages, by sequence, even while a producer is using the outbox.
 
         Args:
             path: path of the file.
@@ -504,7 +507,7 @@ class Outbox:
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
-        """Return one message of an outbox. A producer may be using the outbox.
+        """Return one message of an outbox, even while a producer is using the outbox.
 
         Args:
             path: path of the file.

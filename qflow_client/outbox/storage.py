@@ -138,8 +138,8 @@ class Storage:
                 raise NotDurable(f"{outbox.path}: {why}", receipt)
             return
         try:
-            # `take` rejects calls of `send` by a signal handler or a finalizer on this thread. They might have to wait
-            # for the thread that they interrupt.
+            # `take` rejects calls of `send` by a signal handler or a finalizer on this thread. Such a call might have
+            # to wait for the thread that it interrupts.
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error

@@ -1,4 +1,4 @@
-"""`OutboxStore` connects a producer's protocol to its outbox. It implements `qflow_client.core.store.Store`.
+"""`OutboxStore` connects a producer's protocol to its outbox. The class implements `qflow_client.core.store.Store`.
 
 The protocol calls the store, which notes each admitted and each settled message in the outbox in the same step. The
 store does no I/O: the producer waits for the disk before `send` returns. Messages that wait on disk and are not
@@ -69,7 +69,8 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's protocol, to which the store attaches itself. It has not admitted a message yet.
+        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself to the
+            protocol.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
     """
@@ -119,7 +120,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message and note it in the outbox. If it cannot be admitted now, only note it, to be sent later.
+        """Admit a message and note it in the outbox. If it cannot be admitted now, only note it.
 
         Args:
             spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
@@ -186,7 +187,7 @@ class OutboxStore:
                 if ticket.claim():
                     self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 else:
-                    # Its sender has stopped waiting, but could not wait for a step to withdraw the message.
+                    # The sender has stopped waiting, but could not wait for a step to withdraw the message.
                     ticket.cancelled = True
             except Exception as error:
                 if ticket.receipt is not None:
@@ -321,7 +322,7 @@ class OutboxStore:
             first = last = sequence
         if last:
             settle(first, last)
-        # This comes last, because an interrupted call is repeated.
+        # The removal comes last, because an interrupted call is repeated.
         for receipt in receipts:
             sequences.pop(receipt._number, None)
         if self._not_on_disk:
@@ -369,10 +370,10 @@ class OutboxStore:
     def report_unwritten(self) -> int:
         """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
-        Their receipts have the outcome *stored*, because the outbox is closed after the last channel. The outcome
-        becomes *unknown* if the message may have been written to the broker, or if a thread may still be writing it to
-        the outbox. It becomes *failed* if the message was spilled, or has a position and was not on disk. Such a
-        message was not written to the broker, and can be sent again safely.
+        The receipts of these messages have the outcome *stored*, because the outbox is closed after the last channel.
+        The outcome becomes *unknown* if the message may have been written to the broker, or if a thread may still be
+        writing it to the outbox. The outcome becomes *failed* if the message was spilled, or has a position and was not
+        on disk. Such a message was not written to the broker, and can be sent again safely.
 
         Returns:
             The number of these messages.
@@ -385,7 +386,7 @@ class OutboxStore:
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
             # The callback was called with *stored* for a spilled message. `close` reports only messages that were in
-            # the window then.
+            # the window at that time.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:

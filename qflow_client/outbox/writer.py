@@ -2,8 +2,8 @@
 
 The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
 protocol may also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be
-written to a broker, and feeds it to the protocol. The thread never changes the protocol's state itself. It passes a
-step to `deliver`, which runs it in the same context as the other steps of the producer.
+written to a broker, and feeds it to the protocol. The thread never changes the protocol's state itself. The thread
+passes a step to `deliver`, which runs the step in the same context as the other steps of the producer.
 
 While the thread uses the outbox, the thread is marked as inside a step. Otherwise a finalizer on this thread could call
 `send` of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
@@ -30,7 +30,7 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds for which settled messages gather before a commit deletes them. Another commit may delete them earlier.
 _GATHER = 0.05
-# The same while messages wait for the disk. It is shorter, because senders may soon wait for room.
+# The same while messages wait for the disk. This time is shorter, because senders may soon wait for room.
 _GATHER_WAITED_FOR = 0.002
 # How many messages, and how many bytes of them, are read from the backlog in one step.
 _BATCH = 500
