@@ -22,7 +22,7 @@ class BackgroundCall(Generic[_Answer]):
         self._function = function
         self._name = name
         self._lock = threading.Lock()
-        # Whether a call is running, and the receiver of its answer; ``None`` if there is no receiver.
+        # Whether a call is running, and the function that gets its answer; ``None`` if no function waits.
         self._is_running = False
         self._done: Callable[[_Answer], object] | None = None
 

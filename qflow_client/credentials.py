@@ -89,7 +89,7 @@ class Expiry:
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds for both answers, of the application and then of the broker."""
+        """Return the maximum seconds for a request, until the application and then the broker have answered."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

@@ -47,7 +47,7 @@ class Database:
         application_id: SQLite's number for the kind of the file.
         synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
             machine.
-        read_only: whether to only read the file. Such a file must exist, even if another process is writing it.
+        read_only: whether to only read the file, which must exist. Another process may write the file at the same time.
         timeout: maximum seconds for which the opening waits if another process has locked the file.
 
     Raises:
@@ -72,7 +72,7 @@ class Database:
         #: The time of `time.monotonic`, in seconds, at which a statement stops waiting for the lock of another process.
         #: Only the thread that uses the file may set this time.
         self.deadline = time.monotonic() + timeout
-        #: A second time limit for the same waits, which any thread may set at any time.
+        #: A second time limit for waits for other processes. Any thread may set it at any time.
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()

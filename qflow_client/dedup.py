@@ -240,10 +240,10 @@ class Deduplicator:
 
         Args:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
-            look_up: whether to look up the id. ``False`` assumes that this is the first copy, and only remembers the
-                id. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without the mark
-                of a second copy. But if the first copy arrives after the second one, the message is handled twice,
-                because the first copy has no mark.
+            look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is only
+                remembered. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without
+                the mark of a second copy. But if the first copy arrives after the second one, the message is handled
+                twice, because the first copy has no mark.
 
         Returns:
             A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has

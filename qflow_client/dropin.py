@@ -54,7 +54,7 @@ ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
-# Settings that only producers have, each with the reason.
+# Settings that no drop-in accepts, each with the reason.
 _PRODUCERS_ONLY = {
     **dict.fromkeys(
         ("host_order", "on_blocked", "failover_delay", "return_to_first", "liveness"),
@@ -97,7 +97,7 @@ class DropIn:
     Attributes:
         library: name of the library, for errors.
         theirs: settings whose names the library uses for its own parameters. These settings have the prefix ``qflow_``.
-        not_taken: settings that are not accepted, each with its replacement.
+        not_taken: further settings that connections of this library do not accept, each with the reason.
     """
 
     library: str
@@ -109,7 +109,7 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The name of each setting, by its name in keywords and URLs, which may have the prefix ``qflow_``."""
+        """The names of settings, by their names in keywords and URLs, which may have the prefix ``qflow_``."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
@@ -281,7 +281,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all messages are settled and none waits, so that the end of the channel affects no message."""
+        """Whether all messages are settled and no message waits, so that the end of the channel affects no message."""
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
@@ -333,7 +333,7 @@ class DropInFlow:
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
 
-    # Calls of the manager of all producers, on any thread.
+    # Methods that the manager of all producers calls, on any thread.
 
     @property
     def name(self) -> str:
@@ -348,7 +348,7 @@ class DropInFlow:
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Call a function on the thread or loop of the connection, and handle the consequences."""
+        """Call a function on the thread or loop of the connection. Then write the messages that may be sent now."""
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:

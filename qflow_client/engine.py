@@ -118,7 +118,7 @@ class BaseEngine(ABC):
     # Steps.
 
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        """Execute a step of the protocol, and handle the consequences."""
+        """Execute a step of the protocol, and then call `kick`."""
         try:
             result = self.lock.take(lambda: step(self.protocol))
             self.kick()
@@ -179,7 +179,7 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error if the running event loop is not the producer's. The call could not wake tasks of that loop.
+        """Raise an error if another event loop than the producer's is running. A call there could not wake its tasks.
 
         Args:
             payload: message for the error; ``None`` for a call without a message.
@@ -239,8 +239,8 @@ class BaseEngine(ABC):
 
         Args:
             deadline: as for `Guard.try_take`.
-            spills: whether the message may be put into the outbox while the producer is flowed, namely if `when_flowed`
-                is ``"spill"``, or in a callback. Other senders may wait for the callback to return.
+            spills: whether the outbox may take the message while the producer is flowed. It does so if `when_flowed` is
+                ``"spill"``, and in callbacks, because other senders may wait for the callback.
 
         Returns:
             The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.
@@ -280,7 +280,7 @@ class BaseEngine(ABC):
         return settled, wake, logs
 
     def call_listener(self, subscription: Subscription) -> None:
-        """Schedule the call of a flow callback with its next event."""
+        """Schedule a call of a flow callback with the next event of its subscription."""
 
         def take() -> FlowEvent:
             event = self.lock.take(subscription.take)
@@ -293,7 +293,7 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Take the failed receipts that the application has not seen, and the number of dropped ones, in a step."""
+        """In a step, take the failed receipts that the application has not seen, and the number of dropped receipts."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 
@@ -323,7 +323,7 @@ class BaseEngine(ABC):
         return UndeliveredMessages(failures, stored=stored, dropped=dropped)
 
     def abandon(self) -> None:
-        """End the engine of a collected producer.
+        """End the engine, because its producer was collected.
 
         The producer's finalizer calls this method, on any thread and possibly inside a step.
         """
@@ -336,7 +336,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Start to deliver the admitted messages and to end, and return immediately."""
+        """Begin to deliver the admitted messages and then to end. Return immediately."""
 
     @property
     def _reason(self) -> str:

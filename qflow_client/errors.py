@@ -217,9 +217,9 @@ class OutcomeUnknown(DeliveryError):
 class MessageStored(DeliveryError):
     """The message is still in the outbox. The next producer with this outbox sends the message, unless it is damaged.
 
-    The text contains one of three reasons: the producer was closed; the message was not delivered, and
-    ``outbox_keep_undelivered`` is on; or the message is damaged in the outbox, and stays there until ``qflow outbox
-    drop``.
+    The text contains the reason: the producer was closed, or the message was not delivered and
+    ``outbox_keep_undelivered`` is on, or the message is damaged. A damaged message stays in the outbox until ``qflow
+    outbox drop``.
     """
 
 
@@ -229,10 +229,10 @@ class UndeliveredMessages(QflowError):
     Attributes:
         receipts: receipts of the undelivered messages, in the order of admission. Receipts of messages in the outbox
             may be missing.
-        stored: number of messages that stay in the outbox. The next producer with this outbox sends them, so the
-            application must not send them.
-        dropped: number of further messages that have failed. Their receipts were dropped, because failed messages used
-            more than ``max_failed_bytes``.
+        stored: number of messages that stay in the outbox. The next producer with this outbox sends these messages, so
+            the application must not send them.
+        dropped: number of further failed messages whose receipts were dropped, because failed messages used more than
+            ``max_failed_bytes``.
     """
 
     def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:

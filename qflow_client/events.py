@@ -52,7 +52,8 @@ class FlowEventKind(StrEnum):
     #: The producer was closed during this hold. The hold was not lifted. For example, the broker may still block the
     #: producer.
     CLOSED = "closed"
-    #: Calls of `send` still wait. There is one event for all of them every `flow_control_wait_notify_period` seconds.
+    #: Calls of `send` still wait. There is one event for all waiting calls every `flow_control_wait_notify_period`
+    #: seconds.
     WAITING = "waiting"
 
 

@@ -1,4 +1,4 @@
-"""Creates and locks files that contain messages. Only their owner can read new files.
+"""Creates and locks files that contain messages.
 
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.
@@ -76,7 +76,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file with permissions only for its owner, if it does not exist.
+    """Create a missing file, which is empty and has permissions only for its owner.
 
     Args:
         path: path of the file. A symbolic link is followed, even to a file that does not exist yet.

@@ -1,8 +1,8 @@
 """Writes flow logs, which show the holds of producers and how long they lasted. Each line is a JSON object.
 
-A log has many files. Some of them may be lost, and they may be read in any order. So each line is complete: it repeats
-all facts of earlier lines that a reader needs. A long hold is reported in several lines. Times are whole microseconds
-since 1970, so that sums are exact in any order.
+A log has many files. Some files may be lost, and a reader may read the files in any order. So each line is complete: it
+repeats all facts of earlier lines that a reader needs. A long hold is reported in several lines. Times are whole
+microseconds since 1970, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ProducerLines:
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # Since when the producer is flowed, and the first reason; ``None`` while it is not flowed.
         self._flowed: tuple[int, str] | None = None
-        # When the producer became unflowed, the first reason why it had been flowed before, and the number of messages
-        # that it had admitted then; -1 if the number is unknown.
+        # When the producer became unflowed, and the first reason of the flow that ended then. The last value is the
+        # number of messages that the producer had admitted then; -1 if the number is unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -121,7 +121,7 @@ class ProducerLines:
         key = (str(hold.kind), hold.source)
         since, begun = self._holds.pop(key, (None, None))
         if since is None or begun is None:
-            # The hold was lifted before `begin`, which has not seen it.
+            # `begin` has not seen this hold, because the hold was lifted before.
             return
         line = self._line(at, "lifted", key[0], since)
         line["begun"] = begun
@@ -361,7 +361,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # Read the time first, so that the events of the whole reported time are handled below.
+        # Read the time first, so that all events before this time are handled before the holds are reported.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
@@ -370,7 +370,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Handle only the present entries, because events add lines at the end.
+        # Handle only the present entries, because events are converted to further entries.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:

@@ -159,7 +159,7 @@ class Guard:
         finally:
             _inside.discard(me)
 
-    # Only threads of this package use the context manager, because Ctrl-C never interrupts them.
+    # Only threads of this package, which Ctrl-C never interrupts, use the context manager.
 
     def __enter__(self) -> None:
         _inside.add(get_ident())
@@ -170,7 +170,7 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all producers for asyncio. Several of them may share a connection, and there is usually one loop.
+#: The guard of all producers for asyncio. Several producers may share a connection, and a process usually has one loop.
 LOOPS = Guard()
 
 

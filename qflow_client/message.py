@@ -250,9 +250,9 @@ class Message:
 class RoutedMessage(Message):
     """A message with an exchange and a routing key, which ``producer.send(message)`` uses.
 
-    The receipts and errors of a producer contain such messages, so that they can be sent again. An argument
-    ``exchange=`` or ``routing_key=`` of `send` has precedence. A comparison ignores the exchange and the routing key.
-    So the message is equal to each `Message` with the same body and properties.
+    The receipts and errors of a producer contain such messages, so that the application can send them again. An
+    argument ``exchange=`` or ``routing_key=`` of `send` has precedence. A comparison ignores the exchange and the
+    routing key. So the message is equal to each `Message` with the same body and properties.
 
     Args:
         body: as for `Message`.
@@ -317,7 +317,7 @@ class _StoredWith(NamedTuple):
 
 
 def with_position(payload: bytes | Message, position: Position) -> Message:
-    """Return a copy of a message that an outbox stores with a position.
+    """Return a copy of a message with a position, which an outbox stores in the same commit.
 
     Args:
         payload: the payload that the application has passed.

@@ -55,8 +55,8 @@ def resolve(
     """Return the payload, the exchange and the routing key of a message.
 
     Args:
-        exchange: exchange of the call. ``None`` for the exchange of a `RoutedMessage`.
-        routing_key: routing key of the call. ``None`` for the routing key of a `RoutedMessage`.
+        exchange: exchange that the caller has given; ``None`` for the exchange of a `RoutedMessage`.
+        routing_key: routing key that the caller has given; ``None`` for the routing key of a `RoutedMessage`.
 
     Returns:
         The payload, the exchange and the routing key. ``None`` means the value of the settings.
@@ -77,7 +77,7 @@ def resolve(
 def split(
     message: bytes | str | Message | tuple[bytes | str | Message, Position],
 ) -> tuple[bytes | str | Message, Position | None]:
-    """Return the message and the position of an element of `send_many`; ``None`` if it has no position.
+    """Return the message and the position of an element of `send_many`. The position may be ``None``.
 
     Raises:
         TypeError: the element is a tuple, but not a message and a `Position`.
@@ -123,7 +123,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def _end_with(self, engine: BaseEngine) -> None:
         """End the engine when the producer is collected without a close."""
         finalizer = weakref.finalize(self, engine.abandon)
-        # At the end of the process, `engine` closes the open producers.
+        # At the end of the process, the module `engine` closes the open producers.
         finalizer.atexit = False
         # The engine detaches the finalizer, which otherwise keeps the engine and the application's callbacks alive.
         engine.detach = finalizer.detach
@@ -145,7 +145,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     ) -> _Receipt:
         """Same as `send`, but never wait for admission. The method is not a coroutine, even in an `AsyncProducer`.
 
-        With an outbox, the call blocks until the message is on disk. In an `AsyncProducer`, it blocks the loop.
+        With an outbox, the call blocks until the message is on disk. In an `AsyncProducer`, the call blocks the loop.
 
         Args:
             message: the body, or a `Message` with properties.
@@ -204,7 +204,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         return receipt  # type: ignore[no-any-return]  # as above
 
     def _cannot_wait(self, timeout: float | None) -> CannotWait | None:
-        """Return the error of `send` for a message that cannot be admitted immediately; ``None`` if it waits."""
+        """Return the error of `send` for a message that cannot be admitted now; ``None`` if the message waits."""
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return _BLOCKING_WAITS
         return _LONGER_WAITS if timeout is not None and timeout <= 0 else None
@@ -225,7 +225,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         Args:
             call: name of the call, for errors.
             deadline, spills: as for `BaseEngine.admit`.
-            cannot_wait: the error if the message cannot be admitted now; ``None`` if it may wait in line.
+            cannot_wait: the error if the message cannot be admitted now; ``None`` if the message may wait in line.
 
         Returns:
             The receipt; ``None`` if the message has to wait in line.
@@ -297,7 +297,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def position(self, source: str) -> int | str | None:
         """Return the position of the last admitted message of a source (E13).
 
-        After a start this is the position of the last message on disk, so a program can continue after this position.
+        After a restart of the program, this is the position of the last message on disk, so the program can continue
+        after this position.
 
         Args:
             source: name of the source.
@@ -324,9 +325,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def capacity(self) -> int:
         """The maximum number of unsettled messages.
 
-        The program may set it at any time. A lower capacity cancels no message: further messages only have to wait for
-        room (C6). With ``capacity="auto"`` this is the present window. After the program has set a number, the window
-        is fixed.
+        The program may set this attribute at any time. A lower capacity cancels no message: further messages only have
+        to wait for room (C6). With ``capacity="auto"`` this is the present window. After the program has set a number,
+        the window is fixed.
 
         Raises:
             SettingsError: the new value is not allowed.
@@ -369,7 +370,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         return self._protocol.flow_seen(_monotonic()) if state is NOT_TAKEN else state
 
     def health(self) -> Health:
-        """The health of the producer, for probes and dashboards. Any thread may read it (E12)."""
+        """The health of the producer, for probes and dashboards. Any thread may call this method (E12)."""
         return Health.of(
             self._protocol.flow_seen(_monotonic()),
             unsettled=self.unsettled,
@@ -434,7 +435,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             engine.ask(add)
 
     def shutdown(self, timeout: float | None = DEFAULT) -> None:
-        """Begin to close, and return immediately. Signal handlers may call it (E12).
+        """Begin to close, and return immediately. Signal handlers may call this method (E12).
 
         From now on no message is admitted. Messages that are not delivered are logged. A later `close`, such as that of
         a ``with`` block, waits for the end.

@@ -25,10 +25,11 @@ _T = TypeVar("_T")
 # access (530), or missing virtual host (530, and 402 or 404 in older brokers).
 _REFUSALS = (402, 403, 404, 530)
 
-# Number of checks of `Watch` within the shortest of its limits, number of probes of `Return` within its limit, and
-# maximum number of doublings of the delay of a failover or a return.
+# Number of checks of `Watch` within the shortest of its limits.
 _LOOKS = 8
+# Number of probes of `Return` within its limit.
 _PROBES = 4
+# Maximum number of doublings of the delay of a failover or a return.
 _MOST_DOUBLINGS = 5
 
 
@@ -97,7 +98,7 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 class Reconnection:
     """Decides after the loss of a connection when each host is tried, and when the producer stops trying.
 
-    The host of the lost connection is tried first, then the other hosts. Then there is a pause.
+    The host of the lost connection is tried first, then the other hosts, and then there is a pause.
 
     Args:
         hosts: URLs of the hosts, in order.
@@ -122,7 +123,8 @@ class Reconnection:
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         # Number of settled messages when a channel was last closed.
         self._settled = -1
-        # A connection has to last for this number of seconds. A shorter one may be lost again for the same reason.
+        # A connection that lasts for this number of seconds is proven. A shorter one may be lost again for the same
+        # reason.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._connect_timeout = settings.connect_timeout
@@ -158,7 +160,7 @@ class Reconnection:
         self.last = ""
 
     def move_on(self) -> None:
-        """Try the next host first, because the producer leaves the connected one."""
+        """Try the next host first, because the producer leaves the connected host."""
         self._turns[self.host] += 1
         self.host = (self.host + 1) % len(self._urls)
 
@@ -236,12 +238,12 @@ class Reconnection:
 
 
 class Watch:
-    """Decides whether to end an open connection, because the broker is silent or blocks it (E15).
+    """Decides whether to end an open connection if the broker is silent or blocks the connection (E15).
 
     `Upkeep` calls `look` every `period` seconds while the connection is open. While confirms are missing, the broker
     must send something every `liveness` seconds. If the broker sends nothing, the producer sends a probe (a second
     ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
-    blocks the connection reads nothing from it, so its silence is ignored.
+    blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
     If all hosts block the producer, the producer changes between the hosts at growing intervals. `failover_delay` is
     doubled with each round until a message is settled.
@@ -281,8 +283,8 @@ class Watch:
             settled: number of messages that were settled so far.
 
         Returns:
-            ``None`` to keep the connection. ``""`` to keep the connection and to send a probe. Otherwise the reason to
-            end the connection.
+            ``None`` to keep the connection. ``""`` to keep the connection and to send a probe. Any other text is the
+            reason to end the connection.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None
@@ -322,9 +324,9 @@ class Return:
         self._after = settings.return_to_first if hosts > 1 else None
         #: Seconds between two probes; ``None`` if no probes are needed.
         self.period = None if self._after is None else self._after / _PROBES
-        # Since when the first host has answered all probes; ``None`` if it has not answered the last one.
+        # Since when the first host has answered all probes; ``None`` if it has not answered the last probe.
         self._answers_since: float | None = None
-        # Since when the producer is connected to the first host; ``None`` if it is not connected to it.
+        # Since when the producer is connected to the first host; ``None`` without such a connection.
         self._kept_since: float | None = None
         # Number of returns since the last connection to the first host that lasted long enough.
         self._returns = 0

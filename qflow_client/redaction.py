@@ -33,7 +33,7 @@ __all__ = [
     "words_of",
 ]
 
-#: The names of query parameters whose values may be shown. `settings` adds the names of settings.
+#: The names of query parameters whose values may be shown. The module `settings` adds the names of settings.
 HARMLESS = {
     # Parameters of pika.
     "blocked_connection_timeout",
@@ -223,7 +223,7 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
 
 
 def shown_of_unknown(value: object) -> str:
-    """Return the value of an argument with an unknown name as text for an error. The name may be ``password``."""
+    """Return a text for the value of an argument whose name is unknown, and may be ``password``."""
     return repr(value) if value is None or isinstance(value, bool) else _HIDDEN
 
 
@@ -235,7 +235,7 @@ def is_clear(url: str) -> bool:
 def censored(error: Exception, url: object) -> Exception:
     """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
-    Raise the result outside the exception handler. Otherwise the original error would be its context.
+    The caller should raise the result outside the exception handler. Otherwise the original error would be its context.
 
     Args:
         url: URL that the library got.

@@ -1,8 +1,8 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
-The application's function may block or hang, so it runs on a separate thread, and I/O threads and event loops do not
-wait for it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call,
-until the try's own timeout.
+The application's function may block or hang. So it runs on a separate thread, and no I/O thread or event loop waits for
+it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call, or for
+its own timeout.
 
 If the function raises an exception, only the type and the place of the exception are shown, because its text may
 contain the secret.
@@ -86,7 +86,7 @@ class Renewer:
         post: calls a function on the thread or loop of the connection. Any thread may call `post`.
         update: sends a secret to the broker, and calls the given function when the broker has answered. Returns False
             if nothing can be sent now.
-        leave: ends the connection for a reason, which is the argument. The producer then connects again.
+        leave: ends the connection; the argument is the reason. The producer then connects again.
         clock: returns the time in seconds.
     """
 

@@ -1,9 +1,9 @@
 """Probes the first host, and lets the producer return to it (E15).
 
-A probe is the beginning of a connection. The host has to answer the protocol header. With TLS, the host only has to
-answer the handshake, because it may require a certificate, which the probe does not have. An accepted TCP connection is
-not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets and does not
-log in.
+A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, the host
+only has to answer the handshake, because it may require a certificate, which the probe does not have. An accepted TCP
+connection is not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets
+and does not log in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def answers(url: str, timeout: float) -> bool:
     try:
         with socket.create_connection((parts.hostname, parts.port or _PORTS[scheme]), timeout) as sock:
             if scheme == "amqps":
-                # Do not verify the host here. The producer verifies it when it connects.
+                # Do not verify the host here. The producer verifies the host when it connects.
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
@@ -53,14 +53,14 @@ def answers(url: str, timeout: float) -> bool:
 
 
 class Returner:
-    """Probes the first host on a separate thread. Ends the connection when the producer should return to this host.
+    """Probes the first host on a separate thread. Ends the present connection when the producer should return.
 
     All methods run on the thread or loop of the connection.
 
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on the thread or loop of the connection. Any thread may call `post`.
-        leave: ends the connection for a reason, which is the argument. The producer then connects again.
+        leave: ends the connection; the argument is the reason. The producer then connects again.
     """
 
     def __init__(

@@ -45,10 +45,10 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 # Prefix of the environment variables with settings.
 _PREFIX = "QFLOW_"
-# Minimum similarity, from 0 to 1, between the name of a variable and a setting to report the variable as misspelt.
+# A variable is reported as misspelt if its name has at least this similarity to a setting, on a scale from 0 to 1.
 _SIMILAR = 0.8
 
-# A sender with a rate limit that is late may catch up this number of seconds.
+# A sender with a rate limit may catch up this number of seconds if it is late.
 _CATCHES_UP = 0.05
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -121,7 +121,7 @@ class OutboxSynchronous(StrEnum):
 
 
 def _optional(parse: Callable[[str], Any], *none: str) -> Callable[[str], Any]:
-    """Return a parser that returns ``None`` for an empty text, for ``none``, and for the words in `none`."""
+    """Return a parser that returns ``None`` for an empty text, for ``none``, and for words in the argument `none`."""
     return lambda text: None if text.lower() in ("none", "", *none) else parse(text)
 
 
@@ -261,13 +261,14 @@ class ProducerSettings:
     Attributes:
         url: ``amqp://`` or ``amqps://`` URL of the broker. Several URLs are tried one after the other. Query parameters
             that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
-        exchange: exchange for a message if `send` gets none. ``""`` is the default exchange of the broker.
-        routing_key: routing key for a message if `send` gets none.
+        exchange: exchange of a message if the call of `send` names no exchange. ``""`` is the default exchange of the
+            broker.
+        routing_key: routing key of a message if the call of `send` names no routing key.
         capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
             confirms, and finds the smallest window with maximum throughput.
         capacity_max: maximum window of ``capacity="auto"`` (C6). This setting has no effect on a fixed capacity.
-        capacity_bytes: maximum body bytes of unsettled messages. A larger message is admitted only alone. ``None`` for
-            no limit.
+        capacity_bytes: maximum body bytes of unsettled messages. A message above this limit is admitted only while no
+            other message is unsettled. ``None`` for no limit.
         max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed;
             ``None`` for no limit, 0 to raise an error immediately (A4).
         when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). With
@@ -278,14 +279,14 @@ class ProducerSettings:
             `is_mandatory` is the resulting value.
         message_ids: whether to assign a message id to each message without one.
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: number of messages that may be sent without a pause after an idle time. ``None`` for the number of
+        rate_burst: number of messages that, after an idle time, may be sent without a pause. ``None`` for the number of
             messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
         max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. Above this limit the producer
             has a hold of kind ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
             application has not seen them. Each receipt counts as the size of its body plus 512 bytes. Above this limit
-            the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
-            together, and messages that fail after the call of `close`, are all kept.
+            the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. But if messages fail
+            together, or after the call of `close`, all of their receipts are kept.
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
             ``on_flow`` callback. Above this limit the oldest events are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
@@ -293,9 +294,10 @@ class ProducerSettings:
             channel.
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
-            ``when_flowed="spill"`` it accepts messages immediately.
+            ``when_flowed="spill"``, the producer accepts messages immediately.
         close_timeout: default timeout in seconds of `close`, and of the end of a ``with`` block.
-            `max_producer_flow_control_wait` also limits this time (E12). With ``None``, that setting is the only limit.
+            `max_producer_flow_control_wait` also limits this time (E12). With ``None``,
+            `max_producer_flow_control_wait` is the only limit.
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
             ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
@@ -304,17 +306,17 @@ class ProducerSettings:
             pause, twice as long as the previous one.
         reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
             pauses continue to grow, and no message is suspected as the cause of the loss.
-        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The extension
-            prevents that all clients of a broker reconnect at the same time. Pauses after refusals are also extended.
-            No pause is longer than its maximum.
+        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So the clients of
+            a broker do not all reconnect at the same time. Pauses after refusals are also extended. No pause is longer
+            than its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
             hosts: ``"wait"`` or ``"failover"`` (E15).
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
             If all hosts block the producer, each further round takes twice as long.
         return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
-            it (E15). The first host is probed four times in this period. If the connection to it is then lost within as
-            many seconds, the next wait is twice as long. ``None`` for no return.
+            it (E15). The first host is probed four times in this period. If the connection to the first host is lost
+            within as many seconds, the next wait is twice as long. ``None`` for no return.
         liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.
@@ -332,15 +334,15 @@ class ProducerSettings:
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
-        outbox_synchronous: the failures that messages in the outbox survive. With ``"normal"`` these are a crash or
-            kill of the process. With ``"full"`` they include a crash of the machine, and each commit waits for the
-            disk.
+        outbox_synchronous: the failures that messages in the outbox survive. With ``"normal"``, messages survive a
+            crash or kill of the process. With ``"full"``, they also survive a crash of the machine, and each commit
+            waits for the disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
             The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
             message again, unless it is still too old. Without this setting the receipt shows the failure, and the
             message is deleted from the outbox.
-        tracing: whether to create an OpenTelemetry span for each message, and to add its context to the message's
-            headers. Metrics need no setting.
+        tracing: whether to create an OpenTelemetry span for each message, and to add the span's context to the
+            message's headers. Metrics need no setting.
         name: name of the producer in flow events, in logs and in the broker's management.
 
     Raises:
@@ -410,7 +412,7 @@ class ProducerSettings:
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **arguments: Any) -> ProducerSettings:
-        """Record the explicitly given settings. Only these have precedence over the URL and the environment."""
+        """Record the explicitly given settings, because only these have precedence over the URL and the environment."""
         self = object.__new__(cls)
         object.__setattr__(self, "_given", frozenset(arguments))
         return self
@@ -494,7 +496,7 @@ class ProducerSettings:
 
     @property
     def burst(self) -> int:
-        """Number of messages that may be sent without a pause after an idle time, if there is a `rate`."""
+        """Number of messages that, after an idle time, may be sent without a pause, if there is a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property
@@ -581,7 +583,7 @@ def variable(name: str) -> str:
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once about each variable with a name similar to a setting. Other programs may also use ``QFLOW_``."""
+    """Warn once about each variable with a name similar to a setting. Other variables may belong to other programs."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
         if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
@@ -620,7 +622,7 @@ def check_timeout(timeout: object) -> None:
     """Check that a timeout is a number or ``None``. A negative timeout is allowed, and has already expired.
 
     Raises:
-        TypeError: the timeout has another type.
+        TypeError: the timeout is not a number.
         ValueError: the timeout is NaN.
     """
     if timeout is None:

@@ -1,7 +1,7 @@
 """The common code of `Producer`, `AsyncProducer` and the drop-ins that is not part of the protocol.
 
 The module contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and
-receipts to the application. Nothing here uses a socket or waits.
+receipts to the application. No function of this module uses a socket or waits.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log a warning if one is needed. The reader calls this after it has taken an event.
+        """Log a warning if one is needed. The reader calls this method after it has taken an event.
 
         Args:
             waiting: number of events that still wait for the reader.
@@ -273,7 +273,7 @@ class Subscription:
             True if one more call of the callback has to be scheduled.
         """
         is_full = len(self._events) >= self._limit
-        # Append first. Then an interrupt never leaves fewer events than scheduled calls.
+        # Append first, so that an interrupt never leaves fewer events than scheduled calls.
         self._events.append(event)
         if is_full:
             self._events.popleft()
@@ -285,7 +285,7 @@ class Subscription:
         return self._events.popleft()
 
     def report(self) -> None:
-        """Log a warning about dropped events if one is needed. Call this after `take`."""
+        """Log a warning about dropped events if one is needed. Call this method after `take`."""
         self.losses.report(len(self._events))
 
 
@@ -319,7 +319,7 @@ _Events = TypeVar("_Events", bound=BaseFlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """The callbacks and iterators for a producer's flow events. The caller prevents concurrent calls.
+    """The callbacks and iterators for a producer's flow events. The caller must prevent concurrent calls.
 
     Args:
         limit: maximum number of events that wait for one callback.
@@ -330,7 +330,7 @@ class Listeners(Generic[_Events]):
         self._limit = limit
         # The subscriptions by the key for `remove`, because the same callback may be registered several times.
         self._callbacks: dict[object, Subscription] = {}
-        #: The iterators and their hold kinds. An iterator that the application has dropped disappears.
+        #: The iterators and their hold kinds. An iterator that the application has dropped is removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
 
     def add(
@@ -471,7 +471,7 @@ class Deliveries:
         self._handed.append(receipts)
 
     def pass_on(self, receipts: list[Receipt]) -> BaseException | None:
-        """Call `on_delivery` with each receipt. Log the exceptions that it raises.
+        """Call `on_delivery` with each receipt. Log the exceptions of `on_delivery`.
 
         Returns:
             The first exception that is not an `Exception`, such as the `SystemExit` of `sys.exit`; ``None`` for none.

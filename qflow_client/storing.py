@@ -42,7 +42,7 @@ def store_many(
         at_once: number of messages that are put into the outbox between two waits for the disk.
         wait_durable: waits for the message of a receipt to be on disk, or for a deadline in seconds of
             `time.monotonic`.
-        run: calls a function that may wait, with the given arguments.
+        run: calls a function, which may wait, with the further arguments.
     """
     try:
         for each in messages:
@@ -66,8 +66,8 @@ def store_many(
                 yield from run(wait_durable, receipts[-1], deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # After a `NotDurable` the disk is not tried again. The caller needs any other error, so a second error from the
-        # disk must not replace it.
+        # After a `NotDurable` the disk is not tried again. A second error from the disk must not replace any other
+        # error, because the caller needs the other error.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 yield from run(wait_durable, receipts[-1], time.monotonic())

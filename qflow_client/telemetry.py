@@ -180,7 +180,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that was put into the outbox. The outbox later returns another object for it."""
+        """End the span of a message that was put into the outbox. The outbox returns another object for it later."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
@@ -200,7 +200,7 @@ class Observer:
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
-        # If the message was sent before the observation, its start is unknown.
+        # If the message was sent before the observation began, the time of the call is unknown.
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
@@ -289,7 +289,8 @@ class Tracer:
             attributes["messaging.rabbitmq.destination.routing_key"] = routing_key
         if isinstance(payload, Message) and payload.correlation_id is not None:
             attributes["messaging.message.conversation_id"] = payload.correlation_id
-        # If the application has added a context, it belongs to the creation of the message. Keep it, and link to it.
+        # If the application has added a context, this context belongs to the creation of the message. Keep this
+        # context, and link the span to it.
         created = [name for name in self._propagate.get_global_textmap().fields if name in headers]
         links = []
         if created:
@@ -515,7 +516,7 @@ def watch(
     If the settings enable tracing, the producer's messages are traced.
 
     Args:
-        producer: the producer. The measurement does not keep it alive.
+        producer: the producer, which the measurement does not keep alive.
         peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics

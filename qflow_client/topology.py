@@ -231,7 +231,7 @@ class Topology:
         bindings: the bindings, which are declared last.
 
     Raises:
-        SettingsError: an element has another type.
+        SettingsError: an element has the wrong type.
     """
 
     queues: Iterable[Queue | str] = ()
@@ -257,7 +257,7 @@ class Topology:
         """Return the topology for the argument ``declare`` of a producer. A string is the name of a queue.
 
         Raises:
-            SettingsError: the argument has another type.
+            SettingsError: the argument has the wrong type.
         """
         if declare is None or isinstance(declare, Topology):
             return declare

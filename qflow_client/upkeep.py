@@ -28,7 +28,7 @@ class Upkeep:
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on the thread or loop of the connection. Any thread may call `post`.
-        leave: ends the connection for a reason, which is the argument. The producer then connects again.
+        leave: ends the connection; the argument is the reason. The producer then connects again.
         asker: requests credentials; ``None`` if the URLs contain them.
     """
 

@@ -7,8 +7,8 @@ A plain lock would not be enough. A thread that arrives when the lock is release
 its own message.
 
 Ctrl-C may come between any two instructions of a main thread. So a thread takes the lock of the file only in its turn,
-and only by ``with``. If Ctrl-C ends the thread before it passes its turn on, the lock is free. A waiter checks the lock
-after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
+and only by ``with``. If Ctrl-C ends a thread before it passes its turn to the next waiter, the lock is free. A waiter
+checks the lock after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FileAccess:
                 return None
             with self._lock:
                 if self.durable >= sequence:
-                    # The previous thread has committed it.
+                    # The previous thread has committed this sequence.
                     return None
                 self._file.deadline = deadline
                 return action()
@@ -114,7 +114,8 @@ class FileAccess:
         """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # The thread did not get its turn. After its deadline or Ctrl-C, the turn is still in the list.
+                # The thread did not get its turn. If Ctrl-C or the deadline ended the wait, the turn is still in the
+                # list.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return

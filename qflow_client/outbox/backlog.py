@@ -36,7 +36,7 @@ __all__ = ["Backlog"]
 # The source of the hold that makes new messages wait for the backlog.
 _SOURCE = "backlog"
 
-# The next part is requested when at most this many messages are left of the previous one.
+# The next part is requested when `ready` has at most this number of messages.
 _FEW = 250
 
 
@@ -70,7 +70,8 @@ class Backlog:
         self.ready: deque[StoredMessage] = deque()
         #: The sequence of the message that is being admitted from the backlog; 0 if none is.
         self.admitting = 0
-        #: The receipts of spilled messages that are not admitted yet, by sequence. Unreferenced receipts are dropped.
+        #: The receipts of spilled messages that are not admitted yet, by sequence. A receipt to which no other code
+        #: refers is dropped.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
         # The sequence, receipt and outcome of a message that is being settled without being sent.
         self._failing: tuple[int, Receipt, Outcome] | None = None
@@ -153,7 +154,7 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. The permission to send them is on disk already.
+        """Handle the messages that the writer has read. The permission to send messages is on disk already.
 
         Args:
             damaged: the error of each damaged message that was set aside, by sequence.
@@ -319,6 +320,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """Remove the messages up to a sequence from `ready`. An interrupt came between their admission and this."""
+        """Remove the messages up to a sequence from `ready`, because they were admitted before an interrupt."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

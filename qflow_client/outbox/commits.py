@@ -2,7 +2,7 @@
 
 A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
 commit, and stops waiting at the deadline. There is no lock, because a signal handler or a finalizer may interrupt a
-waiting thread and call `send` (E2). Threads append waits, and only the writer removes them.
+waiting thread and call `send` (E2). Threads append `_Wait` objects, and only the writer removes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class _Wait:
     __slots__ = ("sequence", "wake", "why")
 
     def __init__(self, sequence: int) -> None:
-        #: The last sequence of its messages.
+        #: The last sequence of the thread's messages.
         self.sequence = sequence
         #: Why the messages are not on disk; "" if they are.
         self.why = ""
@@ -51,7 +51,7 @@ class CommitWaits:
         return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk, or all threads if the commit failed. The writer calls this."""
+        """Wake the threads whose messages are on disk, or all threads if the commit failed. The writer calls it."""
         waits = self._waits
         # The sequences of waits may be out of order. A wait behind a higher sequence ends together with that sequence.
         while waits and (error is not None or waits[0].sequence <= durable):

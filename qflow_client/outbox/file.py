@@ -36,8 +36,8 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # `last` is an assigned sequence, not below that of any deleted message. Held messages (put with ``permit=False``)
-    # may be written to a broker up to the sequence `permitted`.
+    # `last` is an assigned sequence, not below the sequence of any deleted message. Held messages (put with
+    # ``permit=False``) may be written to a broker up to the sequence `permitted`.
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
@@ -186,7 +186,7 @@ def totals(file: Database) -> tuple[int, int]:
 
 
 def take_out(file: Database, first: int, last: int) -> tuple[int, int]:
-    """Delete the messages of a range of sequences. Return their number and their bytes."""
+    """Delete the messages of a range of sequences. Return the number of deleted messages and their bytes."""
     ((count, size),) = file.rows(f"{_TOTALS} WHERE sequence BETWEEN ? AND ?", first, last)
     file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", first, last)
     return count, size

@@ -1,7 +1,7 @@
 """Changes of an outbox that are in memory and not on disk yet: new messages, settled messages, permissions, positions.
 
-`Outbox` calls `Noted`. Any thread may note changes. Only the thread that has access to the file writes them. Two rules
-make a write safe to interrupt and to repeat:
+`Outbox` calls `Noted`. Any thread may note changes. Only the thread that has access to the file writes the changes. Two
+rules make a write safe to interrupt and to repeat:
 
 1. A write moves the noted changes into its own lists, and empties these lists only after the transaction. If the write
    fails or is interrupted, the next write uses the same lists. Inserting or deleting a row twice changes nothing.
@@ -48,7 +48,7 @@ class Noted:
     """The noted changes of one outbox."""
 
     def __init__(self, file: Database) -> None:
-        # Guards the attributes that several threads use. The others belong to the thread that writes.
+        # Guards the attributes that several threads use. The other attributes belong to the thread that writes.
         self.lock = threading.Lock()
         #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)

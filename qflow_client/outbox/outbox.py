@@ -8,18 +8,20 @@ noted changes in one transaction. A producer uses an outbox as follows:
 2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This call writes the message
    to disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
    `Outbox.commit` on another thread instead, once for many messages.
-3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes them from the file. If the
-   process dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
+3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes these messages from the file.
+   If the process dies before that commit, the next producer sends the messages again with a mark (the header
+   ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
    ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then the
    producer calls `Outbox.permit` for the last of these messages, and `commit`. Only then it writes the messages to the
-   broker. So after a crash the file shows which messages may have been written. Only these may be second copies.
+   broker. So after a crash the file shows which messages may have been written. Only these messages may be second
+   copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
    writes the message and the position. A producer writes such a message to the broker only after that commit. So rows
-   after the position on disk were never written to the broker. Rows up to this position get the mark if they are sent
-   again.
+   of the source after the position on disk were never written to the broker. Rows up to this position get the mark if
+   they are sent again.
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
@@ -72,7 +74,8 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use an `Outbox`.
 
     Args:
-        path: the path of the file, which is created if it does not exist. A lock file beside it is never deleted.
+        path: the path of the file, which is created if it does not exist. A lock file beside this file is never
+            deleted.
         max_bytes: maximum bytes of all messages, with properties and 64 bytes for each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
@@ -168,7 +171,7 @@ class Outbox:
 
         Args:
             size: bytes of the body.
-            if_empty: whether to ignore all other messages.
+            if_empty: whether to calculate as if the outbox were empty.
         """
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
@@ -189,7 +192,7 @@ class Outbox:
         overdraw: bool = False,
         position: Position | None = None,
     ) -> int:
-        """Note a message. The next commit writes it to disk.
+        """Note a message. The next commit writes the message to disk.
 
         Args:
             payload: the body, or a message with properties. A message id of the message has precedence over
@@ -202,7 +205,7 @@ class Outbox:
             overdraw: whether to put the message even if it exceeds `max_bytes`. The caller has checked `has_room`
                 before.
             position: how far the source of the message has been read; ``None`` for no position. The same commit writes
-                both.
+                the message and the position.
 
         Returns:
             Sequence of the message.
@@ -249,7 +252,7 @@ class Outbox:
 
         Args:
             first: the first sequence.
-            last: the last sequence. No later message of the same source may have been put.
+            last: the last sequence. There must be no later message of the same source.
         """
         self._noted.withdraw(first, last)
 

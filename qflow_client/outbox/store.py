@@ -198,7 +198,7 @@ class OutboxStore:
             self._reports.wake.append(ticket.waiter)
             del self._line.tickets[ticket]
         if self._gate.is_held_by(HoldKind.OUTBOX):
-            # There may be room.
+            # There may be room for messages in the line.
             controller.look(now)
 
     # Calls of the writer.
@@ -287,7 +287,7 @@ class OutboxStore:
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         waiting = self._not_on_disk
-        # Read once: it never decreases.
+        # Read `durable` once, because it never decreases.
         durable = self.outbox.durable
         count = len(unsent)
         while waiting:
@@ -385,13 +385,13 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # The callback was called with *stored* for a spilled message. `close` reports only messages that were in
+            # `on_delivery` was called with *stored* for a spilled message. `close` reports only messages that were in
             # the window at that time.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:
                     continue
-                # No other code refers to its receipt any more.
+                # No other code refers to the receipt of this message any more.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
                 receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
                 receipt._number = sequence

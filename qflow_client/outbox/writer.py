@@ -1,4 +1,4 @@
-"""`Writer` is the thread that commits and reads for a producer with an outbox, so that others do not wait for a disk.
+"""`Writer` is the thread that commits and reads for a producer with an outbox. Other threads need not wait for a disk.
 
 The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
 protocol may also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be
@@ -37,10 +37,10 @@ _BATCH = 500
 _BATCH_BYTES = 1 << 20
 # Seconds after a failure before the next try.
 _PAUSE = 1.0
-# The longest and the shortest time between two searches for messages that are too old, in seconds; and the number of
-# searches within `outbox_max_age`.
+# The longest and the shortest time between two searches for messages that are too old, in seconds.
 _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
+# The number of searches within `outbox_max_age`.
 _SEARCHES = 8
 
 #: A step of the store, which is called with the time of `time.monotonic` in seconds.
@@ -51,7 +51,7 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
     """Close an outbox, and log errors.
 
     Args:
-        outbox: the outbox. Closing it again does nothing.
+        outbox: the outbox. A second close does nothing.
         timeout: maximum seconds to wait; ``None`` for no limit.
     """
     try:
@@ -60,7 +60,8 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
         else:
             take(lambda: outbox.close(timeout))
     except OutboxError as error:
-        # The next producer sends settled messages that stay in the file once more, with a mark.
+        # If settled messages stay in the file, the next producer sends them once more, with the header of a second
+        # copy.
         log(
             logging.ERROR,
             "%s: the outbox was not closed properly, so settled messages may be sent once more: %s",
