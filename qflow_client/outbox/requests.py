@@ -43,10 +43,10 @@ class Requests:
         """Request a commit of all noted changes.
 
         Args:
-            ends_wait: whether a message waits for the commit. If so, the writer stops waiting for settled messages.
+            ends_wait: whether to end the writer's wait for settled messages, because a message waits for the commit.
         """
         if not self.commit or ends_wait:
-            # In this order, Ctrl-C may cause a second wake-up, but no wake-up is lost.
+            # The order matters: Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)
             self.commit = True
 

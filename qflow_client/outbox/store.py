@@ -256,7 +256,7 @@ class OutboxStore:
                 self._not_on_disk[number] = sequence
                 if not self._admission.unsent and not self._resending.again:
                     self.keeps_all_back = True
-                # The sender usually commits it. If an interrupt prevents that, the writer commits it.
+                # The sender usually commits the message. If an interrupt prevents that, the writer commits the message.
                 self.requests.request_commit(ends_wait=is_first)
         self._sequences[number] = sequence
 

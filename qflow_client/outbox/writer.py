@@ -177,7 +177,7 @@ class Writer:
                 self.set()
 
     def _gather(self) -> None:
-        """Wait, so that one commit deletes more settled messages. A request that cannot wait ends the call."""
+        """Wait, so that one commit deletes more settled messages. An urgent request ends the wait."""
         if not self.store.waits_for_disk:
             self._wake.acquire(timeout=_GATHER)
         if self.store.waits_for_disk and not self._is_urgent:
