@@ -201,7 +201,7 @@ class Deduplicator:
 
     Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
     end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
-    not stored, and the message is handled when it comes again. Acknowledge the message after the block. If two copies
+    not stored. Then the message is handled when it comes again. Acknowledge the message after the block. If two copies
     come at the same time, the second one waits for the result of the first one.
 
     A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
@@ -213,8 +213,8 @@ class Deduplicator:
             crash of the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in
             memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
-            number of messages that can come between two copies: all unconfirmed messages of the producer, and messages
-            that other producers have sent in the meantime.
+            number of messages that can come between two copies. These are all unconfirmed messages of the producer, and
+            messages that other producers have sent in the meantime.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
@@ -232,7 +232,7 @@ class Deduplicator:
         age = math.inf if max_age is None else max_age
         self._memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()
-        # The messages that blocks handle now, by message id.
+        # The present handling of each message; the keys are message ids.
         self._handling: dict[str, _Handling] = {}
 
     def first_time(self, message_id: str | None, *, look_up: bool = True) -> FirstTime:

@@ -109,7 +109,7 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The names of settings, by their names in keywords and URLs, which may have the prefix ``qflow_``."""
+        """Maps the names in keywords and URLs, which may have the prefix ``qflow_``, to the names of settings."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
@@ -148,8 +148,8 @@ class DropIn:
         """Collect the settings of a connection from keywords, a URL's query and the environment.
 
         Args:
-            query: texts of settings in the URL's query, by name.
-            keywords: values of settings, by name.
+            query: name and text of each setting in the URL's query.
+            keywords: name and value of each setting.
 
         Raises:
             SettingsError: a value is not allowed.

@@ -28,8 +28,8 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file,
-# so SQLite must not open the file in between. Reentrant, because a signal handler may create another file.
+# Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file.
+# So SQLite must not open the file in between. Reentrant, because a signal handler may create another file.
 _making = threading.RLock()
 
 

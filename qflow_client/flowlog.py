@@ -66,7 +66,7 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # By reason and source of a hold: when it was raised, and the time up to which it is reported.
+        # For each reason and source of a hold: when it was raised, and the time up to which it is reported.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # Since when the producer is flowed, and the first reason; ``None`` while it is not flowed.
         self._flowed: tuple[int, str] | None = None

@@ -149,9 +149,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
-            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages that of the
-                settings.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, or else of the settings.
+            routing_key: the routing key; by default the routing key of a `RoutedMessage`, or else of the settings.
             source: no effect, because the message does not wait in line.
             position: as for `send`.
 

@@ -63,7 +63,7 @@ class Backoff:
         """Start the time limit.
 
         Args:
-            anew: whether to begin with the first pause again.
+            anew: whether to begin again with the first pause.
         """
         self._began = now
         if anew:
@@ -130,7 +130,7 @@ class Reconnection:
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # How often each host has failed or was left. The number of a host selects its first address.
+        # How often each host has failed or was abandoned. The number of a host selects its first address.
         self._turns: Counter[int] = Counter()
         # The errors of failed hosts in this round, and whether they are final.
         self._failures: dict[int, tuple[str, bool]] = {}
@@ -160,7 +160,7 @@ class Reconnection:
         self.last = ""
 
     def move_on(self) -> None:
-        """Try the next host first, because the producer leaves the connected host."""
+        """Choose the next host for the next try, because the producer leaves the connected host."""
         self._turns[self.host] += 1
         self.host = (self.host + 1) % len(self._urls)
 
@@ -177,7 +177,7 @@ class Reconnection:
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
 
     def move_to_first(self) -> None:
-        """Try the first host first, because the producer returns to it."""
+        """Choose the first host for the next try, because the producer returns to it."""
         self.host = 0
 
     def lost(self, why: str, now: float) -> float | None:
@@ -256,7 +256,7 @@ class Watch:
         limits = [limit for limit in (self._liveness, self._delay) if limit is not None]
         #: Seconds between two calls of `look`; ``None`` if no calls are needed.
         self.period = min(limits) / _LOOKS if limits else None
-        # Number of blocked connections that were left since a message was last settled.
+        # How often the producer has abandoned a blocked connection since a message was last settled.
         self._moves = 0
         self._settled = 0
         self.opened(0.0)

@@ -4,8 +4,7 @@ The application's function may block or hang. So it runs on a separate thread, a
 it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call, or for
 its own timeout.
 
-If the function raises an exception, only the type and the place of the exception are shown, because its text may
-contain the secret.
+If the function raises an exception, only its type and place are shown, because its text may contain the secret.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ class Renewer:
         self._given: tuple[Credentials, float] | None = None
         # The error of the present renewal; empty if there is none.
         self._why = ""
-        # The timer for the next renewal, or for the time limit of the present one; ``None`` if the connection is not
-        # open.
+        # The timer for the next renewal, or for the time limit of the present renewal; ``None`` if the connection is
+        # not open.
         self._timer: Timer | None = None
 
     @property
@@ -172,7 +171,7 @@ class Renewer:
         if not patience and self._why:
             self._failed(self._why)
             return
-        # Show the error of an earlier try, because it is more useful than the timeout of this one.
+        # Show the error of an earlier try, because it is more useful than the timeout of this try.
         self._set_timer(patience, lambda: self._failed(self._why or f"no answer within {patience:.3g} s"))
         self._ask(self._give)
 

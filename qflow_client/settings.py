@@ -45,7 +45,7 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 # Prefix of the environment variables with settings.
 _PREFIX = "QFLOW_"
-# A variable is reported as misspelt if its name has at least this similarity to a setting, on a scale from 0 to 1.
+# A variable with at least this similarity to the name of a setting, from 0 to 1, is reported as misspelt.
 _SIMILAR = 0.8
 
 # A sender with a rate limit may catch up this number of seconds if it is late.
@@ -277,7 +277,7 @@ class ProducerSettings:
         mandatory: whether the broker returns messages that no queue receives, so that they are not lost silently.
             Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
             `is_mandatory` is the resulting value.
-        message_ids: whether to assign a message id to each message without one.
+        message_ids: whether to assign a message id to each message without an id.
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: number of messages that, after an idle time, may be sent without a pause. ``None`` for the number of
             messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
@@ -305,7 +305,7 @@ class ProducerSettings:
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
         reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
-            pauses continue to grow, and no message is suspected as the cause of the loss.
+            pauses continue to grow, and no message is suspected as the cause.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So the clients of
             a broker do not all reconnect at the same time. Pauses after refusals are also extended. No pause is longer
             than its maximum.
@@ -328,9 +328,9 @@ class ProducerSettings:
         retry_delay: seconds before a refused message is sent again for the first time. Each further pause is twice as
             long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
-        outbox: path of a file that keeps admitted messages until they are settled, so that a crash of the process loses
-            no message; ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a
-            time may use the file.
+        outbox: path of a file that keeps admitted messages until they are settled; ``None`` for no outbox. So a crash
+            of the process loses no message. Messages of an earlier producer are sent first. Only one producer at a time
+            may use the file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
@@ -478,7 +478,7 @@ class ProducerSettings:
         `dataclasses.replace` passes all settings, so all settings of its copy count as explicitly given.
 
         Args:
-            changes: new values by name of the setting.
+            changes: name and new value of each changed setting.
 
         Raises:
             SettingsError: a value is not allowed.
@@ -533,7 +533,7 @@ class ProducerSettings:
             url: value of the setting ``url``; ``None`` if it is not given.
             settings: settings with a lower precedence than the keywords.
             environ: environment variables. The default is the environment of the process.
-            keywords: values of settings, by name.
+            keywords: name and value of each setting.
 
         Raises:
             SettingsError: a value is not allowed, or a name is not a setting.

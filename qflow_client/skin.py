@@ -145,7 +145,7 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
 
 
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
-    """Return the seconds that a call may take: the timeout of the call, or that of the settings."""
+    """Return the seconds that a call may take: the timeout of the call, or of the settings."""
     return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
 
 
@@ -328,7 +328,7 @@ class Listeners(Generic[_Events]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # The subscriptions by the key for `remove`, because the same callback may be registered several times.
+        # The subscription for each key of `remove`, because the same callback may be registered several times.
         self._callbacks: dict[object, Subscription] = {}
         #: The iterators and their hold kinds. An iterator that the application has dropped is removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
@@ -404,7 +404,7 @@ class Listeners(Generic[_Events]):
 def client_properties(name: str) -> dict[str, Any]:
     """Return the client properties for a connection that the producer `name` makes."""
     version = str(import_module("qflow_client").__version__)
-    # Without `information`, brokers would show that of pika or aiormq.
+    # Without `information`, brokers would show the text of pika or aiormq.
     return {"connection_name": name, "product": "qflow_client", "version": version, "information": _INFORMATION}
 
 

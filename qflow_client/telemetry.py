@@ -116,7 +116,7 @@ class Observer:
         self.protocol = protocol
         #: The attributes of the producer in all metrics.
         self.attributes: dict[str, Any] = {"messaging.system": "rabbitmq", "qflow.producer.name": name} | _server(url)
-        #: The time in seconds when each unsettled message was passed to `send`, by its number.
+        #: The time in seconds when each unsettled message was passed to `send`; the keys are message numbers.
         self.began: dict[int, float] = {}
         #: Number of settled messages by destination and outcome. The destination is ``None`` for destinations that are
         #: counted together.
@@ -544,7 +544,7 @@ class RelayMetrics:
     """The counts of one outbox relay.
 
     Args:
-        backlog: returns the number of waiting rows and the age of the oldest one in seconds, or ``None`` if they are
+        backlog: returns the number of waiting rows and the age of the oldest row in seconds, or ``None`` if they are
             unknown.
     """
 

@@ -1,8 +1,8 @@
 """Supervises the open connection of a producer.
 
 `Upkeep` probes a silent broker and the first host, and replaces credentials before they expire. `Upkeep` ends the
-connection in these cases: the broker is silent or blocks the connection for too long, the first host answers again, or
-the credentials cannot be replaced in time. Then the producer connects again.
+connection if the broker is silent or blocks the connection for too long. It also ends the connection if the first host
+answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
 (``when_flowed="spill"``). These messages are sent before new messages. So a hold of the gate stops new messages while
 there is a backlog. The window contains the admitted, unsettled messages. All sequences of the backlog, up to
-`Backlog.last`, are above those in the window.
+`Backlog.last`, are above all sequences in the window.
 
 A message of the backlog passes through three stages:
 
@@ -70,8 +70,8 @@ class Backlog:
         self.ready: deque[StoredMessage] = deque()
         #: The sequence of the message that is being admitted from the backlog; 0 if none is.
         self.admitting = 0
-        #: The receipts of spilled messages that are not admitted yet, by sequence. A receipt to which no other code
-        #: refers is dropped.
+        #: The receipts of spilled messages that are not admitted yet; the keys are sequences. A receipt to which no
+        #: other code refers is dropped.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
         # The sequence, receipt and outcome of a message that is being settled without being sent.
         self._failing: tuple[int, Receipt, Outcome] | None = None
@@ -157,7 +157,7 @@ class Backlog:
         """Handle the messages that the writer has read. The permission to send messages is on disk already.
 
         Args:
-            damaged: the error of each damaged message that was set aside, by sequence.
+            damaged: the sequence and the error of each damaged message that was set aside.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -303,7 +303,7 @@ class Backlog:
             reason: the reply text of the receipts.
 
         Returns:
-            The receipts of spilled messages that this call has settled, by sequence.
+            The receipts of spilled messages that this call has settled; the keys are sequences.
         """
         self.ready.clear()
         stored = dict(sorted(self.spilled.items()))

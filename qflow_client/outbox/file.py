@@ -2,7 +2,7 @@
 
 `Outbox` and `Noted` call the functions with an open file. `Outbox` decides which thread may use the file.
 
-The table of positions (E13) is created when the first position is written, also in a file of an earlier version of this
+The table of positions (E13) is created when the first position is written, even in a file of an earlier version of this
 package. Earlier versions ignore the table.
 """
 
@@ -246,7 +246,7 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Read messages. Return the messages, and the errors of the damaged messages in the same range, by sequence.
+    """Read messages. Return the messages, and a mapping from the sequence of each damaged message to its error.
 
     Args:
         after: only messages with a sequence above this one are read.
@@ -286,7 +286,7 @@ def _look(file: Database, after: int, limit: int) -> tuple[list[StoredMessage], 
 
 
 def look_damaged(file: Database) -> dict[int, str]:
-    """Return the damaged messages and their errors, by sequence."""
+    """Return a mapping from the sequence of each damaged message to its error."""
     damaged: dict[int, str] = {}
     after = -1
     while rows := file.rows(_READ.format(""), after, _LOOKED_AT):

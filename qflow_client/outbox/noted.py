@@ -67,10 +67,10 @@ class Noted:
         self.count, self.size = outboxfile.totals(file)
         # Whether `count` and `size` may be wrong after a failure or an interrupt.
         self._is_unsure = False
-        # Positions that are not on disk, by sequence. A position without a message in `rows` or `inserting` is not
-        # valid.
+        # Positions that are not on disk; the keys are sequences. A position without a message in `rows` or `inserting`
+        # is not valid.
         self._positions: dict[int, Position] = {}
-        # The positions on disk, by source; changed only by the thread that writes.
+        # The position on disk of each source. Only the thread that writes changes it.
         self._reached: dict[str, _Reached] = {}
         #: Sources whose positions are damaged.
         self.damaged_sources: set[str] = set()
@@ -238,7 +238,7 @@ class Noted:
         self.damaged_sources.discard(source)
 
     def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
-        """Return the positions that a write has to store, by source.
+        """Return the position of each source that a write has to store.
 
         Args:
             withdrawn: messages whose positions are not valid, as pairs of first and last sequence.
@@ -286,7 +286,7 @@ class Noted:
                 self.size -= freed_size
 
     def unwritten(self) -> dict[int, outboxfile.StoredMessage]:
-        """Return the messages that are noted and not on disk, by sequence."""
+        """Return the messages that are noted and not on disk; the keys are sequences."""
         with self.lock:
             rows = [*self.inserting, *self.rows]
         return {row[0]: outboxfile.as_stored(row) for row in rows}

@@ -26,7 +26,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
 Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
-are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again; inserting or
+are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Inserting or
 deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file. Every wait has a
 deadline, both for access and for a lock of another process on the file.
 """
@@ -129,7 +129,7 @@ class Outbox:
         # At opening: the last sequence, and the sequence up to which held messages may be written. A message that an
         # earlier process may have written is a possible second copy.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
-        # The reasons why messages were set aside, by sequence.
+        # The reason why each damaged message was set aside; the keys are sequences.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
     @property
@@ -155,7 +155,7 @@ class Outbox:
 
     @property
     def damaged(self) -> dict[int, str]:
-        """The errors of the damaged messages, by sequence. These messages are never sent, but still use their bytes.
+        """The sequence and the error of each damaged message. These messages are never sent, but still use their bytes.
 
         See `drop`.
         """
@@ -311,7 +311,7 @@ class Outbox:
             raise OutboxError(f"{self.path}: another thread is still writing to it") from None
 
     def wait_durable(self, sequence: int, timeout: float | None = None) -> None:
-        """Return when a message is on disk. If necessary, commit it together with all other noted messages.
+        """Wait until a message is on disk. If necessary, commit it together with all other noted messages.
 
         Args:
             sequence: sequence of the message.
@@ -384,7 +384,7 @@ class Outbox:
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """If a message of an earlier process has a time in the future, replace it by the time of the opening."""
+        """If the time of an earlier process's message is in the future, replace it with the time of the opening."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -430,7 +430,7 @@ class Outbox:
     # Closing.
 
     def unwritten(self) -> dict[int, StoredMessage]:
-        """Return the messages that are noted and not on disk, by sequence.
+        """Return the messages that are noted and not on disk; the keys are sequences.
 
         After a failed `close`, these messages are not written any more.
         """
@@ -497,7 +497,7 @@ class Outbox:
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
-        """Return the errors of an outbox's damaged messages, by sequence, even while a producer is using the outbox.
+        """Return the sequence and the error of each damaged message, even while a producer is using the outbox.
 
         Args:
             path: path of the file.

@@ -112,11 +112,11 @@ class Storage:
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def start(self) -> None:
-        """Start to send the messages that an earlier producer left."""
+        """Start to send the messages that an earlier producer left in the outbox."""
         self.writer.start()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Return when all messages that were put until now are on disk.
+        """Wait until all messages that were put before this call are on disk.
 
         Args:
             receipt: the receipt of the caller's last message. The error contains this receipt.

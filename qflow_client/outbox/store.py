@@ -92,7 +92,7 @@ class OutboxStore:
         self.limiter = _Room(outbox) if self._blocks else None
         # Messages of the backlog have their room on disk already, so only the other limits apply to them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
-        # The sequences of the messages in the window, by number.
+        # The sequence of each message in the window; the keys are numbers of the protocol.
         self._sequences: dict[int, int] = {}
         # The same for messages with a position that are not known to be on disk, in order. A plain dict finds its first
         # entry slowly if many entries before it were removed.
@@ -101,7 +101,8 @@ class OutboxStore:
         self.keeps_all_back = False
         # Whether the producer opens no further channel.
         self._is_ended = False
-        # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
+        # Receipts of messages that stay in the outbox; the keys are sequences. Receipts of messages on disk may be
+        # missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last
@@ -371,9 +372,9 @@ class OutboxStore:
         """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
         The receipts of these messages have the outcome *stored*, because the outbox is closed after the last channel.
-        The outcome becomes *unknown* if the message may have been written to the broker, or if a thread may still be
-        writing it to the outbox. The outcome becomes *failed* if the message was spilled, or has a position and was not
-        on disk. Such a message was not written to the broker, and can be sent again safely.
+        The outcome becomes *unknown* in two cases: the message may have been written to the broker, or a thread may
+        still be writing the message to the outbox. The outcome becomes *failed* if the message was spilled, or has a
+        position and was not on disk. Such a message was not written to the broker, and can be sent again safely.
 
         Returns:
             The number of these messages.

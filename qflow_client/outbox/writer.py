@@ -6,7 +6,7 @@ written to a broker, and feeds it to the protocol. The thread never changes the 
 passes a step to `deliver`, which runs the step in the same context as the other steps of the producer.
 
 While the thread uses the outbox, the thread is marked as inside a step. Otherwise a finalizer on this thread could call
-`send` of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
+`send` of this producer. The call would wait for a lock that the interrupted thread has taken (E2).
 """
 
 from __future__ import annotations
