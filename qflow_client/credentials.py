@@ -96,8 +96,7 @@ class Expiry:
         """Record that new credentials could not be obtained.
 
         Returns:
-            Seconds until the next request. ``None`` if the present credentials have expired, so that the connection
-            must end.
+            Seconds until the next request. ``None`` if the present credentials have expired: the connection must end.
         """
         left = self._expires_at - now
         pause = self._backoff.pause(now)

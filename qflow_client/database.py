@@ -45,8 +45,7 @@ class Database:
     Args:
         path: path of the file, which is created if it does not exist.
         application_id: SQLite's number for the kind of the file.
-        synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
-            machine.
+        synchronous: with ``NORMAL``, a commit survives a crash of the process; with ``FULL``, also of the machine.
         read_only: whether to only read the file, which must exist. Another process may write the file at the same time.
         timeout: maximum seconds for which the opening waits if another process has locked the file.
 

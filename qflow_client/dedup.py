@@ -125,8 +125,8 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles the message. If True, the end of the block stores the id, or drops the id after an
-        # exception.
+        # Whether this block handles the message. If True, the end of the block stores the id, unless an exception ended
+        # it.
         self._is_first = False
 
     def __enter__(self) -> bool:

@@ -1,8 +1,8 @@
 """The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
 
 The client library still manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol`
-decides when messages are sent, as in every producer. This module does no I/O and does not wait, because each library
-does both in its own way.
+decides when messages are sent, as in every producer. This module neither does I/O nor waits, because each library has
+its own way.
 """
 
 from __future__ import annotations
@@ -393,8 +393,8 @@ class DropInFlow:
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
-            # A listener has made this call. The outer call reports the new events after all listeners have received the
-            # earlier events.
+            # A listener has made this call. The outer call reports new events after all listeners have got the earlier
+            # events.
             return
         self._is_telling = True
         try:

@@ -183,8 +183,7 @@ class BaseEngine(ABC):
 
         Args:
             payload: message for the error; ``None`` for a call without a message.
-            waits: False for a call that never waits. Such a call is allowed while the producer's loop runs on another
-                thread.
+            waits: False for a call that never waits. Such a call is allowed while the loop runs on another thread.
 
         Raises:
             ProducerClosed: the producer's loop is closed.
@@ -362,8 +361,8 @@ class BaseEngine(ABC):
         """In a forked child, replace the state, which belongs to the parent.
 
         The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state
-        is only read here. During the fork, another thread may have been changing this state, with a lock that is never
-        released in the child.
+        is only read here. Another thread may have changed this state during the fork. In the child, the lock of that
+        thread is never released.
         """
         self.is_copy = self.ended = True
         self.detach()

@@ -170,8 +170,7 @@ class DeliveryError(QflowError):
 class MessageNacked(DeliveryError):
     """The broker has not accepted the message, and has answered with ``Basic.Nack``.
 
-    If the message is sent again, a second copy is possible. If the message was for several queues, some of them may
-    have accepted it.
+    If the message is sent again, a second copy is possible. Some of several queues may have accepted the message.
     """
 
 
@@ -218,8 +217,7 @@ class MessageStored(DeliveryError):
     """The message is still in the outbox. The next producer with this outbox sends the message, unless it is damaged.
 
     The text contains the reason: the producer was closed, or the message was not delivered and
-    ``outbox_keep_undelivered`` is on, or the message is damaged. A damaged message stays in the outbox until ``qflow
-    outbox drop``.
+    ``outbox_keep_undelivered`` is on, or the message is damaged. Only ``qflow outbox drop`` removes a damaged message.
     """
 
 
@@ -227,12 +225,11 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: receipts of the undelivered messages, in the order of admission. Receipts of messages in the outbox
-            may be missing.
+        receipts: receipts of these messages, in the order of admission. Receipts of messages in the outbox may be
+            missing.
         stored: number of messages that stay in the outbox. The next producer with this outbox sends these messages, so
             the application must not send them.
-        dropped: number of further failed messages whose receipts were dropped, because failed messages used more than
-            ``max_failed_bytes``.
+        dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``.
     """
 
     def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:

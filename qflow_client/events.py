@@ -49,10 +49,10 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted, so the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The producer was closed during this hold. The hold was not lifted. For example, the broker may still block the
+    #: The producer was closed during this hold, which was not lifted. For example, the broker may still block the
     #: producer.
     CLOSED = "closed"
-    #: Calls of `send` still wait. There is one event for all waiting calls every `flow_control_wait_notify_period`
+    #: Calls of `send` still wait. One event for all waiting calls comes every `flow_control_wait_notify_period`
     #: seconds.
     WAITING = "waiting"
 
@@ -67,8 +67,7 @@ class FlowEvent:
         hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
         holds: the present holds on the producer, oldest first, with times in seconds since 1970.
         at: time of the event in seconds since 1970.
-        since: time in seconds since 1970 when the hold was raised. For a notice, the time when the longest-waiting call
-            began to wait.
+        since: time in seconds since 1970 when the hold was raised. For a notice, when the longest wait of a call began.
         seconds: seconds from `since` to `at`.
         waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
         admitted: number of messages that the producer has admitted so far.
@@ -107,8 +106,7 @@ class FlowState:
         holds: the holds on the producer, oldest first, with times in seconds since 1970.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often the producer was blocked (flowed) so far.
-        seconds_flowed: seconds for which the producer was held so far, for each hold kind. The present holds are
-            included.
+        seconds_flowed: seconds for which the producer was held so far, for each hold kind, with the present holds.
         closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is a call of
             `close`, which is not flow control, or a lost connection. After a lost connection the producer stays flowed
             (hold kind ``disconnected``).

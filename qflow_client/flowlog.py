@@ -258,8 +258,7 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds. An event in between may come twice, which is detected, but no
-        # event is missed.
+        # Subscribe before reading the present holds. An event in between may come twice, which is detected.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:

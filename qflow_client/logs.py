@@ -33,8 +33,7 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    The class uses no lock. A finalizer that logs could interrupt the thread with the lock, and wait for the lock
-    without end.
+    The class uses no lock. A finalizer that logs could interrupt the thread with the lock, and wait for it without end.
     """
 
     def __init__(self) -> None:

@@ -139,8 +139,7 @@ class Message:
         content_encoding: MIME content encoding.
         headers: field table. The keys have at most 255 bytes. The values are ``str``, ``bool``, ``int`` of 64 bits,
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive), ``None``, and lists,
-            tuples and mappings of these types. The message keeps an immutable copy of the table, so a program may reuse
-            its table.
+            tuples and mappings of these types. The message keeps an immutable copy, so a program may reuse its table.
         delivery_mode: delivery mode. The default is 2, persistent.
         priority: priority. The AMQP standard allows 0 to 9. Brokers accept values up to 255.
         correlation_id: id of the request that this message answers.

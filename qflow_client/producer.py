@@ -160,7 +160,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         Raises:
             ProducerFlowed: the producer is flowed; the message was not sent and never will be.
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
-            ProducerClosed: the producer was closed, or has no connection, or its loop is closed; the message was not
+            ProducerClosed: the producer is closed, or has no connection, or its loop is closed; the message was not
                 sent.
             WrongLoop: an `AsyncProducer` belongs to another event loop, which does not run; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
@@ -296,8 +296,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def position(self, source: str) -> int | str | None:
         """Return the position of the last admitted message of a source (E13).
 
-        After a restart of the program, this is the position of the last message on disk, so the program can continue
-        after this position.
+        After a restart, this is the position of the last message on disk, so the program can continue after it.
 
         Args:
             source: name of the source.
@@ -325,8 +324,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """The maximum number of unsettled messages.
 
         The program may set this attribute at any time. A lower capacity cancels no message: further messages only have
-        to wait for room (C6). With ``capacity="auto"`` this is the present window. After the program has set a number,
-        the window is fixed.
+        to wait for room (C6). With ``capacity="auto"`` this is the present window. If the program sets a number, the
+        window is fixed.
 
         Raises:
             SettingsError: the new value is not allowed.
@@ -385,8 +384,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             callback: the callback, which may call any method of the producer. An exception of the callback is logged.
-                If the callback is slow, at most `max_flow_events` events wait for it, and further events replace the
-                oldest ones.
+                If the callback is slow, at most `max_flow_events` events wait. Further events replace the oldest.
             kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. A fast
                 producer has a hold of kind ``capacity`` in every burst.
 

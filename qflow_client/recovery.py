@@ -123,8 +123,7 @@ class Reconnection:
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         # Number of settled messages when a channel was last closed.
         self._settled = -1
-        # A connection that lasts for this number of seconds is proven. A shorter one may be lost again for the same
-        # reason.
+        # A connection has to last for this number of seconds. A shorter one may be lost again for the same reason.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._connect_timeout = settings.connect_timeout

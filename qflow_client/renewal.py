@@ -1,8 +1,8 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
 The application's function may block or hang. So it runs on a separate thread, and no I/O thread or event loop waits for
-it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call, or for
-its own timeout.
+it. One call runs at a time. While a call hangs, each further try to connect waits for its answer until the try times
+out.
 
 If the function raises an exception, only its type and place are shown, because its text may contain the secret.
 """
@@ -83,8 +83,8 @@ class Renewer:
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on the thread or loop of the connection. Any thread may call `post`.
-        update: sends a secret to the broker, and calls the given function when the broker has answered. Returns False
-            if nothing can be sent now.
+        update: sends a secret to the broker, and calls the given function after the answer. Returns False if nothing
+            can be sent now.
         leave: ends the connection; the argument is the reason. The producer then connects again.
         clock: returns the time in seconds.
     """
@@ -109,13 +109,11 @@ class Renewer:
         self._clock = clock
         # The receiver of the application's answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
-        # The credentials for which the broker's answer is missing, and when they were obtained; ``None`` if there are
-        # none.
+        # The credentials for which the broker's answer is missing, and when they were obtained, or ``None``.
         self._given: tuple[Credentials, float] | None = None
         # The error of the present renewal; empty if there is none.
         self._why = ""
-        # The timer for the next renewal, or for the time limit of the present renewal; ``None`` if the connection is
-        # not open.
+        # The timer for the next renewal, or for the time limit of the present renewal; ``None`` without a connection.
         self._timer: Timer | None = None
 
     @property

@@ -132,8 +132,8 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # The password and the query of a URL may contain commas. Any other comma here separates two elements, and the
-        # second element is not a URL.
+        # The password and the query of a URL may contain commas. Any other comma separates two elements, and the second
+        # is no URL.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -261,9 +261,8 @@ class ProducerSettings:
     Attributes:
         url: ``amqp://`` or ``amqps://`` URL of the broker. Several URLs are tried one after the other. Query parameters
             that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
-        exchange: exchange of a message if the call of `send` names no exchange. ``""`` is the default exchange of the
-            broker.
-        routing_key: routing key of a message if the call of `send` names no routing key.
+        exchange: exchange of a message if `send` names no exchange. ``""`` is the default exchange of the broker.
+        routing_key: routing key of a message if `send` names no routing key.
         capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
             confirms, and finds the smallest window with maximum throughput.
         capacity_max: maximum window of ``capacity="auto"`` (C6). This setting has no effect on a fixed capacity.
@@ -290,8 +289,7 @@ class ProducerSettings:
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
             ``on_flow`` callback. Above this limit the oldest events are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
-        connect_timeout: maximum seconds to connect to a host, including TLS, authentication and the opening of the
-            channel.
+        connect_timeout: maximum seconds to connect to a host, including TLS, authentication and opening the channel.
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"``, the producer accepts messages immediately.
@@ -306,9 +304,9 @@ class ProducerSettings:
             pause, twice as long as the previous one.
         reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
             pauses continue to grow, and no message is suspected as the cause.
-        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So the clients of
-            a broker do not all reconnect at the same time. Pauses after refusals are also extended. No pause is longer
-            than its maximum.
+        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So clients do not
+            all reconnect at the same time. Pauses after refusals are also extended. No pause is longer than its
+            maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
             hosts: ``"wait"`` or ``"failover"`` (E15).
@@ -321,12 +319,10 @@ class ProducerSettings:
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
-        retry_for: seconds for which a refused message is sent again after its first refusal. Then the message is
-            settled.
+        retry_for: seconds for which a refused message is sent again. Then the message is settled.
         delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
             sent any more. ``None`` for no limit.
-        retry_delay: seconds before a refused message is sent again for the first time. Each further pause is twice as
-            long.
+        retry_delay: seconds before a refused message is sent again. Each further pause is twice as long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
         outbox: path of a file that keeps admitted messages until they are settled; ``None`` for no outbox. So a crash
             of the process loses no message. Messages of an earlier producer are sent first. Only one producer at a time
@@ -334,9 +330,8 @@ class ProducerSettings:
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
-        outbox_synchronous: the failures that messages in the outbox survive. With ``"normal"``, messages survive a
-            crash or kill of the process. With ``"full"``, they also survive a crash of the machine, and each commit
-            waits for the disk.
+        outbox_synchronous: the failure that messages in the outbox survive. With ``"normal"`` this is a crash or kill
+            of the process. With ``"full"`` it is also a crash of the machine, and each commit waits for the disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
             The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
             message again, unless it is still too old. Without this setting the receipt shows the failure, and the
@@ -472,8 +467,7 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, the changed settings count as explicitly given, and so do the explicitly given settings of the
-        original.
+        In the copy, the changed settings and the explicitly given settings of the original count as explicitly given.
 
         `dataclasses.replace` passes all settings, so all settings of its copy count as explicitly given.
 

@@ -91,8 +91,8 @@ _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
 
-#: Why a producer with `connect_in_background` is disconnected at first. If the producer stops trying, its error
-#: contains this text.
+#: Why a producer with `connect_in_background` is disconnected at first. If it stops trying, its error contains this
+#: text.
 NOT_CONNECTED = "the producer is not connected yet"
 
 # Why a closed producer accepts no messages.
@@ -501,8 +501,7 @@ class Deliveries:
         """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled when the connection was ended, which may have been passed on too
-                late.
+            left: the receipts that were unsettled at the end of the connection, and may have been passed on too late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}

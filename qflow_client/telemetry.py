@@ -463,8 +463,7 @@ class _Metrics:
                 series = dict(past)
                 # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # A collection proves that there is an SDK. The SDK may have been configured after the producer was
-                    # created.
+                    # A collection proves that there is an SDK, which may have been configured after the producer.
                     observer.protocol.admission.observer = observer
                     observer.record()
                     _add(series, read(observer))
@@ -544,8 +543,7 @@ class RelayMetrics:
     """The counts of one outbox relay.
 
     Args:
-        backlog: returns the number of waiting rows and the age of the oldest row in seconds, or ``None`` if they are
-            unknown.
+        backlog: returns the number of waiting rows and the age of the oldest row in seconds, or ``None``.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:

@@ -1,7 +1,7 @@
 """The outbox keeps admitted messages on disk until they are settled. So no message is lost if the process dies.
 
-`Outbox` (`outbox.py`) opens the file (`file.py`). `Outbox` first notes changes in memory (`noted.py`). A commit writes
-the changes to the file. Only one thread at a time uses the file (`access.py`). A program can use an `Outbox` without a
+`Outbox` (`outbox.py`) opens the file (`file.py`), and first notes changes in memory (`noted.py`). A commit writes the
+changes to the file. Only one thread at a time uses the file (`access.py`). A program can use an `Outbox` without a
 producer.
 
 In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The producer's protocol calls this store through

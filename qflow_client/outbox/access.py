@@ -114,8 +114,7 @@ class FileAccess:
         """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # The thread did not get its turn. If Ctrl-C or the deadline ended the wait, the turn is still in the
-                # list.
+                # The thread did not get its turn. After Ctrl-C or the deadline, the turn is still in the list.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return

@@ -66,8 +66,7 @@ class StoredMessage:
     """A message in an outbox.
 
     Attributes:
-        sequence: number of the message in the outbox. Sequences increase in the order of admission, even across
-            processes.
+        sequence: number of the message. Sequences increase in the order of admission, even across processes.
         at: time when the message was put, in seconds since 1970.
         exchange: exchange of the message.
         routing_key: routing key of the message.

@@ -3,25 +3,21 @@
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. The producer calls `Outbox.put` under its own lock, in the order of admission. The call notes a message and its
-   sequence.
+1. The producer calls `Outbox.put` under its own lock, in the order of admission, to note a message and its sequence.
 2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This call writes the message
    to disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
    `Outbox.commit` on another thread instead, once for many messages.
-3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes these messages from the file.
-   If the process dies before that commit, the next producer sends the messages again with a mark (the header
-   ``x-qflow-republished``).
+3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes the messages. If the process
+   dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
-   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then the
-   producer calls `Outbox.permit` for the last of these messages, and `commit`. Only then it writes the messages to the
-   broker. So after a crash the file shows which messages may have been written. Only these messages may be second
-   copies.
+   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
+   `Outbox.permit` for the last of these messages, and `commit`. Only then it writes them to the broker. So after a
+   crash the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
    writes the message and the position. A producer writes such a message to the broker only after that commit. So rows
-   of the source after the position on disk were never written to the broker. Rows up to this position get the mark if
-   they are sent again.
+   after the position on disk were never written to the broker. Earlier rows get the mark if they are sent again.
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
@@ -74,8 +70,7 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use an `Outbox`.
 
     Args:
-        path: the path of the file, which is created if it does not exist. A lock file beside this file is never
-            deleted.
+        path: the path of the file, which is created if it does not exist. Its lock file is never deleted.
         max_bytes: maximum bytes of all messages, with properties and 64 bytes for each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
@@ -102,9 +97,8 @@ class Outbox:
         #: The absolute path of the file, because the process may change its working directory.
         # A URL stays recognisable, and is rejected below.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
-        # The difference between seconds since 1970 and `time.monotonic`. This difference is computed once, so a later
-        # change of the wall clock has no effect in this process. Times of different processes can only be compared by
-        # the wall clock.
+        # The difference between seconds since 1970 and `time.monotonic`. Computed once, so that a later change of the
+        # wall clock has no effect. Times of different processes can only be compared by the wall clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The limit of the bytes of all messages.
@@ -195,17 +189,14 @@ class Outbox:
         """Note a message. The next commit writes the message to disk.
 
         Args:
-            payload: the body, or a message with properties. A message id of the message has precedence over
-                `message_id`.
+            payload: the body, or a message with properties. The id of the message has precedence over `message_id`.
             exchange: exchange of the message.
             routing_key: routing key of the message.
             message_id: the id for a message without an id.
-            permit: whether the message may be written to a broker from now on. Otherwise it is held until `permit` is
-                called.
-            overdraw: whether to put the message even if it exceeds `max_bytes`. The caller has checked `has_room`
-                before.
+            permit: whether the message may be written to a broker from now on. Otherwise `permit` allows this later.
+            overdraw: whether to ignore `max_bytes`, because the caller has checked `has_room` before.
             position: how far the source of the message has been read; ``None`` for no position. The same commit writes
-                the message and the position.
+                both.
 
         Returns:
             Sequence of the message.
@@ -319,8 +310,7 @@ class Outbox:
                 the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
         Raises:
-            OutboxError: the message could not be written, or not in time. The message stays noted, and the next commit
-                tries again.
+            OutboxError: the write failed, or took too long. The message stays noted, and the next commit tries again.
         """
         if self._access.durable < sequence:
             noted = self._noted
@@ -338,8 +328,7 @@ class Outbox:
             The last sequence that is durable.
 
         Raises:
-            OutboxError: the changes could not be written, or not in time. The changes stay noted, and the next commit
-                tries again.
+            OutboxError: the write failed, or took too long. The changes stay noted, and the next commit tries again.
         """
         self._use_file(self._commit_if_dirty, _deadline(timeout))
         return self._access.durable

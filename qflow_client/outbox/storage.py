@@ -35,7 +35,7 @@ _CLOSING = 0.2
 class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
-    The producer creates this object before it opens the outbox. So the producer can call `close` even if `open` is
+    The producer creates this object before it opens the outbox, so that it can call `close` even if `open` is
     interrupted.
     """
 
@@ -177,8 +177,8 @@ class Storage:
             if hasattr(self, "writer"):
                 self.writer.stop(timeout)
         finally:
-            # Usually the writer has closed the outbox already. But the writer may never have been started, or may still
-            # be writing.
+            # Usually the writer has closed the outbox. But the writer may never have been started, or may still be
+            # writing.
             close_outbox(outbox, self._settings.name, 0.0)
             count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:

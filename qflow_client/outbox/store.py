@@ -69,8 +69,7 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself to the
-            protocol.
+        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself to it.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
     """
@@ -101,8 +100,7 @@ class OutboxStore:
         self.keeps_all_back = False
         # Whether the producer opens no further channel.
         self._is_ended = False
-        # Receipts of messages that stay in the outbox; the keys are sequences. Receipts of messages on disk may be
-        # missing.
+        # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last

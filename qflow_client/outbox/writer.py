@@ -60,8 +60,7 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
         else:
             take(lambda: outbox.close(timeout))
     except OutboxError as error:
-        # If settled messages stay in the file, the next producer sends them once more, with the header of a second
-        # copy.
+        # If settled messages stay in the file, the next producer sends them once more, marked as second copies.
         log(
             logging.ERROR,
             "%s: the outbox was not closed properly, so settled messages may be sent once more: %s",
