@@ -22,8 +22,9 @@ class BackgroundCall(Generic[_Answer]):
         self._function = function
         self._name = name
         self._lock = threading.Lock()
-        # Whether a call is running, and the function that gets its answer; ``None`` if no function waits.
+        # Whether a call is running.
         self._is_running = False
+        # The function that gets the answer of the running call; ``None`` if no function waits.
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:

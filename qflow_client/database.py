@@ -66,7 +66,6 @@ class Database:
         timeout: float = BUSY,
     ) -> None:
         _refuse_url(path, error)
-        #: The path of the file.
         self.path = Path(os.fspath(path))
         #: The time of `time.monotonic`, in seconds, at which a statement stops waiting for the lock of another process.
         #: Only the thread that uses the file may set this time.

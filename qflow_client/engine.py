@@ -63,8 +63,9 @@ class BaseEngine(ABC):
     protocol: ProducerProtocol
     #: Locked during each step.
     lock: Guard
-    #: The publishing channel, and the thread or loop that calls callbacks. Both are ``None`` at first.
+    #: The publishing channel; ``None`` before it is created.
     link: Any
+    #: The thread or loop that calls callbacks; ``None`` before it is created.
     dispatcher: Any
     #: The event loop of an `AsyncProducer`; ``None`` before it connects, and always ``None`` for a `Producer`.
     loop: Any = None
@@ -79,7 +80,6 @@ class BaseEngine(ABC):
         topology: Topology | None,
     ) -> None:
         self.settings = settings
-        #: Objects to declare on each connection; ``None`` for none.
         self.topology = topology
         self._manager = manager
         #: The outbox; ``None`` if there is none.

@@ -27,8 +27,7 @@ class HoldKind(StrEnum):
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, messages of an earlier connection have to be sent first, or the producer is closed
-    #: (`FlowState.closed`).
+    #: There is no connection, messages of an earlier connection must be sent first, or the producer is closed.
     DISCONNECTED = "disconnected"
     #: The setting `rate` limits the producer.
     RATE = "rate"

@@ -3,7 +3,7 @@
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.
 
-This module creates all files of this package, with locks and permissions of POSIX. On other systems, such as Windows,
+This module creates the files of this package, with locks and permissions of POSIX. On other systems, such as Windows,
 the creation of a file raises an error. On such systems, features that use no files still work.
 """
 

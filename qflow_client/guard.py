@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 #: Minimum seconds that a call of the application waits for the step of another thread. A step needs far less time.
 PATIENCE = 1.0
-# Maximum seconds of such a wait.
+# Maximum seconds that such a call waits.
 _MAX_WAIT = 60.0
 # A wait has at least this number of pieces. If the process is suspended during a wait, only one piece is lost.
 _WAIT_PIECES = 10
@@ -44,8 +44,9 @@ class NotTaken(Enum):
 
 NOT_TAKEN: Final = NotTaken.NOT_TAKEN
 
-# The threads that are inside a step, and the threads that connections need.
+# The threads that are inside a step.
 _inside: set[int] = set()
+# The threads that connections need.
 _serving: set[int] = set()
 
 

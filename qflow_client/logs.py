@@ -79,8 +79,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # Do not use an event. If Ctrl-C interrupts a wait for an event, the lock of the event may stay locked, and the
-        # writing thread needs it.
+        # An event is not safe: if Ctrl-C interrupts a wait, the event's lock may stay locked, and the writing thread
+        # needs it.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:

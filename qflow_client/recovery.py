@@ -55,8 +55,9 @@ class Backoff:
         self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit
-        # The next pause without jitter, and the start of the time limit.
+        # The next pause without jitter.
         self._next = first
+        # The start of the time limit.
         self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:

@@ -293,7 +293,7 @@ class ProducerSettings:
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"``, the producer accepts messages immediately.
-        close_timeout: default timeout in seconds of `close`, and of the end of a ``with`` block.
+        close_timeout: default timeout of `close` and of the end of a ``with`` block, in seconds.
             `max_producer_flow_control_wait` also limits this time (E12). With ``None``,
             `max_producer_flow_control_wait` is the only limit.
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
@@ -330,8 +330,8 @@ class ProducerSettings:
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
-        outbox_synchronous: the failure that messages in the outbox survive. With ``"normal"`` this is a crash or kill
-            of the process. With ``"full"`` it is also a crash of the machine, and each commit waits for the disk.
+        outbox_synchronous: whether messages in the outbox survive only a crash or kill of the process (``"normal"``),
+            or also a crash of the machine (``"full"``). With ``"full"``, each commit waits for the disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
             The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
             message again, unless it is still too old. Without this setting the receipt shows the failure, and the
@@ -684,7 +684,7 @@ def _is_url(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the URL without the settings in its query, and these settings."""
+    """Split a URL into the URL without the settings in its query, and these settings."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
     ours: list[tuple[str, str]] = []

@@ -462,8 +462,9 @@ class Deliveries:
     def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
         self._reported = reported
-        # Lists of receipts to pass, and the number of receipts in the first list that were passed already.
+        # Lists of receipts to pass.
         self._handed: deque[list[Receipt]] = deque()
+        # Number of receipts in the first list that were passed already.
         self._passed_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
@@ -509,7 +510,7 @@ class Deliveries:
 
 
 def good_bye_until(deadline: float) -> float:
-    """Return the seconds until a deadline, for the end of the connection; at least `BRIEF`, at most `GOOD_BYE`."""
+    """Return the seconds for the end of the connection: until the deadline, but from `BRIEF` to `GOOD_BYE`."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 

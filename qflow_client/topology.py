@@ -97,7 +97,7 @@ class Queue(_Declared):
         name: name of the queue.
         durable: whether the queue survives a restart of the broker.
         exclusive: whether only this connection may use the queue. Such a queue is deleted with the connection.
-        auto_delete: whether the broker deletes the queue with its last consumer.
+        auto_delete: whether the broker deletes the queue when its last consumer ends.
         arguments: further arguments of the declaration, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue with this name is accepted, whatever its properties are.
 
@@ -139,7 +139,7 @@ class Exchange(_Declared):
         name: name of the exchange.
         type: ``"direct"``, ``"fanout"``, ``"topic"``, ``"headers"``, or a type of a plugin.
         durable: whether the exchange survives a restart of the broker.
-        auto_delete: whether the broker deletes the exchange with its last binding.
+        auto_delete: whether the broker deletes the exchange when its last binding is removed.
         internal: whether only other exchanges may publish to the exchange.
         arguments: further arguments of the declaration, such as ``{"alternate-exchange": "unrouted"}``.
 

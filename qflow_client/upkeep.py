@@ -57,8 +57,9 @@ class Upkeep:
         self.renewer: Renewer | None = None
         if asker is not None:
             self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
-        # The `Tap` of the open connection, and the function that writes the protocol's output to the connection.
+        # The `Tap` of the open connection; ``None`` without an open connection.
         self._tap: Tap | None = None
+        # Writes the protocol's output to the connection.
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:

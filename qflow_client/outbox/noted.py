@@ -36,7 +36,7 @@ class _Reached(NamedTuple):
     sequence: int
     #: The position; ``None`` if the position was removed.
     value: _Value | None
-    #: The previous position; ``None`` if there was none. Equal to `value` for a position that was read or set.
+    #: The previous position; ``None`` if there was none. Equal to `value` if the position was read or set.
     before: _Value | None
 
 
@@ -72,7 +72,6 @@ class Noted:
         self._positions: dict[int, Position] = {}
         # The position on disk of each source. Only the thread that writes changes it.
         self._reached: dict[str, _Reached] = {}
-        #: Sources whose positions are damaged.
         self.damaged_sources: set[str] = set()
         # Whether the file has a table of positions.
         self._has_table = outboxfile.has_positions(file)

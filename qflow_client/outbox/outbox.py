@@ -56,7 +56,6 @@ __all__ = ["Outbox"]
 _SETTLED_TOGETHER = 500
 # Bytes that a message uses in addition to its content.
 _ROW = 64
-# The default of `max_bytes`.
 _MAX_BYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -202,7 +201,7 @@ class Outbox:
             Sequence of the message.
 
         Raises:
-            OutboxFull: there is no room. A `commit` makes room if messages are settled.
+            OutboxFull: there is no room. A `commit` makes room if messages were settled.
             TypeError, ValueError: AMQP cannot represent the message.
         """
         if position is not None and not isinstance(position, Position):
