@@ -201,8 +201,8 @@ class Deduplicator:
 
     Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
     end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
-    not stored. Then the message is handled when it comes again. Acknowledge the message after the block. If two copies
-    come at the same time, the second one waits for the result of the first one.
+    not stored. Then the message is handled when the broker delivers it again. Acknowledge the message after the block.
+    If two copies come at the same time, the second one waits for the result of the first one.
 
     A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
     message and the storing of its id are not one transaction. If the process ends between the two, the message is

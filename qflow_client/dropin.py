@@ -1,8 +1,8 @@
 """The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
 
 The client library still manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol`
-decides when messages are sent, as in every producer. This module neither does I/O nor waits, because each library has
-its own way.
+decides when messages are sent, as in every producer. This module does no I/O and never waits, because each library does
+both in its own way.
 """
 
 from __future__ import annotations

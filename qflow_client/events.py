@@ -66,7 +66,8 @@ class FlowEvent:
         hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
         holds: the present holds on the producer, oldest first, with times in seconds since 1970.
         at: time of the event in seconds since 1970.
-        since: time in seconds since 1970 when the hold was raised. For a notice, when the longest wait of a call began.
+        since: time in seconds since 1970 when the hold was raised. For a notice, the start of the longest wait of a
+            call.
         seconds: seconds from `since` to `at`.
         waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
         admitted: number of messages that the producer has admitted so far.
@@ -105,7 +106,7 @@ class FlowState:
         holds: the holds on the producer, oldest first, with times in seconds since 1970.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often the producer was blocked (flowed) so far.
-        seconds_flowed: seconds for which the producer was held so far, for each hold kind, with the present holds.
+        seconds_flowed: seconds of holds so far, for each hold kind. The present holds are included.
         closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is a call of
             `close`, which is not flow control, or a lost connection. After a lost connection the producer stays flowed
             (hold kind ``disconnected``).

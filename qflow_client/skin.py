@@ -510,7 +510,7 @@ class Deliveries:
 
 
 def good_bye_until(deadline: float) -> float:
-    """Return the seconds for the end of the connection: until the deadline, but from `BRIEF` to `GOOD_BYE`."""
+    """Return the seconds until a deadline, but at least `BRIEF` and at most `GOOD_BYE`, to end the connection."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 

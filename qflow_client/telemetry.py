@@ -543,7 +543,7 @@ class RelayMetrics:
     """The counts of one outbox relay.
 
     Args:
-        backlog: returns the number of waiting rows and the age of the oldest row in seconds, or ``None``.
+        backlog: returns the number of waiting rows and the age of the oldest row in seconds; ``None`` if unknown.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:

@@ -3,7 +3,7 @@
 A commit writes all changes that any thread has noted. So threads can share a commit: when a thread has finished with
 the file, it releases every waiter whose message is now on disk. Then the thread passes its turn to the next waiter.
 
-A plain lock is not enough: a thread that arrives at its release would get it first, and commit only its own message.
+A plain lock is not enough: when it is released, an arriving thread may get it first, and commit only its own message.
 
 Ctrl-C may come between any two instructions of a main thread. So a thread takes the lock of the file only in its turn,
 and only by ``with``. If Ctrl-C ends a thread before it passes its turn to the next waiter, the lock is free. A waiter

@@ -69,7 +69,7 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself to it.
+        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
     """
