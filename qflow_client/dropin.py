@@ -364,7 +364,7 @@ class DropInFlow:
         """Run a call that waits; see `core.calls`.
 
         Args:
-            turn: processes I/O, and returns after an event, or at the time of `time.monotonic` that is its argument.
+            turn: processes I/O until an event, or until its argument, a time of `time.monotonic` in seconds.
         """
         try:
             until, result = resume(call, None)

@@ -80,8 +80,7 @@ _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host and its port, and any text after a URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL that was converted to a path, which leaves one slash. A single letter may be the name of a
-# folder.
+# The beginning of a URL that was converted to a path, with one slash left. A single letter may be the name of a folder.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # The separator between user and password, which may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)

@@ -308,8 +308,8 @@ class ProducerSettings:
             all reconnect at the same time. Pauses after refusals are also extended. No pause is longer than its
             maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
-        on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
-            hosts: ``"wait"`` or ``"failover"`` (E15).
+        on_blocked: what a producer with several hosts does while the broker blocks its connection
+            (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
             If all hosts block the producer, each further round takes twice as long.
         return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
