@@ -213,8 +213,8 @@ class Deduplicator:
             crash of the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in
             memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
-            number of messages that can come between two copies. All unconfirmed messages of the producer can come
-            between, and messages that other producers have sent in the meantime.
+            number of messages that can come between two copies. All unconfirmed messages of the producer, and messages
+            of other producers, can come between the copies.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:

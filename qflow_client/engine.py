@@ -179,7 +179,7 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error if another event loop than the producer's is running. A call there could not wake its tasks.
+        """Raise an error in an event loop that is not the producer's: the call could not wake the producer's tasks.
 
         Args:
             payload: message for the error; ``None`` for a call without a message.
@@ -335,7 +335,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Begin to deliver the admitted messages and then to end. Return immediately."""
+        """Begin the end of the engine, which first delivers the admitted messages. Return immediately."""
 
     @property
     def _reason(self) -> str:

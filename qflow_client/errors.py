@@ -225,8 +225,7 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: receipts of these messages, in the order of admission. Receipts of messages in the outbox may be
-            missing.
+        receipts: receipts of undelivered messages, in the order of admission, without some messages in the outbox.
         stored: number of messages that stay in the outbox. The next producer with this outbox sends these messages, so
             the application must not send them.
         dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``.

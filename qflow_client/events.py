@@ -66,7 +66,7 @@ class FlowEvent:
         hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
         holds: the present holds on the producer, oldest first, with times in seconds since 1970.
         at: time of the event in seconds since 1970.
-        since: time in seconds since 1970 when the hold was raised. For a notice, when the longest wait began.
+        since: time in seconds since 1970 when the hold was raised. For a notice, the start of the longest wait.
         seconds: seconds from `since` to `at`.
         waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
         admitted: number of messages that the producer has admitted so far.

@@ -76,7 +76,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Create a missing file, which is empty and has permissions only for its owner.
+    """If a file is missing, create it, empty and with permissions only for its owner.
 
     Args:
         path: path of the file. A symbolic link is followed, even to a file that does not exist yet.

@@ -80,7 +80,7 @@ def split(
     """Return the message and the position of an element of `send_many`. The position may be ``None``.
 
     Raises:
-        TypeError: the element is a tuple, but not a message and a `Position`.
+        TypeError: the tuple does not consist of a message and a `Position`.
     """
     if not isinstance(message, tuple):
         return message, None
@@ -223,7 +223,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             call: name of the call, for errors.
-            deadline, spills: as for `BaseEngine.admit`.
+            deadline: as for `BaseEngine.admit`.
+            spills: as for `BaseEngine.admit`.
             cannot_wait: the error if the message cannot be admitted now; ``None`` if the message may wait in line.
 
         Returns:
@@ -384,7 +385,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             callback: the callback, which may call any method of the producer. An exception of the callback is logged.
-                If the callback is slow, at most `max_flow_events` events wait. Further events replace the oldest.
+                If the callback is slow, at most `max_flow_events` events wait, and further events replace old ones.
             kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. A fast
                 producer has a hold of kind ``capacity`` in every burst.
 

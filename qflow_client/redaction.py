@@ -234,7 +234,8 @@ def is_clear(url: str) -> bool:
 def censored(error: Exception, url: object) -> Exception:
     """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
-    The caller should raise the result outside the exception handler. Otherwise the original error would be its context.
+    The caller should raise the result outside the exception handler. Otherwise the error would be the context of the
+    result.
 
     Args:
         url: URL that the library got.

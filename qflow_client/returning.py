@@ -1,9 +1,9 @@
 """Probes the first host, and lets the producer return to it (E15).
 
-A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, it only has
-to answer the handshake, because it may require a certificate, which the probe does not have. An accepted TCP connection
-is not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets and does
-not log in.
+A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, the answer
+to the handshake is enough, because the host may require a certificate, which the probe does not have. An accepted TCP
+connection is not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets
+and does not log in.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class ProducerSettings:
             If all hosts block the producer, each further round takes twice as long.
         return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
             it (E15). The first host is probed four times in this period. If the connection to the first host is lost
-            within as many seconds, the next wait is twice as long. ``None`` for no return.
+            within as many seconds, the next wait is twice as long. ``None`` to never return.
         liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.

@@ -203,7 +203,7 @@ class Losses:
 
     Args:
         limit: maximum number of events that wait for the reader.
-        why: the reason in the warning, a format string.
+        why: format string for the reason in the warning.
         arguments: the values for `why`; they are formatted when the log is written.
     """
 

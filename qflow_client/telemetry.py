@@ -180,7 +180,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that was put into the outbox. The outbox returns another object for it later."""
+        """End the span of a message that the outbox takes, because the outbox returns another object for it later."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:

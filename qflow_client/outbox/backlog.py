@@ -154,7 +154,7 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. The permission to send messages is on disk already.
+        """Handle the messages that the writer has read. If the request sends them, their permission is on disk already.
 
         Args:
             damaged: the sequence and the error of each damaged message that was set aside.

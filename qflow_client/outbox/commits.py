@@ -51,7 +51,7 @@ class CommitWaits:
         return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk, or all threads if the commit failed. The writer calls it."""
+        """Wake the threads whose messages are on disk, or all threads if the commit failed. Called by the writer."""
         waits = self._waits
         # The sequences of waits may be out of order. A wait behind a higher sequence ends together with that sequence.
         while waits and (error is not None or waits[0].sequence <= durable):

@@ -56,7 +56,7 @@ class NotDurable(OutboxError):
     message is lost only if the process dies before the message is on disk or confirmed.
 
     Attributes:
-        receipt: the receipt of the message, which gets the outcome as usual.
+        receipt: the receipt of the message, which later gets the message's outcome.
     """
 
     receipt: Receipt

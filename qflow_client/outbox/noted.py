@@ -206,7 +206,7 @@ class Noted:
     # Positions.
 
     def position(self, source: str) -> _Value | None:
-        """Return the position that was put last for a source; ``None`` if there is none."""
+        """Return the last position that was put for a source; ``None`` if there is none."""
         withdrawn = self._withdrawn
         # A copy, because other threads may put messages meanwhile.
         for sequence, position in reversed(self._positions.copy().items()):
@@ -218,7 +218,7 @@ class Noted:
         return reached.before if _is_in(withdrawn, reached.sequence) else reached.value
 
     def set_position(self, file: Database, source: str, value: _Value | None) -> None:
-        """Write the position of a source without a message; ``None`` to forget it."""
+        """Write the position of a source without a message; ``None`` to forget the source."""
         with file.transaction():
             self._write_positions(file, {source: value})
         self._has_table = True

@@ -23,8 +23,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
 
 Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
 are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Inserting or
-deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file. Every wait has a
-deadline, both for access and for a lock of another process on the file.
+deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file. A caller can limit
+every wait, both for access and for a lock of another process on the file.
 """
 
 from __future__ import annotations
@@ -192,10 +192,10 @@ class Outbox:
             exchange: exchange of the message.
             routing_key: routing key of the message.
             message_id: the id for a message without an id.
-            permit: whether the message may be written to a broker from now on. Otherwise `permit` allows this later.
+            permit: whether the message may be written to a broker from now on. If False, `permit` allows this later.
             overdraw: whether to ignore `max_bytes`, because the caller has checked `has_room` before.
-            position: how far the source of the message has been read; ``None`` for no position. The same commit writes
-                both.
+            position: how far the source of the message has been read, written by the same commit; ``None`` for no
+                position.
 
         Returns:
             Sequence of the message.
@@ -324,7 +324,7 @@ class Outbox:
             timeout: as for `wait_durable`.
 
         Returns:
-            The last sequence that is durable.
+            The last sequence that is on disk.
 
         Raises:
             OutboxError: the write failed, or took too long. The changes stay noted, and the next commit tries again.

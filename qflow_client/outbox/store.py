@@ -69,7 +69,7 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's protocol, which has not admitted a message yet. The store attaches itself.
+        protocol: the producer's protocol, before its first message. The store attaches itself to the protocol.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
     """
@@ -119,7 +119,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message and note it in the outbox. If it cannot be admitted now, only note it.
+        """Admit a message and note it in the outbox. A message that cannot be admitted now is only noted.
 
         Args:
             spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
@@ -336,7 +336,7 @@ class OutboxStore:
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Release the later messages that wait for these settled messages, which will not be written any more."""
+        """Release messages that wait for these settled messages, because settled messages are not written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)
@@ -375,7 +375,7 @@ class OutboxStore:
         position and was not on disk. Such a message was not written to the broker, and can be sent again safely.
 
         Returns:
-            The number of these messages.
+            The number of reported messages.
         """
         count = 0
         for sequence, stored in self.outbox.unwritten().items():
