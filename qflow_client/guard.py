@@ -176,7 +176,7 @@ LOOPS = Guard()
 
 
 def _after_fork_in_child() -> None:
-    LOOPS.__init__()  # type: ignore[misc]  # another thread may have held its lock
+    LOOPS.__init__()  # type: ignore[misc]  # another thread may have had the lock
     # The child has only this thread of the parent. This thread may be inside a step, which it will complete.
     me = get_ident()
     _inside.intersection_update({me})

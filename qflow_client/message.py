@@ -160,7 +160,7 @@ class Message:
     body: bytes
     content_type: str | None = None
     content_encoding: str | None = None
-    headers: Mapping[str, Any] | None = _Headers()  # type: ignore[assignment]  # a descriptor for it
+    headers: Mapping[str, Any] | None = _Headers()  # type: ignore[assignment]  # a descriptor that returns this type
     delivery_mode: int | None = DeliveryMode.PERSISTENT
     priority: int | None = None
     correlation_id: str | None = None
@@ -349,7 +349,7 @@ def give_back(error: BaseException) -> None:
     """If an error contains a message with a position, replace this message by the one that the application passed."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
-        error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above
+        error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # `getattr` has found the attribute
 
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:

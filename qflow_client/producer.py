@@ -190,7 +190,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                     # wakes the writer.
                     if link is not None and not link.writer.awake:
                         link.writer.wake()
-                    return receipt  # type: ignore[no-any-return]  # the protocol makes what it was told to make
+                    return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
             except BaseException:
                 # As in `send`.
                 engine.recheck()
@@ -200,7 +200,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         )
         if engine.storage is not None:
             engine.storage.wait_durable(receipt, _monotonic())
-        return receipt  # type: ignore[no-any-return]  # as above
+        return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
 
     def _cannot_wait(self, timeout: float | None) -> CannotWait | None:
         """Return the error of `send` for a message that cannot be admitted now; ``None`` if the message waits."""

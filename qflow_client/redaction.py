@@ -214,7 +214,7 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
     if isinstance(value, os.PathLike):
         return shown(os.fspath(value))
     if type(value) in (list, tuple) and _depth:
-        texts = ", ".join(shown(each, _depth - 1) for each in value)  # type: ignore[attr-defined]  # one of the two
+        texts = ", ".join(shown(each, _depth - 1) for each in value)  # type: ignore[attr-defined]  # a list or a tuple
         return f"[{texts}]" if isinstance(value, list) else f"({texts})"
     if type(value) is dict and _depth:
         return "{" + ", ".join(f"{shown(key, 0)}: {shown_of_unknown(each)}" for key, each in value.items()) + "}"
@@ -234,8 +234,7 @@ def is_clear(url: str) -> bool:
 def censored(error: Exception, url: object) -> Exception:
     """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
-    The caller should raise the result outside the exception handler. Otherwise the error would be the context of the
-    result.
+    Raise the result outside the exception handler. Otherwise the original error would be the context of the result.
 
     Args:
         url: URL that the library got.

@@ -426,7 +426,7 @@ class ProducerSettings:
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
         # Compute the absolute path now, because the process may change its working directory. `outbox` stays unchanged.
-        path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # keeps links
+        path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # does not follow links
         object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(

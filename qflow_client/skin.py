@@ -535,7 +535,7 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
         # An exception may refuse attributes.
         with suppress(Exception):
             error.add_note(f"qflow_client: {len(receipts)} messages were admitted; .receipts has their receipts")
-            error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # of any exception
+            error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # most exceptions accept new attributes
         raise
 
 

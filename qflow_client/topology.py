@@ -268,7 +268,7 @@ class Topology:
     def declarations(self) -> Iterator[Declaration]:
         """Return the declarations, in order."""
         for each in (*self.exchanges, *self.queues, *self.bindings):
-            yield each._declaration()  # type: ignore[union-attr]  # names were replaced
+            yield each._declaration()  # type: ignore[union-attr]  # `__post_init__` has replaced names
 
 
 def _elements(given: Iterable[Any]) -> Iterable[Any]:

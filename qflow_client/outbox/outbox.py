@@ -95,7 +95,7 @@ class Outbox:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
         #: The absolute path of the file, because the process may change its working directory.
         # A URL stays recognisable, and is rejected below.
-        self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
+        self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # does not follow links
         # The difference between seconds since 1970 and `time.monotonic`. Computed once, so that a later change of the
         # wall clock has no effect. Times of different processes can only be compared by the wall clock.
         self._wall_offset = time.time() - time.monotonic()

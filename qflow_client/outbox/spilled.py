@@ -34,8 +34,8 @@ class Spilled(Receipt):
             own_id: the message id that the application assigned; ``None`` if the producer assigns one.
         """
         self._path = path
-        self._sequence = sequence  # type: ignore[misc]  # as said above
-        self._id = own_id  # type: ignore[misc]  # likewise
+        self._sequence = sequence  # type: ignore[misc]  # the derived class has this slot
+        self._id = own_id  # type: ignore[misc]  # the derived class has this slot
 
     def load(self, payload: bytes | Message, route: Route) -> None:
         """Keep the message in memory from now on, because it is about to be sent."""
