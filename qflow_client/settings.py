@@ -45,7 +45,7 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 # Prefix of the environment variables with settings.
 _PREFIX = "QFLOW_"
-# A variable with at least this similarity to the name of a setting, from 0 to 1, is reported as misspelt.
+# A variable whose name is at least this similar to the name of a setting (0 to 1) is reported as misspelt.
 _SIMILAR = 0.8
 
 # A sender with a rate limit may catch up this number of seconds if it is late.
@@ -302,7 +302,7 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
-        reconnect_delay_max: maximum pause between tries in seconds. If a connection is lost within this time, the
+        reconnect_delay_max: maximum pause in seconds between two tries. If a connection is lost within this time, the
             pauses continue to grow, and no message is suspected as the cause.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So clients do not
             all reconnect at the same time. Pauses after refusals are also extended. No pause is longer than its

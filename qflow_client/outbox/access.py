@@ -5,9 +5,9 @@ the file, it releases every waiter whose message is now on disk. Then the thread
 
 A plain lock is not enough: when it is released, an arriving thread may get it first, and commit only its own message.
 
-Ctrl-C may come between any two instructions of a main thread. So a thread takes the lock of the file only in its turn,
-and by ``with``. If Ctrl-C ends a thread before it passes its turn to the next waiter, the lock is free. A waiter checks
-the lock after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
+Ctrl-C may come between any two instructions of a main thread. So a thread takes the file's lock only in its turn, in a
+``with`` statement. If Ctrl-C ends a thread before it passes its turn to the next waiter, the lock is free. A waiter
+checks the lock after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ class OutboxStore:
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # The message leaves the unsettled messages, but `_drop_orphans` must not withdraw it.
+            # The message is no longer unsettled, but `_drop_orphans` must not withdraw it.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.
