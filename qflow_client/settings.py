@@ -114,9 +114,9 @@ class OnOutboxFull(StrEnum):
 class OutboxSynchronous(StrEnum):
     """The failures that messages in the outbox survive."""
 
-    #: Only a crash or kill of the process.
+    #: Messages survive only a crash or kill of the process.
     NORMAL = "normal"
-    #: A crash of the process or of the machine. Each commit waits for the disk.
+    #: Messages also survive a crash of the machine. Each commit waits for the disk.
     FULL = "full"
 
 
