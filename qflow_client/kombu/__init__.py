@@ -1,8 +1,8 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
 This package adds flow control to kombu's transport for py-amqp. If the package is installed, kombu finds the transport
-when it loads its serializers. It loads them in every program that declares, publishes or consumes, such as a Celery
-application. A program that only connects has to import ``qflow_client.kombu``.
+when it loads its serializers. kombu loads its serializers in every program that declares, publishes or consumes, such
+as a Celery application. A program that only connects has to import ``qflow_client.kombu``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from qflow_client.skin import DEFAULT
 
 __all__ = ["PIPELINED", "Channel"]
 
-#: A value of ``confirm_publish`` besides true and false.
+#: A value of ``confirm_publish`` in addition to True and False.
 PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
@@ -38,7 +38,7 @@ _monotonic = time.monotonic
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
-# If the connection is lost, these methods raise the error of a lost connection, because kombu expects it.
+# If the broker does not answer, these methods raise a `TimeoutError`, which kombu treats as a lost connection.
 _CLOSING_METHODS = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
 
@@ -48,7 +48,7 @@ def refuse(cause: BaseException) -> NoReturn:
 
 
 class Channel(pyamqp.Channel):
-    """kombu's `Channel` for py-amqp, which publishes nothing while the broker has stopped it.
+    """kombu's `Channel` for py-amqp, with flow control.
 
     The channel answers ``Channel.Flow``. `basic_publish` waits while the broker has stopped the channel or blocks the
     connection. It also waits while the window of unconfirmed messages is full, a rate limit is reached, or the socket
@@ -62,10 +62,10 @@ class Channel(pyamqp.Channel):
     _confirm_selected: bool
 
     def __init__(self, connection: Any, channel_id: Any = None, auto_decode: bool = True, on_open: Any = None) -> None:
-        # The flow of the channel while it is open.
+        # The flow control of the channel; ``None`` while the channel is not open.
         self._flow: ChannelFlow | None = None
         super().__init__(connection, channel_id, auto_decode, on_open)
-        # In confirm mode, py-amqp replaces this method by an attribute. Remove the attribute.
+        # In confirm mode, py-amqp replaces the method with an attribute of the same name. Remove the attribute.
         self.__dict__.pop("basic_publish", None)
 
     # Opening and closing.
@@ -97,12 +97,12 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the channel like py-amqp, after the unconfirmed messages of pipelined confirms are settled.
+        """Close the channel like py-amqp. With pipelined confirms, first wait for unconfirmed messages.
 
         If the broker blocks the connection, the close is sent when the broker reads again.
 
         Raises:
-            OperationalError: as for `wait_for_confirms`, after the channel is closed.
+            OperationalError: the same as for `wait_for_confirms`. The channel is closed nevertheless.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
@@ -136,7 +136,7 @@ class Channel(pyamqp.Channel):
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # Do not wait until the timeout again. kombu's pools close a connection after any error.
+            # Do not wait until a second timeout. kombu's pools close a connection after any error.
             return None
         try:
             self.wait_for_confirms()
@@ -159,7 +159,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Send a method like py-amqp. While the broker blocks the connection, wait for a limited time."""
+        """Send a method like py-amqp. If the broker blocks the connection, first wait for a limited time."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -173,7 +173,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """Wait for a method like py-amqp. While the broker blocks the connection, the time is limited."""
+        """Wait for a method like py-amqp. While the broker blocks the connection, the waiting time is limited."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")
@@ -181,7 +181,7 @@ class Channel(pyamqp.Channel):
             with connection.awaiting():
                 return super().wait(method, callback, timeout, returns_tuple)
         except Unanswered as error:
-            # End the connection. py-amqp would use a late answer for another method.
+            # End the connection. py-amqp would treat a late answer as the answer to another method.
             connection.collect()
             if method in _CLOSING_METHODS:
                 raise
@@ -213,7 +213,7 @@ class Channel(pyamqp.Channel):
                 is blocked (flowed), and waiting is not allowed here; the message was not sent. ConfirmTimeout: the
                 message was written at least in part, and its outcome is unknown. MessageNacked: with pipelined
                 confirms, earlier messages were nacked; this message was not sent.
-            MessageNacked: with one confirm per call, the broker did not accept the message.
+            MessageNacked: the call waited for the confirm, and the broker did not accept the message.
 
         Returns:
             A promise that is already fulfilled, as with py-amqp.
@@ -271,7 +271,7 @@ class Channel(pyamqp.Channel):
         protocol = flow.protocol
         encoded = flow.encode(msg, exchange, routing_key, (mandatory, immediate), argsig, connection.frame_max)
         if protocol.unwritten:
-            # Write the output of earlier calls that could not wait.
+            # Write the bytes that earlier calls could not write.
             flow.write()
         if not is_writable or wire.unwritten:
             protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
@@ -288,7 +288,7 @@ class Channel(pyamqp.Channel):
     def _open_flow(self) -> ChannelFlow:
         flow = self._flow
         if flow is None or flow.protocol.closed is not None:
-            # If py-amqp knows the reason, py-amqp raises it.
+            # If py-amqp knows why the channel is closed, py-amqp raises the error.
             self._raise_closed()
         return flow
 
@@ -377,7 +377,7 @@ class Channel(pyamqp.Channel):
             self._turn(flow, deadline)
 
     def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
-        """Raise the same errors as py-amqp."""
+        """Wait for the confirm of a message. Raise the same errors as py-amqp."""
         connection = self.connection
         if not receipt.done:
             flow = self._open_flow()
@@ -389,7 +389,8 @@ class Channel(pyamqp.Channel):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer from the broker {waited} for {receipt.describe()}{flow.held}"))
-                # No other ticket waits, because each call of `basic_publish` waits until its message is sent.
+                # No other message waits to be sent, because each call of `basic_publish` waits until its own message is
+                # sent.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
                     self._raise_closed()
@@ -446,11 +447,11 @@ class Channel(pyamqp.Channel):
         """Call a callback with each flow event, in order, until the channel is closed.
 
         Args:
-            callback: called when kombu reads or publishes. It must not read or publish itself. If it raises an
-                exception, the exception is logged.
+            callback: function that is called when kombu reads or publishes. The function must not itself read or
+                publish. Its exceptions are logged.
 
         Returns:
-            A function that ends the calls.
+            A function that removes the callback.
         """
         return self._open_flow().listen(callback)
 
@@ -474,13 +475,13 @@ class Channel(pyamqp.Channel):
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds.
+        """Wait until the channel has no holds.
 
         Args:
             timeout: maximum seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds. False after the timeout.
+            True if the channel has no holds, or False after the timeout.
 
         Raises:
             TypeError, ValueError: `timeout` is not a number.

@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# The process and the thread in which an event loop of kombu runs.
+# In a thread that runs an event loop of kombu, ``pid`` is the id of the thread's process.
 _loops = threading.local()
 
 
@@ -76,20 +76,21 @@ class Connection(pyamqp.Connection):
             raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")
         # Number of calls that wait for the answer to a method.
         self._awaits = 0
-        # When heartbeats were last checked.
+        # Time when heartbeats were last checked.
         self._looked_at = 0.0
-        #: A text that is the same for connections with equal parameters. The transport sets it.
+        #: A text that is the same for connections with equal parameters. The transport sets this text.
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
-        #: Channels that were closed while the broker blocked the connection. The broker has not read their close.
+        #: Channels that were closed while the broker blocked the connection. The broker has not read the
+        #: ``Channel.Close`` of these channels.
         self.left: list[Any] = []
         self._pid = os.getpid()
         super().__init__(*arguments, **keywords)
         _connections.add(self)
 
     def leave_to_parent(self) -> None:
-        """In a forked child, close the copy of the socket. From now on every use raises an error."""
+        """In a forked child, close the copy of the socket. From now on every use of the connection raises an error."""
         wire = self._transport
         if wire is None or wire.sock is None:
             return
@@ -154,7 +155,7 @@ class Connection(pyamqp.Connection):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the connection like py-amqp. If the broker blocks it, abort it, because the broker reads nothing."""
+        """Close the connection like py-amqp. If the broker blocks the connection, close only the socket."""
         if self.is_blocked:
             self.collect()
             return None
@@ -166,9 +167,9 @@ class Connection(pyamqp.Connection):
 
     @property
     def may_be_kept(self) -> bool:
-        """Return True if this closed connection can detect when the broker accepts messages again.
+        """Return True if this connection is worth keeping, to detect when the broker accepts messages again.
 
-        A connection with consumers is not suitable, because it would keep the messages that are delivered to them.
+        A connection with consumers is not kept, because it would keep the messages that the consumers receive.
         """
         return (
             self.is_blocked
@@ -186,7 +187,7 @@ class Connection(pyamqp.Connection):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
                 if flow.protocol.unwritten:
-                    # Write the answers to the broker's flow frames, and messages that are released.
+                    # Write the answers to the broker's flow frames, and the messages that are no longer held.
                     wire.flush()
                 flow.look()
 
@@ -241,7 +242,7 @@ class Connection(pyamqp.Connection):
         now = _monotonic()
         look = math.inf
         if self.heartbeat:
-            # py-amqp expects several checks in each interval.
+            # py-amqp expects several checks in each heartbeat interval.
             look = min(_HEARTBEAT_LOOK, self.heartbeat / 4)
             deadline = min(deadline, now + look)
         is_writable = wire.wait(max(0.0, deadline - now), writable=wants_room)
@@ -255,7 +256,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Check heartbeats like py-amqp, and include the messages that the tap has written."""
+        """Check heartbeats like py-amqp, and count the writes of the channels' output as sent bytes."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent
@@ -266,9 +267,9 @@ class Connection(pyamqp.Connection):
 
     @property
     def must_not_wait(self) -> bool:
-        """Return True if this thread runs an event loop, as in a worker. A wait would stop the loop.
+        """Return True if this thread runs an event loop of kombu. A wait would stop the loop.
 
-        If a worker runs a task in this thread, the task may wait, because it stops the loop anyway.
+        While a Celery worker runs a task in this thread, the task stops the loop anyway, so waiting is allowed.
         """
         if getattr(_loops, "pid", None) != os.getpid():
             return False
@@ -281,7 +282,7 @@ class Connection(pyamqp.Connection):
         _loops.pid = os.getpid()
 
     def await_unblocked(self) -> None:
-        """Wait while the broker blocks the connection, because it reads nothing then.
+        """Wait while the broker blocks the connection, because a broker that blocks reads nothing.
 
         Raises:
             FlowControlTimeout: the broker still blocks the connection after `max_producer_flow_control_wait`.

@@ -1,4 +1,4 @@
-"""The flow of a channel of py-amqp."""
+"""The flow control of a channel of py-amqp."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNLIMITED = 1 << 62
 
 _monotonic = time.monotonic
 
-# The names of the basic properties in py-amqp and in this package, in the order of the wire.
+# The names of the basic properties in py-amqp and in this package, in the order in which they are encoded.
 _NAMES = [(name, "headers" if name == "application_headers" else name) for name, _ in Message.PROPERTIES]
 _FLAGS = Struct(">H")
 _ALIKE = frozenset((str, bool, float, type(None)))
@@ -58,7 +58,7 @@ _OVERHEAD = 8
 
 
 class _Protocol(EncodedProtocol):
-    # Set immediately after the object is created.
+    # `ChannelFlow` sets this field immediately after it creates the object.
     flow: ChannelFlow
     #: Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.
     before: int | None
@@ -83,7 +83,7 @@ class _Protocol(EncodedProtocol):
         super().on_nack(tag and tag + (self.before or 0), multiple, now)
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        # The message needs no channel, because py-amqp does not use it.
+        # The message needs no channel, because py-amqp does not use the channel of a returned message.
         content = Message(frame_method=spec.Basic.Return)
         content.inbound_header(header)
         if body:
@@ -109,7 +109,7 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # If py-amqp opens the channel again, it is a new channel.
+        # If py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
@@ -129,12 +129,12 @@ class ChannelFlow(DropInFlow):
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
-        #: Whether the last call has waited until its timeout.
+        #: Whether the last publish that waited has reached its timeout.
         self.has_given_up = False
         self._number = number
         self._wire = wire
         self._calls: deque[Callable[[], None]] = deque()
-        # The first bytes of a message by exchange, routing key and bits.
+        # The ``Basic.Publish`` frame for each exchange, routing key, bits and argument format.
         self._heads: dict[tuple[Any, ...], bytes] = {}
         now = _monotonic()
         self.protocol.flow = self
@@ -156,7 +156,7 @@ class ChannelFlow(DropInFlow):
         self.protocol.before = None
 
     def confirms_begin(self) -> None:
-        """Call this before sending ``Confirm.Select``. After the first one, the next message has delivery tag 1."""
+        """Call this before ``Confirm.Select`` is sent. After the first call, the next message has delivery tag 1."""
         if self.protocol.before is None:
             # Complete a partly written message first.
             self._wire.finish()
@@ -172,11 +172,11 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method to py-amqp, as if py-amqp had read it. The tap has removed the method from the input."""
+        """Pass a method to py-amqp, as if py-amqp had read it. The `Tap` has removed it from the input."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
-    # Called by the manager of all producers, on any thread.
+    # Called by the `flow_manager`, on any thread.
 
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
@@ -227,8 +227,8 @@ class ChannelFlow(DropInFlow):
 def encode_properties(message: Any) -> bytes:
     """Return the property flags and values of a message, encoded like py-amqp.
 
-    The encoder of this package needs a third of the time. If this encoder would encode a value in another way, or
-    cannot encode it, py-amqp encodes it.
+    The encoder of this package needs a third of py-amqp's time. If it cannot encode a value, or would encode a value in
+    another way, py-amqp encodes the properties.
     """
     given = message.properties
     if "timestamp" not in given and _is_alike(given.get("application_headers")):

@@ -23,7 +23,7 @@ class _Kept:
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
     with an unknown outcome. The old connection is already blocked, and RabbitMQ informs it when the block ends. So when
-    kombu connects again, it gets the old connection.
+    kombu connects again, kombu gets the old connection.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Kept:
 
 #: The kept connections of the process (internal).
 kept = _Kept()
-# In a forked child create it again, because a thread of the parent may have held its lock.
+# In a forked child, create the object again, because a thread of the parent may have held its lock.
 after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # of an object that exists
 
 
@@ -74,7 +74,7 @@ class Transport(pyamqp.Transport):
     def establish_connection(self) -> Any:
         """Connect like kombu, which replaces the host localhost by 127.0.0.1.
 
-        With TLS the certificate must still have the name localhost. It need not have the name 127.0.0.1.
+        With TLS the broker's certificate must still have the name localhost, and not the name 127.0.0.1.
 
         Raises:
             SettingsError: eventlet has patched Python.
@@ -104,7 +104,7 @@ class Transport(pyamqp.Transport):
         return connection
 
     def close_connection(self, connection: Any) -> None:
-        """Close a connection like kombu, or keep it if the broker blocks it."""
+        """Close a connection like kombu, or keep it if `Connection.may_be_kept` is True."""
         if connection.may_be_kept:
             connection.client = None
             kept.put(connection)
@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        In this thread `basic_publish` does not wait while its channel is flowed, because the wait would stop the loop.
+        From now on, `basic_publish` waits in this thread only in a task. Otherwise the wait would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -122,9 +122,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, like kombu. If frames are left, the bell makes the loop call this method again.
+        """Deliver one event, like kombu. If frames remain, `Wire.bell` makes the loop call this again.
 
-        kombu uses ``loop.call_soon`` for frames that are left. But its loop may first wait for sockets.
+        kombu uses ``loop.call_soon`` for frames that remain. But kombu's loop may first wait for sockets.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")
@@ -137,7 +137,7 @@ class Transport(pyamqp.Transport):
                 connection.transport.has_left_frames()
 
     def _on_left(self, connection: Any, loop: Any, bell: int) -> None:
-        """Deliver frames that are left from earlier reads."""
+        """Deliver frames that earlier reads have left."""
         if connection.connected:
             self.on_readable(connection, loop)
         else:

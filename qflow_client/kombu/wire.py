@@ -1,6 +1,6 @@
-"""The transports of py-amqp, with the tap between py-amqp and the socket.
+"""The transports of py-amqp, with a `Tap` between py-amqp and the socket.
 
-The socket is non-blocking. Only this module waits for the socket, and only for a limited time.
+The socket is non-blocking. Only this module waits for the socket.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unanswered(TimeoutError):
 
 
 def _unpatched_poll() -> Any:
-    """This works even if gevent has replaced `select.poll`."""
+    """Return a poll object of Python, even if gevent has replaced `select.poll`."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 
@@ -66,7 +66,7 @@ class _Poll:
         self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
         self._for_now = _unpatched_poll()
         self._for_now.register(self._fd, select.POLLIN | select.POLLOUT)
-        # Another thread writes to this pipe to end a wait. Created for the first wait.
+        # Another thread writes to this pipe to end a wait. The pipe is created for the first wait.
         self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
@@ -75,7 +75,7 @@ class _Poll:
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes, for room if `writable`, or for `wake` on another thread. Return the state of the socket."""
+        """Wait for bytes or `wake`, and also for room if `writable` is True. Return the state of the socket."""
         if self._pipe is None:
             self._pipe = _pipe()
             for each in self._for_input, self._for_both:
@@ -91,7 +91,7 @@ class _Poll:
         return ready
 
     def wake(self) -> None:
-        """Any thread may call this."""
+        """End a `wait`. Any thread may call this method."""
         if self._pipe is not None:
             with suppress(OSError):
                 os.write(self._pipe[1], b"\0")
@@ -113,7 +113,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Bell:
-    """A file descriptor that an event loop watches. It is readable while the bell rings."""
+    """A file descriptor that an event loop watches. After `ring`, it is readable until `stop`."""
 
     def __init__(self) -> None:
         self.fd, self._from = _pipe()
@@ -136,12 +136,12 @@ class _Bell:
 
 
 class Wire:
-    """A mixin for a transport of py-amqp, between a connection and its socket. It is the first base class.
+    """A mixin for a transport of py-amqp, between a connection and its socket. It must be the first base class.
 
     Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. The wire keeps
     the frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop
-    also watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left. `has_left_frames`
-    stops the bell if no frames are left.
+    also watches a `_Bell`. Only `receive` reads from the socket, and rings the bell if frames remain. `has_left_frames`
+    stops the bell if no frames remain.
 
     Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame boundaries.
     """
@@ -160,11 +160,11 @@ class Wire:
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.tap = Tap()
-        #: Functions that are called between frames, for channels of py-amqp.
+        #: Functions to call between two frames. Each function passes a method to a channel of py-amqp.
         self.later: deque[Callable[[], object]] = deque()
-        #: Called after bytes were received.
+        #: Function that is called after bytes were received.
         self.on_received: Callable[[], object] = _nothing
-        #: Number of written messages. py-amqp uses it to decide about heartbeats.
+        #: Number of writes of the channels' output since heartbeats were last checked.
         self.sent = 0
         #: Number of received bytes.
         self.bytes_received = 0
@@ -180,7 +180,7 @@ class Wire:
         # Whether a frame of py-amqp is partly written.
         self._is_midway = False
         self._poll: _Poll | None = None
-        # Rings while frames are left; ``None`` while no event loop watches it.
+        # Rings while frames remain for py-amqp; ``None`` if no event loop watches it.
         self._bell: _Bell | None = None
         # Text of the error for a use while the wire is not connected.
         self._why = "connection already closed"
@@ -224,13 +224,13 @@ class Wire:
         """Raise an error if the wire is not connected.
 
         Raises:
-            RecoverableConnectionError: for example because the wire belongs to another process.
+            RecoverableConnectionError: the wire is closed, or belongs to another process.
         """
         if not self.connected:
             raise RecoverableConnectionError(self._why)
 
     def wake(self) -> None:
-        """Any thread may call this."""
+        """End a `wait`. Any thread may call this method."""
         if self._poll is not None:
             self._poll.wake()
 
@@ -283,9 +283,9 @@ class Wire:
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """Return the descriptor that an event loop watches in addition to the socket.
+        """Return the file descriptor that an event loop watches in addition to the socket.
 
-        The descriptor is readable while frames are left for py-amqp.
+        The descriptor is readable while frames remain for py-amqp.
         """
         if self._bell is None:
             self._bell = _Bell()
@@ -294,7 +294,7 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Return True if frames are left for py-amqp. If none are left, stop the bell."""
+        """Return True if frames remain for py-amqp. If no frames remain, stop the bell."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
             # Check again, because another thread may have read from the socket and rung the bell.
@@ -357,7 +357,7 @@ class Wire:
             received = self.bytes_received
 
     def _has_pending(self) -> bool:
-        """Whether received bytes are in a buffer, where the state of the socket does not show them."""
+        """Return True if a buffer has received bytes that the state of the socket does not show."""
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
@@ -477,9 +477,9 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """If certificates are verified, check the name of the host by default.
+        """If certificates are verified, check the name of the host, unless the options forbid it.
 
-        py-amqp checks the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
+        py-amqp checks the name only if ``server_hostname`` is given. Otherwise py-amqp accepts every certificate of the
         authority, for any host.
         """
         if context:
@@ -495,6 +495,6 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
         return bool(self.sock.pending())
 
     def _shutdown_transport(self) -> None:
-        # Limit the time of the TLS handshake.
+        # Limit the time of the closing TLS handshake.
         self.sock.settimeout(self.connect_timeout or 1.0)
         super()._shutdown_transport()

@@ -1,4 +1,4 @@
-"""Converts the rows that Spark writes to messages. It checks the columns and their types."""
+"""Converts the rows that Spark writes to messages, and checks the columns and their types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from qflow_client.message import Message
 
 __all__ = ["Row", "RowError", "Rows", "SchemaError"]
 
-#: Data to send for one row: the payload, the exchange and the routing key. ``None`` means the value of the job.
+#: Payload, exchange and routing key of one row. The job's value replaces an exchange or routing key of ``None``.
 Row = tuple[bytes | Message, str | None, str | None]
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
@@ -44,7 +44,7 @@ _SCALARS = (StringType, BinaryType, BooleanType, *_WHOLE, FloatType, DoubleType,
 # Types that can be converted to JSON.
 _JSON = (*_SCALARS, DecimalType, DateType, TimestampNTZType)
 
-# The allowed types of each column, and their description.
+# For each column, its allowed types and a description of the types.
 _COLUMNS: dict[str, tuple[tuple[type[DataType], ...], str]] = {
     "body": ((BinaryType, StringType), "binary or string"),
     "exchange": ((StringType,), "string"),
@@ -68,7 +68,7 @@ _ROUTES = ("body", "exchange", "routing_key")
 
 
 class SchemaError(QflowError, TypeError):
-    """A column of a DataFrame is missing or not supported. The text contains its name and type."""
+    """A column of a DataFrame is missing or not supported. The text contains the name and the type of the column."""
 
 
 class RowError(QflowError, ValueError):
@@ -81,10 +81,10 @@ class Rows:
     Args:
         schema: schema of the rows.
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
-            all columns that have no special meaning.
+            all columns that are neither routing nor properties.
         message_id: with ``"column"`` the message id is the column ``message_id``, if this column exists. With
-            ``"hash"`` it is a digest of all data to send. With ``"position"`` it contains the row's number. With
-            ``"producer"`` the producer sets it.
+            ``"hash"`` the message id is a digest of all data to send. With ``"position"`` it contains the row's number.
+            With ``"producer"`` the producer assigns the message id.
 
     Raises:
         SchemaError: a column has the wrong type or is not allowed, or no column can be the body.
@@ -98,7 +98,7 @@ class Rows:
         self._names = tuple(names)
         self._is_json = body_format == "json"
         self._message_id = message_id
-        # Columns of a JSON body, each with its converter.
+        # Columns of a JSON body. Each name has a function that converts a value; ``None`` if no conversion is needed.
         self._members: list[tuple[str, Callable[[Any], Any] | None]] = []
         for field in schema.fields:
             self._check(field.name, field.dataType)
@@ -240,7 +240,7 @@ def _check_headers(kind: DataType) -> None:
 
 
 def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
-    """Return ``None`` if the values need no conversion."""
+    """Return a function that converts a value for JSON, or ``None`` if no conversion is needed."""
     if isinstance(kind, StructType):
         members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
         return lambda value: {

@@ -1,12 +1,12 @@
-"""Keeps the credits of a job in a queue of the broker (C6). The driver checks them, and tasks take and return them.
+"""Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
-to the queue. The task publishes on the same connection, so it cannot publish without its credits.
+to the queue. A task receives credits and publishes on one connection, so it cannot publish without its credits.
 
-The second queue has the name of the credit queue plus ``.tasks``. It never has messages. Each task consumes it, so the
-number of its consumers is the number of tasks that may hold credits. The driver first publishes the credits to the
-credit queue, and then declares this second queue. So if the second queue exists, the credits were published. The third
-queue has the name of the credit queue plus ``.lock``. It exists while a driver checks the other queues.
+A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task is one of its
+consumers, so their number is the number of tasks that may hold credits. The driver first publishes the credits to the
+credit queue, and then declares the second queue. So if the second queue exists, the credits were published. A third
+queue has the name of the credit queue plus ``.lock``. It exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Seconds between two checks of settled messages, while the task holds credits and while it holds none.
+# Seconds between two checks of settled messages while the task holds credits.
 _CHECK_PERIOD = 0.005
+# Seconds between two checks of settled messages while the task holds no credits.
 _IDLE_PERIOD = 1.0
 # Seconds between two checks of a queue with a wrong number of credits.
 _PAUSE = 0.05
@@ -53,7 +54,7 @@ _SOURCE = "credits"
 
 
 def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pika.BlockingConnection:
-    """The broker may block the connection for at most `blocked` seconds; ``None`` for no limit."""
+    """Connect to a broker. If the broker blocks the connection for `blocked` seconds, pika closes the connection."""
     errors = []
     for url in settings.urls:
         parameters = pika.URLParameters(url)
@@ -68,7 +69,7 @@ def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pik
 
 
 def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] | None:
-    """Return the number of ready messages and of consumers, or ``None`` if the queue does not exist."""
+    """Return the number of ready messages and the number of consumers, or ``None`` if the queue does not exist."""
     channel = connection.channel()
     try:
         found = channel.queue_declare(queue, passive=True).method
@@ -92,7 +93,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Check that a credit is valid and belongs to this capacity, and return it."""
+    """Check that a credit is valid and was made for this capacity, and return it."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -108,17 +109,17 @@ def _capacity_of(settings: ProducerSettings) -> int:
     return settings.capacity
 
 
-# On the driver.
+# Functions that the driver calls.
 
 
 def prepare(settings: ProducerSettings, queue: str) -> None:
-    """Issue the credits of a job if the queue is new, and check that all credits exist.
+    """Publish the credits of a job if the queue is new, and check that all credits exist.
 
     Args:
-        settings: settings of the job. The units of all credits together are the capacity of the job.
+        settings: settings of the job. The capacity is divided into credits.
 
     Raises:
-        CreditError: the credits have another capacity, their number is wrong, or the queue has other messages.
+        CreditError: the credits are for another capacity, or are too few or too many, or the queue has other messages.
         ConnectionFailed: the broker cannot be reached, or refuses a request.
     """
     patience = settings.connect_timeout
@@ -137,7 +138,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
 
 @contextmanager
 def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> Iterator[None]:
-    """Lock a queue during the block, so that no other driver checks it."""
+    """Lock a queue during the ``with`` block, so that no other driver checks the same queue."""
     lock = f"{queue}.lock"
     deadline = time.monotonic() + patience
     while True:
@@ -154,7 +155,7 @@ def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> 
 
 
 def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
-    """Do nothing if the credits were issued before."""
+    """Publish the credits, unless they were published before."""
     tasks = _count(connection, f"{queue}.tasks")
     if tasks is not None:
         if _count(connection, queue) is not None:
@@ -167,13 +168,13 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
     found = _count(connection, queue)
     channel = connection.channel()
     if found is None:
-        # Use a classic queue, because other types drop a message that was returned many times.
+        # Use a classic queue, because a quorum queue drops a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # Either a driver ended just after it had issued the credits, or the messages are not credits.
+        # Either a driver ended just after it had published the credits, or the messages are not credits.
         _look_at_one(connection, queue, capacity)
     else:
-        # Use a transaction, so that all or no credits are issued, even if this process is killed.
+        # Use a transaction, so that either all credits or no credits are published, even if this process is killed.
         channel.tx_select()
         properties = pika.BasicProperties(content_type="application/json", delivery_mode=2)
         for credit in issue(uuid4().hex, capacity):
@@ -185,7 +186,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
 
 
 def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int, patience: float) -> None:
-    """Check that the credits in the queue are valid and complete."""
+    """Check that the first credit in the queue is valid, and that no credits are missing."""
     due = number_of_credits(capacity)
     deadline = time.monotonic() + patience
     while True:
@@ -194,7 +195,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
         ready, _ = _count(connection, queue) or (0, 0)
         if ready == due or (tasks and ready < due):
             return
-        # If tasks have just been killed, their credits return after a moment.
+        # The credits of tasks that have just been killed return after a moment.
         if ready > due or time.monotonic() >= deadline:
             raise _wrong_number(queue, ready, due, capacity)
         connection.sleep(_PAUSE)
@@ -203,7 +204,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
 def _look_at_one(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
     channel = connection.channel()
     _, _, body = channel.basic_get(queue)
-    # Closing the channel returns the message.
+    # Closing the channel returns the message to the queue.
     channel.close()
     if body is not None:
         _check(Credit.decode(body), body, queue, capacity)
@@ -216,7 +217,7 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
     )
 
 
-# In a task.
+# The class that a task uses.
 
 
 class CreditLine:
@@ -224,7 +225,7 @@ class CreditLine:
 
     While the task has no credits, its producer is held.
 
-    Use it as a context manager. On exit it closes the connection, which returns all credits to the queue.
+    Use a `CreditLine` as a context manager. On exit the connection is closed, which returns all credits to the queue.
 
     Raises:
         CreditError: the queue does not exist.
@@ -234,18 +235,20 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Number of messages sent so far, and number after all current rows are sent. Set on the task's thread.
+        # Number of sent messages, now and after all current rows are sent. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # Numbers of the held credits by delivery tag, and the name of the set of credits, known from the first credit.
+        # The number of each held credit. The keys are delivery tags.
         self._numbers: dict[int, int] = {}
+        # Name of the set of credits. The first credit contains it.
         self._pool: str | None = None
         # The current window of the producer; 0 if it is held.
         self._window = 0
         # None while the thread does not consume credits.
         self._consumer_tag: str | None = None
-        # Time of the last credit or of the last check, and whether this check found that all credits are missing.
+        # Last time when the task had credits, needed no credits, or checked whether credits exist.
         self._since = time.monotonic()
+        # Whether the last check found that all credits are missing.
         self._missed = False
         # The error that ended the thread, except errors of the connection.
         self._error: Exception | None = None
@@ -295,11 +298,11 @@ class CreditLine:
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         self._thread.join(GOOD_BYE)
-        # If all messages are confirmed, this error does not matter. Otherwise it has caused the error of the block.
+        # If the block succeeded, all messages are confirmed, and an error of the thread does not matter.
         if self._error is not None and exc is not None:
             raise self._error from exc
 
-    # Called on its own thread.
+    # Called on the separate thread.
 
     def _run(self) -> None:
         try:
@@ -327,7 +330,7 @@ class CreditLine:
         purse.plan(sent, producer.unsettled, self._goal - sent)
         self._set_window(purse.window)
         if purse.wants and self._consumer_tag is None:
-            # Request one message more than the number of credits, so that an additional credit is detected.
+            # Allow one delivery more than there are credits, so that an excess credit is detected.
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
@@ -376,7 +379,7 @@ class CreditLine:
         """Check that the credits exist.
 
         A credit that moves between a task and the queue arrives before the second check. So if all credits are missing
-        at two checks, they are lost.
+        at two checks in a row, the credits are lost.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)
@@ -395,8 +398,8 @@ class CreditLine:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing, because this queue never has messages."""
+    """Ignore a delivery. The queue ``.tasks`` never has messages."""
 
 
 def _nothing() -> None:
-    """Do nothing. A call of this function wakes the thread."""
+    """Do nothing. Scheduling this function as a callback wakes the thread."""

@@ -1,16 +1,16 @@
-"""Divides a job's capacity into credits, which its tasks take and return (C6). This module does no I/O.
+"""Divides a job's capacity into credits, which the job's tasks take and return (C6). This module does no I/O.
 
-A *credit* allows a task to have a number of unsettled messages, its *units*. Each credit of a capacity is a message in
-a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if the task ends,
-the broker gives the credit to another task. `Purse` has the credits of one task.
+A *credit* allows a task to have a number of unsettled messages. This number is the *units* of the credit. Each credit
+is a message in a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if
+the task ends, the broker gives the credit to another task. A `Purse` contains the credits of one task.
 
 There are two rules.
 
-- Safety: a task never has more unsettled messages than its credits have units. So it reduces its window before it
+- Safety: a task never has more unsettled messages than its credits have units. So a task reduces its window before it
   returns a credit.
-- Fairness: a task returns a credit when it has sent a whole window of messages since it got the credit. If the current
+- Fairness: a task returns a credit when it has sent as many more messages as all its credits have units. If the current
   rows do not need a credit, the task returns it immediately. The task that has waited longest gets the next credit,
-  because brokers deliver in this order.
+  because a broker serves waiting consumers in this order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits of a capacity. With more credits, tasks share the capacity more evenly. But the broker
-# transfers two messages each time a credit is used.
+# Maximum number of credits of a capacity. With more credits, tasks share the capacity more evenly. But each use of a
+# credit costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# A task that still needs its credits returns few of them in one step: their number divided by this number.
+# If a task still needs its credits, it returns at most their number divided by this number in one step.
 _RETURN_DIVISOR = 4
 
 
@@ -43,8 +43,8 @@ class Credit:
     Attributes:
         pool: name of the set of credits to which this credit belongs.
         credits: number of credits in the set.
-        units: number of messages that this credit allows.
-        capacity: number of messages that all credits together allow.
+        units: maximum number of unsettled messages that this credit allows.
+        capacity: sum of the units of all credits in the set.
     """
 
     pool: str
@@ -58,7 +58,7 @@ class Credit:
 
     @classmethod
     def decode(cls, body: bytes) -> Credit | None:
-        """Return ``None`` if the body is not a credit."""
+        """Return the credit, or ``None`` if the body is not a credit."""
         try:
             return cls(**json.loads(body))
         except (TypeError, ValueError):
@@ -71,7 +71,7 @@ def number_of_credits(capacity: int) -> int:
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """Divide a capacity into the maximum number of credits. The units of two credits differ by at most one."""
+    """Divide a capacity into `number_of_credits` credits. The units of two credits differ by at most one."""
     count = number_of_credits(capacity)
     for number in range(count):
         yield Credit(pool, number, count, capacity // count + (number < capacity % count), capacity)
@@ -88,18 +88,18 @@ class _Held:
 class Purse:
     """The credits that one task holds, oldest first.
 
-    Call `plan`, and set the producer's window to `window`. Then count the unsettled messages, and call `release`.
+    Call `plan`, set the producer's window to `window`, count the unsettled messages, and call `release`, in this order.
     """
 
     __slots__ = ("_due", "_due_units", "_held", "units", "wants")
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # Number of credits that have to be returned, and their units. The oldest credits are returned.
+        # Number of the oldest credits that have to be returned, and the sum of their units.
         self._due = self._due_units = 0
-        #: Units of all credits, including those that have to be returned.
+        #: Sum of the units of all held credits, including the credits that have to be returned.
         self.units = 0
-        #: Whether more credits are useful.
+        #: Whether the task needs more credits.
         self.wants = False
 
     def __len__(self) -> int:
@@ -121,12 +121,12 @@ class Purse:
         self.units += units
 
     def plan(self, sent: int, unsettled: int, left: int) -> None:
-        """Decide which credits have to be returned, and whether more credits are useful.
+        """Decide which credits have to be returned, and whether the task needs more credits.
 
         Args:
             sent: number of messages that the task has sent so far.
             unsettled: number of sent messages that are not settled.
-            left: number of current rows that are not sent.
+            left: number of rows that the task has read and not sent.
         """
         need = unsettled + left
         most = max(1, len(self._held) // _RETURN_DIVISOR)
@@ -144,10 +144,10 @@ class Purse:
         """Remove the credits that can be returned now.
 
         Args:
-            unsettled: number of unsettled messages, counted after the producer got the `window`.
+            unsettled: number of unsettled messages, counted after the producer's window was set to `window`.
 
         Returns:
-            The delivery tags, in the order in which the credits came.
+            The delivery tags of the removed credits, oldest first.
         """
         tags: list[int] = []
         while self._due and self.units - self._held[0].units >= unsettled:

@@ -25,9 +25,9 @@ __all__ = ["AmqpDataSource", "register"]
 
 
 class AmqpDataSource(DataSource):
-    """The data source, which `register` registers with a session."""
+    """The data source for ``format("amqp")``. `register` registers it with a session."""
 
-    #: Number of tasks that the session runs at the same time; ``None`` if it is unknown.
+    #: Maximum number of tasks that the session runs at the same time; ``None`` if it is unknown.
     max_concurrent_tasks: ClassVar[int | None] = None
 
     #: Whether the tasks of the session run on the driver's machine.
@@ -93,9 +93,9 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
 
     Args:
         spark: the session.
-        max_concurrent_tasks: maximum number of tasks that the session runs at the same time. The capacity of a job is
-            divided by this number (C6). The default is the current number of slots of the session. Set it if the
-            cluster may grow. A job's option ``maxConcurrentTasks`` has priority over it.
+        max_concurrent_tasks: maximum number of tasks that the session runs at the same time. Each limit of a job is
+            divided by this number (C6). The session shows the default. Set this argument with Spark Connect, or if the
+            cluster can grow without a limit. A job's option ``maxConcurrentTasks`` has priority over this argument.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.
@@ -103,7 +103,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # Create a class for each session. The workers cannot import it, so Spark sends it to them with its attributes.
+    # Spark's workers cannot import a class that is made here, so Spark sends them the class with its attributes.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)

@@ -1,4 +1,4 @@
-"""Converts deliveries to rows, and rows to Arrow. It defines the columns of a message."""
+"""Converts deliveries to rows, and rows to Arrow. This module defines the columns of a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qflow_client.spark.columns import SchemaError
 
 __all__ = ["COLUMNS", "MOST_BYTES", "MOST_ROWS", "SCHEMA", "Row", "batch_of", "check_schema", "in_columns", "row_of"]
 
-#: The columns of a message, without its offset.
+#: The values of a message, one for each of `COLUMNS` except the offset.
 Row = tuple[Any, ...]
 
 _TEXTS = (
@@ -56,8 +56,9 @@ COLUMNS = pa.schema(
     ]
 )
 
-#: Maximum number of messages in a batch, and maximum body bytes. A larger message is a batch of its own.
+#: A batch ends when it has this number of messages.
 MOST_ROWS = 2000
+#: A batch also ends when its bodies have this total size in bytes.
 MOST_BYTES = 8 << 20
 
 _TYPES: dict[pa.DataType, DataType] = {
@@ -75,10 +76,10 @@ SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in CO
 
 
 def check_schema(schema: StructType) -> None:
-    """Check that a user's schema has only columns of a message, with the same types.
+    """Check that each column of a user's schema exists and has an allowed type.
 
     Raises:
-        SchemaError: a column does not exist, or has another type.
+        SchemaError: a message has no such column, or the type of the column is not allowed.
     """
     known = {field.name: field.dataType for field in SCHEMA}
     for field in schema:
@@ -106,7 +107,7 @@ def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
 
 
 def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
-    """Return rows with their offsets as a batch. There must be at least one row."""
+    """Return rows and their offsets as one Arrow batch. There must be at least one row."""
     columns = [*zip(*rows, strict=True), offsets]
     return pa.RecordBatch.from_arrays(
         [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
@@ -115,7 +116,7 @@ def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
 
 
 def in_columns(rows: pa.RecordBatch, schema: StructType) -> pa.RecordBatch:
-    """Return the requested columns."""
+    """Return the columns that `schema` names."""
     fields = [
         pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
         for field in schema
@@ -136,7 +137,7 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
 
 
 def _text(value: Any) -> str:
-    """Return text for a header that is not a string. Bytes are decoded, and other values become JSON."""
+    """Return the text of a header value that is not a string. Bytes are decoded, and other values become JSON."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
     return json.dumps(value, ensure_ascii=False, default=_other)

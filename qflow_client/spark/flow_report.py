@@ -1,8 +1,9 @@
-"""Creates reports on flow logs of any size. Spark aggregates their lines, once or continuously.
+"""Creates reports on flow logs of any size. Spark adds up their lines, in one job or continuously.
 
 Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A fact is a
-row with a key, a bucket, and sums and maxima of whole numbers. Spark adds the facts with the same key, in any order.
-The report is made from the totals. So one process and a cluster create the same report from the same logs.
+row with a key, a bucket of a histogram or of a series, and sums and maxima of whole numbers. Spark merges the facts
+with the same key and bucket, in any order. The report is made from the totals. So one process and a cluster create
+equal reports.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FACTS = (*_GROUP, *_SUMS, *_MOSTS)
 _TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
 _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 
-# Bytes of a file that one task reads.
+# Maximum bytes of a file that one task reads.
 _PART = 64 << 20
 # Number of facts in one batch of a task's output.
 _FACTS_IN_BATCH = 20_000
@@ -66,7 +67,7 @@ class _Logs:
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """`width` is the bin width of series in microseconds."""
+        """Return the facts of all lines. `width` is the bin width of series over time, in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
@@ -80,7 +81,7 @@ class _Logs:
         return _united([*frames, *(each.mapInArrow(_summing(None, width), _SCHEMA) for each in lines)])
 
     def span(self) -> tuple[int, int]:
-        """Return the approximate times of the first and the last line."""
+        """Return the approximate times of the first and the last line, in microseconds since 1970."""
         if not self._remote:
             return FlowLogs(self._local).span()
         first, last = self.events().select(sf.min("at"), sf.max("at")).collect()[0]
@@ -100,7 +101,7 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
     Args:
         spark: the session.
         paths: folders, and files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. Only finished files of
-            local folders are read. Other folders (``s3a://…``) must have JSON lines.
+            local folders are read. Other folders (``s3a://…``) must contain JSON lines.
 
     Raises:
         FlowLogError: there are no flow logs.
@@ -116,7 +117,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """The input rows of the returned function are numbers of parts."""
+    """Return a function that reads the lines of parts. Its input rows are numbers of parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -217,15 +218,15 @@ def flow_report(
 
     Args:
         spark: the session.
-        paths: as for `flow_events`.
-        maximum: recommend settings with which each queue has at most this number of messages (C6).
-        delay: recommend settings with which a message is in a queue for at most this number of seconds.
-        queues: queues for the advice; ``None`` for all queues whose depth was recorded.
-        round_trip: seconds from a published message to its confirm in the replays.
+        paths: the same as for `flow_events`.
+        maximum: maximum number of messages in each queue, for which the report recommends settings (C6).
+        delay: maximum seconds of a message in a queue, for which the report recommends settings.
+        queues: queues for which the report recommends settings; ``None`` for all queues whose depth was recorded.
+        round_trip: seconds from the publish of a message to its confirm, which the replays assume.
 
     Raises:
         FlowLogError: there are no flow logs.
-        ValueError: the maximum or the delay is not more than 0.
+        ValueError: `maximum` or `delay` is 0 or less.
     """
     logs = _Logs(spark, paths)
     width = bin_width(*logs.span())
@@ -258,7 +259,7 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs continuously. Each time window is written once, when no more lines of it are expected.
+    """Sum up flow logs continuously. Each time window is written when no more of its lines are expected.
 
     A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
     files are copied to this folder. `flow_report_of_stream` creates the report from the written windows.
@@ -267,7 +268,7 @@ def flow_report_stream(
         spark: the session.
         folder: folder of the flow logs.
         output: folder for the facts and the checkpoint.
-        window: length of a window in seconds. It is also the smallest step of series over time.
+        window: length of a window in seconds. It is also the smallest bin width of series over time.
         late: maximum delay of a line in seconds, relative to the latest line. Lines with a longer delay may be dropped.
             In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
         trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon
@@ -277,7 +278,7 @@ def flow_report_stream(
         The query of Spark.
 
     Raises:
-        ValueError: `window` or `late` is not allowed.
+        ValueError: `window` or `late` is less than 0.001 seconds.
     """
     for name, seconds in (("window", window), ("late", late)):
         if not seconds >= 0.001:
@@ -299,7 +300,7 @@ def flow_report_stream(
 
 
 def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -> FlowReport:
-    """Create the report from the facts that `flow_report_stream` has written so far. It contains no advice.
+    """Create the report from the facts that `flow_report_stream` has written so far. The report contains no advice.
 
     Args:
         spark: the session.

@@ -25,7 +25,7 @@ __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
 Connection = TypeVar("Connection")
 
-# Maximum seconds that messages wait until they are written to the spool as one file.
+# Maximum seconds for which messages are collected before they are written to the spool as one file.
 _MAX_FILE_DELAY = 0.05
 # If no message is delivered for this number of seconds, the driver checks whether the queue is empty.
 _QUIET_SECONDS = 0.2
@@ -40,7 +40,7 @@ def connect_first(
     """Try the brokers in order, and connect to the first one that can be reached.
 
     Args:
-        timeout: maximum seconds for each broker.
+        timeout: maximum seconds to connect to each broker.
 
     Raises:
         ConnectionFailed: no broker can be reached.
@@ -86,19 +86,21 @@ class Intake:
         self._limit = limit
         #: Number of delivered messages.
         self.received = 0
-        # Messages that are not in the spool yet, in order, their delivery tags, their bytes, and the time when the
-        # first came.
+        # Messages that are not in the spool yet, oldest first.
         self._rows: list[Row] = []
+        # Delivery tags of the messages in `_rows`.
         self._tags: list[int] = []
+        # Total body bytes of the messages in `_rows`.
         self._bytes = 0
+        # Time when the first message of `_rows` came.
         self._since = 0.0
         # Tag of the first delivery after the limit. This message and later ones stay in the queue.
         self._unwanted: int | None = None
         # Whether the broker has cancelled the consumer.
         self._cancelled = False
-        # Delivery tags of spooled and unacknowledged messages, by offset.
+        # For each offset of a spooled and unacknowledged message, its delivery tag.
         self._unacked: dict[int, int] = {}
-        # Offsets of messages of an earlier run that may be delivered again, by key.
+        # For each `_key`, the offsets of messages of an earlier run that the broker may deliver again.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
         #: Whether there is a recognised message that is not acknowledged yet.
@@ -111,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages at the start.
             self.ready = self._count_ready()
-            # This argument is passed so that RabbitMQ refuses streams; 0 is the default priority. A consumer of a
-            # stream would get only new messages, so a restarted query would lose messages.
+            # RabbitMQ refuses this argument for streams. 0 is the default priority. A consumer of a stream would get
+            # only new messages, so a restarted query would lose messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -177,7 +179,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events until a message has come, an action was called, or `patience` seconds are over.
+        """Process events until a message has come, an action was called, or `patience` seconds have passed.
 
         Raises:
             ConnectionFailed: the connection or the channel is lost.
@@ -248,7 +250,7 @@ class Intake:
 
     @property
     def pending(self) -> int:
-        """The number of messages that are not in the spool yet."""
+        """The number of delivered messages that are not in the spool yet."""
         return len(self._rows)
 
     @property
@@ -261,7 +263,7 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     """Take the current messages of a queue into a spool, and acknowledge them when they are on disk.
 
     Args:
-        spool: spool for the messages. Its existing messages are part of the limit.
+        spool: spool for the messages. The messages that the spool already contains count towards `limit`.
         limit: maximum number of messages in the spool; ``None`` for all ready messages.
     """
     prefetch = MOST_ROWS
@@ -288,15 +290,15 @@ class Consumer:
     """An `Intake` on a separate thread, for a streaming query.
 
     Args:
-        spool: spool for the messages. Only this object may use it until `stop`.
-        prefetch: maximum number of messages that Spark has not committed.
+        spool: spool for the messages. Until `stop` is called, only this object uses the spool.
+        prefetch: maximum number of delivered messages that Spark has not committed.
     """
 
     def __init__(self, connection: pika.BlockingConnection, queue: str, spool: Spool, prefetch: int) -> None:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Protects the fields below. Notified when messages have come or the thread has ended.
+        # Protects the fields below. Notified when messages were received or acknowledged, or the thread has ended.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False
@@ -359,7 +361,7 @@ class Consumer:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Acknowledge all messages before an offset, because Spark has committed them. Wait until this is done.
+        """Acknowledge the messages before an offset, which Spark has committed. Return when the acks are processed.
 
         Raises:
             ConnectionFailed: the thread has ended because the connection was lost.
@@ -374,7 +376,7 @@ class Consumer:
         self.end()
 
     def wait_beyond(self, offset: int, timeout: float) -> bool:
-        """Wait until the spool has a message with this offset. Return False if it does not come in time."""
+        """Wait until the spool has a message with this offset. Return False if the message does not come in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._spool.end <= offset and not self._stopping:
@@ -403,7 +405,7 @@ class Consumer:
 
 
 def _nothing() -> None:
-    """Do nothing. A call of this function wakes the thread."""
+    """Do nothing. Scheduling this function as a callback wakes the thread."""
 
 
 def _key(value_of: Callable[[str], Any]) -> bytes:

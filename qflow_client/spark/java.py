@@ -1,4 +1,4 @@
-"""Finds the Java runtime that Spark needs. If it is missing, the error is clearer than Spark's error."""
+"""Finds the Java runtime that Spark needs. If there is no such runtime, the error is clearer than Spark's error."""
 
 from __future__ import annotations
 

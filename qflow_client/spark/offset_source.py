@@ -1,4 +1,4 @@
-"""Reads a RabbitMQ stream. Each task reads its own range of offsets from the broker. Spark may repeat a task."""
+"""Reads a RabbitMQ stream. Each task reads its own range of offsets, and Spark can run a task again."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class OffsetOptions:
 
     Attributes:
         urls: URLs of the brokers to try.
-        connect_timeout: maximum seconds for each broker.
-        start: `EARLIEST`, `LATEST`, an offset or a time.
-        end: offset after the last message; ``None`` for the end of the stream at the time of reading.
+        connect_timeout: maximum seconds to connect to each broker.
+        start: position at which to start: `EARLIEST`, `LATEST`, an offset or a time.
+        end: offset after the last message to read; ``None`` to read up to the current end of the stream.
         most: maximum number of offsets in a batch; ``None`` for no limit.
         partitions: number of tasks that read a batch.
         lossless: whether missing messages are an error.
@@ -78,11 +78,11 @@ class OffsetOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None) -> OffsetOptions:
-        """Read a job's options, on the driver.
+        """Read a job's options. Call this on the driver.
 
         Args:
             given: texts of the options, from Spark.
-            streaming: whether it is a streaming query.
+            streaming: whether the job is a streaming query.
             slots: number of tasks that run at the same time; ``None`` if it is unknown.
 
         Raises:
@@ -132,7 +132,7 @@ class OffsetRange(InputPartition):
 
 
 def ranges_of(options: OffsetOptions, start: int, end: int) -> list[OffsetRange]:
-    """Divide a range among tasks. Spark needs at least one part, even if it is empty."""
+    """Divide a range among tasks. Spark needs at least one range, which may be empty."""
     return [OffsetRange(*each) for each in ranges(start, end, options.partitions)] or [OffsetRange(end, end)]
 
 

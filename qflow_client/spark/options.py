@@ -24,7 +24,7 @@ class Option:
     """An option that is not a setting of a producer.
 
     Attributes:
-        parse: converts the text. It raises ``ValueError`` if the text is not allowed.
+        parse: function that converts the option's text, or raises ``ValueError`` if the text is not allowed.
         allowed: description of the allowed values.
     """
 
@@ -44,7 +44,7 @@ def one_of(*names: str) -> Option:
 
 
 def whole(what: str, most: int | None = None) -> Option:
-    """Return an option that is a whole number from 1."""
+    """Return an option that is a whole number, at least 1 and at most `most`."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -56,7 +56,7 @@ def whole(what: str, most: int | None = None) -> Option:
 
 
 def text_of(what: str, most: int = 4096) -> Option:
-    """Return an option that is a text."""
+    """Return an option that is a text of 1 to `most` bytes."""
 
     def parse(text: str) -> str:
         if not 0 < len(text.encode()) <= most:
@@ -81,8 +81,8 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
     """Parse the given options.
 
     Args:
-        given: texts of the options by name, from Spark. Names are not case-sensitive.
-        known: the known options by name.
+        given: text of each option, with the option's name as the key. Names are not case-sensitive.
+        known: each known `Option`, with its name as the key.
 
     Raises:
         SettingsError: an option is unknown, or a value is not allowed.
@@ -103,19 +103,19 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
 
 
 def producer_options() -> dict[str, Option]:
-    """Return every setting of a producer as an option. `ProducerSettings` itself checks the values."""
+    """Return an option for each setting of a producer. `ProducerSettings` checks the values."""
     return {
         camel(name): Option(field.metadata["parse"], field.metadata["allowed"]) for name, field in _PRODUCER.items()
     }
 
 
 def broker_options() -> dict[str, Option]:
-    """Return the options with which a job that only reads connects to the broker. `broker_of` uses their values."""
+    """Return the options that a reading job needs to connect to a broker. `broker_of` uses their values."""
     return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
 
 
 def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the URLs of the brokers, and the maximum seconds for each. Missing values come from the environment."""
+    """Return the brokers' URLs and the connect timeout in seconds. Missing values come from the environment."""
     timeout = {"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}
     settings = ProducerSettings.load(values.get("url"), **timeout)
     return settings.urls, settings.connect_timeout
@@ -138,12 +138,13 @@ class SinkOptions:
     """The options of a job that writes.
 
     Attributes:
-        producer: settings for the producer of each task. Their limits are the task's share of the job's limits (C6).
+        producer: settings for the producer of each task. Each limit is the task's share of the job's limit (C6). With a
+            credit queue, the capacity is the job's capacity.
         body_format: ``"column"`` or ``"json"``.
-        message_id: one of `MESSAGE_IDS`.
+        message_id: source of the message ids, one of `MESSAGE_IDS`.
         job_id: name of the job, for message ids and the summary; ``None`` if the option is missing.
         summary_path: file to which summaries are appended; ``None`` for no file.
-        credit_queue: queue with the credits of the job's capacity. If it is ``None``, each task gets a fixed share.
+        credit_queue: queue from which tasks take parts of the job's capacity; ``None`` if each task has a fixed share.
     """
 
     producer: ProducerSettings
@@ -155,12 +156,12 @@ class SinkOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], slots: int | None) -> SinkOptions:
-        """Read a job's options, on the driver.
+        """Read a job's options. Call this on the driver.
 
         Args:
             given: texts of the options, from Spark.
-            slots: number of tasks that run at the same time; ``None`` if it is unknown. ``maxConcurrentTasks`` has
-                priority.
+            slots: number of tasks that run at the same time; ``None`` if it is unknown. The option
+                ``maxConcurrentTasks`` has priority over this argument.
 
         Raises:
             SettingsError: an option is unknown, a value is not allowed, or a limit is too small for the tasks.
@@ -211,7 +212,7 @@ class SinkOptions:
 def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) -> ProducerSettings:
     """Return the settings of one task, with its share of the job's capacity, bytes and rate.
 
-    All settings are explicit, because the environment of an executor must not change them.
+    All fields of the result are set explicitly, so that the environment of an executor cannot change them.
     """
     shares: dict[str, Any] = {} if per_task is None else {"capacity": per_task}
     for name in ("capacity", "capacity_bytes"):

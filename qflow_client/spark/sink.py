@@ -29,7 +29,7 @@ __all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
 
 logger = logging.getLogger(__name__)
 
-# Spark's local properties with the ids of a streaming query and its batch.
+# Names of Spark's local properties with the id of a streaming query and the id of its batch.
 _QUERY_ID = "sql.streaming.queryId"
 _BATCH_ID = "streaming.sql.batchId"
 
@@ -58,14 +58,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(WriterCommitMessage):
-    """The numbers of one task. All its messages are confirmed.
+    """The totals of one task, after all its messages were confirmed.
 
     Attributes:
-        rows: number of messages sent.
-        bytes: body bytes of these messages.
-        seconds: seconds from the first row to the last confirm.
-        times_flowed: how often its producer was blocked (flowed).
-        seconds_flowed: seconds for which the producer was held, by hold kind.
+        rows: number of sent messages.
+        bytes: total body bytes of the sent messages.
+        seconds: seconds from the start of the task to the last confirm.
+        times_flowed: how often the task's producer was blocked (flowed).
+        seconds_flowed: for each hold kind, the seconds for which the task's producer was held.
     """
 
     task: Task
@@ -78,18 +78,18 @@ class TaskReport(WriterCommitMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The numbers of a job, or of one batch of a streaming query. All its messages are confirmed.
+    """The totals of a job, or of one batch of a streaming query, after all messages were confirmed.
 
     Attributes:
         job: id of the job.
         batch: id of the batch; ``None`` outside of streaming queries.
         tasks: number of tasks, including those without rows.
-        retried: number of tasks whose attempt was not the first.
-        rows: number of messages.
-        bytes: body bytes of these messages.
-        seconds: duration of the slowest task.
+        retried: number of tasks that did not succeed at the first attempt.
+        rows: number of sent messages.
+        bytes: total body bytes of the sent messages.
+        seconds: seconds from the start of the slowest task to its last confirm.
         times_flowed: how often the tasks' producers were blocked (flowed).
-        seconds_flowed: total seconds for which the tasks were held, by hold kind.
+        seconds_flowed: for each hold kind, the total seconds for which the tasks' producers were held.
     """
 
     job: str
@@ -130,7 +130,7 @@ class Summary:
 
 
 class _Sink:
-    """Spark creates it on the driver, and sends it to the tasks."""
+    """The base class of the writers. A writer is created on the driver, and Spark sends it to the tasks."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options
@@ -194,13 +194,13 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     """Send the rows of one task, and wait until all of them are confirmed.
 
     Args:
-        task: identity of the task. Messages of a second or later attempt have a header, because they may be second
-            copies.
+        task: identity of the task. In a second or later attempt each message gets the header `REPUBLISHED`, because it
+            may be a second copy.
 
     Raises:
-        FlowControlTimeout: a row was held for too long. This row and all later rows were not sent.
-        ConfirmTimeout: all rows were sent, but confirms are missing and none has come for too long.
-        CreditError: the credit queue was deleted, its credits are for another capacity, or it has other messages.
+        FlowControlTimeout: a row was held for too long. The held row and all later rows were not sent.
+        ConfirmTimeout: all rows were sent, but some are not confirmed, and no confirm has come for too long.
+        CreditError: the credit queue was deleted, has credits for another capacity, or has other messages.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: AMQP cannot represent a row.
     """
@@ -230,7 +230,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refuses the first message, it usually refuses all. So raise the error early.
+            # If the broker refuses the first message, it usually refuses all messages. So raise the error early.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)
@@ -239,11 +239,11 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait for the last confirms. Stop waiting when no confirm has arrived for too long.
+    """Wait until all messages are confirmed, as long as confirms continue to arrive.
 
     Raises:
-        ConfirmTimeout: no confirm came within `max_producer_flow_control_wait`.
-        UndeliveredMessages: messages were not delivered.
+        ConfirmTimeout: no confirm came within `max_producer_flow_control_wait` seconds.
+        UndeliveredMessages: some messages were not delivered.
     """
     unsettled = producer.unsettled
     while True:

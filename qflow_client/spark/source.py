@@ -37,8 +37,8 @@ class SourceOptions:
 
     Attributes:
         urls: URLs of the brokers to try.
-        connect_timeout: maximum seconds for each broker.
-        most: maximum number of messages, in total or per batch; ``None`` for no limit.
+        connect_timeout: maximum seconds to connect to each broker.
+        most: maximum number of messages in a batch job, or in each batch of a streaming query; ``None`` for no limit.
         partitions: number of tasks that read a batch.
         shared: whether tasks can read the files of the spool.
     """
@@ -53,11 +53,11 @@ class SourceOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None, local: bool) -> SourceOptions:
-        """Read a job's options, on the driver.
+        """Read a job's options. Call this on the driver.
 
         Args:
             given: texts of the options, from Spark.
-            streaming: whether it is a streaming query.
+            streaming: whether the job is a streaming query.
             slots: number of tasks that run at the same time; ``None`` if it is unknown.
             local: whether the tasks run on the driver's machine.
 
@@ -84,10 +84,10 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """Create the spool. The caller enters its context manager.
+        """Create the spool. The caller enters the spool's context manager.
 
         Args:
-            kind: ``"batch"`` or ``"stream"``. A spool can be used for only one kind.
+            kind: ``"batch"`` or ``"stream"``. One spool cannot be used both for a batch job and for a streaming query.
         """
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
@@ -101,7 +101,7 @@ class Part(InputPartition):
 
 
 def part_of(pieces: list[Piece], shared: bool) -> Part:
-    """Return the part for one task. If the task cannot read the files, the part contains the rows."""
+    """Return the `Part` for one task. If the task cannot read the spool's files, the part itself contains the rows."""
     return Part(pieces if shared else [inline(piece) for piece in pieces])
 
 
@@ -120,7 +120,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Reads the current messages of a queue into a spool once. Spark can then read the spool several times."""
+    """Moves the current messages of a queue into a spool. Spark can then read the same messages several times."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

@@ -33,8 +33,8 @@ class Piece:
     """Some rows of one file.
 
     Attributes:
-        start: number of the first row in the file, from 0.
-        count: number of rows.
+        start: index of the piece's first row in the file, from 0.
+        count: number of rows in the piece.
         data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.
     """
 
@@ -49,23 +49,24 @@ class Spool:
 
     Args:
         path: the folder. It is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. The spool stores it. A spool with another purpose is
-            refused.
+        holds: purpose of the spool, such as the name of the queue. The folder contains the purpose, and must not have
+            another purpose.
 
     Raises:
-        SpoolError: the spool is in use, or has another purpose.
+        SpoolError: the folder cannot be used, is in use by another query, or has another purpose.
     """
 
     def __init__(self, path: str | Path, holds: dict[str, Any]) -> None:
         self.path = Path(path)
         self._holds = {"version": _VERSION} | holds
         self._lock: IO[str] | None = None
-        # The first offset and the number of rows of each file, in order.
+        # The first offset of each file, in order.
         self._starts: list[int] = []
+        # The number of rows of each file, in the same order.
         self._counts: list[int] = []
         #: Offset of the next message.
         self.end = 0
-        #: Offset up to which messages may already have been acknowledged.
+        #: Messages before this offset may have been acknowledged.
         self.acknowledged = 0
 
     def __enter__(self) -> Self:
@@ -154,19 +155,19 @@ class Spool:
         self.end = start + count
 
     def mark_acknowledged(self, before: int) -> None:
-        """Store that messages before an offset may be acknowledged from now on."""
+        """Record on disk that messages before an offset may have been acknowledged. Call this before the ack."""
         if before > self.acknowledged:
             self._write_state("marks", {"acknowledged": before})
             self.acknowledged = before
 
     def forget(self, before: int) -> None:
-        """Delete the files whose messages are all before an offset. Keep the last file, which shows the end."""
+        """Delete the files whose messages are all before an offset. Keep the last file, whose name shows `end`."""
         while len(self._starts) > 1 and self._starts[0] + self._counts[0] <= before:
             (self.path / _name(self._starts[0], self._counts[0])).unlink()
             del self._starts[0], self._counts[0]
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Return the files and rows of the messages between two offsets.
+        """Return the pieces with the messages from offset `start` to ``end - 1``.
 
         Raises:
             SpoolError: some messages are not in the spool.
@@ -208,7 +209,7 @@ def read_piece(piece: Piece) -> pa.RecordBatch:
     """Return the rows of a piece.
 
     Raises:
-        SpoolError: the file does not exist.
+        SpoolError: the file does not exist, or this user is not allowed to read it.
     """
     try:
         source = piece.data if piece.data is not None else Path(piece.path).read_bytes()

@@ -1,4 +1,4 @@
-"""Consumes RabbitMQ streams over AMQP 0-9-1. It finds the first and last offsets, and reads ranges of offsets.
+"""Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads ranges of offsets.
 
 The module uses pika's event loop. pika's `BlockingConnection` is not suitable, because it rejects deliveries that
 arrive while it closes. Streams do not support rejects, so RabbitMQ would close the connection with an error.
@@ -128,7 +128,7 @@ class StreamConsumer:
             self._opened.loop.stop()
 
     def _run(self, done: Callable[[], object], patience: float) -> bool:
-        """Process events until `done` returns True. Return False if this takes too long.
+        """Process events until `done` returns True. Return False if this takes longer than `patience` seconds.
 
         Raises:
             ConnectionFailed: the connection or a channel is lost.
@@ -147,7 +147,7 @@ class StreamConsumer:
         return bool(done())
 
     def _call(self, method: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
-        """Wait for the broker's answer."""
+        """Call a method of pika, and wait for the broker's answer."""
         answers: list[object] = []
 
         def answered(frame: object) -> None:
@@ -159,7 +159,7 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Wait for the answer to a request. Then all earlier deliveries have arrived."""
+        """Send a request, and wait for the answer. All earlier deliveries arrive before the answer."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
@@ -194,7 +194,7 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """If there is no offset, return ``None`` and stop reading with an error."""
+        """Return the offset of a delivery. If there is no offset, stop reading with an error, and return ``None``."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
         # Do not raise an exception here, because pika would treat it as a lost connection.
@@ -255,11 +255,11 @@ class StreamConsumer:
         """Yield the messages between two offsets, in order.
 
         Args:
-            end: offset after the last message.
+            end: offset after the last message to yield.
             lossless: whether missing messages are an error.
 
         Raises:
-            StreamError: some messages do not exist.
+            StreamError: some messages do not exist, or no message came within 30 seconds.
             ConnectionFailed: the connection is lost.
         """
         cursor = Cursor(start, end)

@@ -33,27 +33,28 @@ _END_CACHE_SECONDS = 0.1
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a queue batch by batch. Spark's offsets are those of the spool."""
+    """Reads a queue batch by batch. Spark's offsets are the offsets of the spool."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark requests the first batch. `read` runs in a task, on a copy where they are not set.
+        # Set when Spark first requests an offset. Tasks call `read` on a copy in which both are ``None``.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
         # The greatest offset that was returned to Spark.
         self._greatest = 0
-        # Whether the query ends by itself, and the offset at which it ends.
+        # Whether the query ends by itself.
         self._ends = False
+        # The offset at which the query ends; ``None`` if it is not known yet.
         self._target: int | None = None
 
     def _open(self, offset: int = 0) -> Consumer:
-        """`offset` comes from Spark's checkpoint.
+        """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. Then no messages are added, because the next attempt
-                would treat them as the messages of the checkpoint.
+            SpoolError: the offset does not belong to this spool. In this case no messages are added. Otherwise the next
+                attempt would treat them as the messages of the checkpoint.
         """
         options = self._options
         assert options.most is not None
@@ -99,7 +100,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """Return the offset after the messages that were in the queue at the start. Wait for at least one of them."""
+        """Return the offset after the messages that the queue had at the start. Wait for at least one such message."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
                 # The missing messages have expired, or other consumers have them.
@@ -133,21 +134,21 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a RabbitMQ stream batch by batch. Spark's offsets are those of the stream."""
+    """Reads a RabbitMQ stream batch by batch. Spark's offsets are the offsets of the stream."""
 
     def __init__(self, options: OffsetOptions, schema: StructType) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark requests an offset. `read` runs in a task, on a copy where it is not set.
+        # Set when Spark first requests an offset. Tasks call `read` on a copy in which it is ``None``.
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
-        # Whether `_end` stays the same, because the query ends by itself at the end that the stream had at the start.
+        # Whether the query ends by itself. If it does, `_end` does not change after the start.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """If the idle connection was closed, repeat the request on a new connection."""
+        """Ask on the kept connection. If it was closed while it was idle, ask again on a new connection."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:
@@ -214,7 +215,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return rows_in(self._options, partition, self._schema)
 
     def commit(self, end: dict[str, int]) -> None:
-        """Do nothing: the stream keeps its messages."""
+        """Do nothing, because the stream keeps its messages."""
 
     def stop(self) -> None:
         if self._consumer is not None:

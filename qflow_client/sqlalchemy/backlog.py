@@ -1,7 +1,7 @@
 """Measures how many rows wait in an outbox, and how long the oldest row has waited.
 
 `measure` queries the database. `Backlog` is for frequent readers, such as metrics. It queries the database on a
-separate thread, at most every ten seconds and for at most a hundredth of the time. If the database does not answer, a
+separate thread, at most every ten seconds and for at most one percent of the time. If the database does not answer, a
 reader waits for at most one second.
 """
 
@@ -19,10 +19,10 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# Minimum time between two queries: in seconds, and as a multiple of the duration of a query.
+# Minimum seconds between two queries. The minimum is also `_RARITY` times the duration of a query.
 _PERIOD = 10.0
 _RARITY = 100.0
-# Maximum seconds that a reader waits, and maximum seconds of the query in the database.
+# Maximum seconds that a reader waits. The query itself may take `_LONGEST` seconds in the database.
 _PATIENCE = 1.0
 _LONGEST = 30
 
@@ -35,7 +35,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
     """Return the number of waiting rows, and the age of the oldest row in seconds (by the clock of the database)."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
-    # On PostgreSQL `now()` is the time at which this transaction began. A visible row may be newer, so do not use it.
+    # On PostgreSQL `now()` is the time at which this transaction began. A visible row may be newer than this time.
     is_postgresql = dialect_of(connection, rows) == "postgresql"
     now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
     oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
@@ -43,7 +43,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
 
 
 class Backlog:
-    """The backlog of one outbox. Any number of readers may share it."""
+    """The backlog of one outbox. Any number of readers can share one object."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine

@@ -1,6 +1,6 @@
-"""An inbox in the consumer's database. It remembers handled messages, in the transactions that handle them.
+"""An inbox in the consumer's database. It records the handled messages, in the transactions that handle them.
 
-So even if a process is killed, exactly the handled messages are remembered. A producer with an outbox loses no message,
+So even if a process is killed, exactly the handled messages are recorded. A producer with an outbox loses no message,
 and second copies have the same message id. Together with an inbox, each message is handled effectively once.
 """
 
@@ -59,10 +59,10 @@ class Inbox:
     def first_time(
         self, session: Session | Connection | AsyncSession | AsyncConnection, message_id: str, *, consumer: str = ""
     ) -> bool | Awaitable[bool]:
-        """Remember a message in the caller's transaction. Return True if the message was not handled before.
+        """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction is handling a copy, the method waits for its end. If that transaction is rolled back, the
-        result is True. Acknowledge the message after the commit, even if the result is False.
+        If another transaction is handling a copy of the message, wait until that transaction ends. If it is rolled
+        back, the result is True. First commit, and then acknowledge the message, even if the result is False.
 
         Args:
             session: session or connection of the caller. If it is asynchronous, await the result.
@@ -78,7 +78,7 @@ class Inbox:
         dialect = dialect_of(session, self.table)
         if dialect not in _INSERTS:
             raise ValueError(f"database {dialect!r}: use PostgreSQL or SQLite")
-        # If the row exists, the statement returns no row.
+        # If the row already exists, the statement returns no row.
         statement = _INSERTS[dialect](self.table).on_conflict_do_nothing().returning(self.table.c.message_id)
         values = {"consumer": consumer, "message_id": message_id}
         if isinstance(session, (AsyncSession, AsyncConnection)):
@@ -86,10 +86,10 @@ class Inbox:
         return session.execute(statement, values).first() is not None
 
     def forget(self, connection: Session | Connection, older_than: float) -> int:
-        """Forget handled messages in the caller's transaction, and return their number.
+        """Delete the records of old messages in the caller's transaction, and return their number.
 
         Args:
-            older_than: minimum age of the messages in seconds. It must exceed the maximum delay of a second copy.
+            older_than: minimum age of the records in seconds. Choose more than the maximum delay of a second copy.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

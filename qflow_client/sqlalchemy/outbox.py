@@ -1,7 +1,7 @@
 """The application's interface to an outbox in its own database.
 
-`Outbox.add` encodes a message and assigns its message id. So later changes by the application do not change the
-published message (E3), and all copies of a message have the same id.
+`Outbox.add` encodes a message and assigns its message id. So the application cannot change the published message later
+(E3), and all copies of a message have the same id.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class OutboxStatus:
 
     Attributes:
         depth: number of waiting rows.
-        oldest_age: age of the oldest waiting row in seconds, by the clock of the database; 0 if no row waits.
-        failed: number of rows that are set aside.
+        oldest_age: age of the oldest waiting row in seconds of the database's clock; 0 if no row waits.
+        failed: number of rows in the table of failed rows.
         relayed: number of rows that the broker has confirmed so far.
         relays: number of working relays; ``None`` if it is unknown.
-        holds: the holds of each held relay, such as ``"channel_flow"``. They are at most one second old.
+        holds: for each held relay, the holds of the last second, such as ``"channel_flow"``.
     """
 
     depth: int
@@ -54,10 +54,10 @@ class FailedRow:
 
     Attributes:
         id: id of the row in the outbox.
-        message: the message with its exchange and routing key; ``None`` if it is damaged.
-        ordering_key: the key with which it was added.
-        reply: reply text of the broker, which is the reason.
-        failed_at: time at which it was set aside.
+        message: the message with its exchange and routing key; ``None`` if the row is damaged.
+        ordering_key: ordering key with which the message was added.
+        reply: reply text of the broker, or the error of a relay that could not send the message.
+        failed_at: time at which the message was set aside.
     """
 
     id: int
@@ -70,15 +70,15 @@ class FailedRow:
 class Outbox:
     """The tables of an outbox in the application's database, and methods to add messages to it.
 
-    Create the tables with ``metadata.create_all()``, or with an Alembic migration of ``--autogenerate``. There are no
-    triggers and no functions.
+    Create the tables with ``metadata.create_all()``, or with an Alembic migration of ``--autogenerate``. The outbox
+    needs no triggers and no functions in the database.
 
     Args:
         metadata: metadata of the application, to which the tables are added. ``None`` for separate metadata.
         name: name of the main table. The names of the other tables are ``<name>_failed`` and ``<name>_relay``.
         schema: schema of the tables; ``None`` for the default schema of the connection.
         notify: whether to wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL commits transactions with
-            ``NOTIFY`` one after the other. If ``False``, relays find new rows at their next poll.
+            ``NOTIFY`` one by one. Without ``NOTIFY``, relays find new rows at their next poll.
     """
 
     def __init__(
@@ -126,21 +126,21 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> str | Awaitable[str]:
-        """Add a message in the caller's transaction. It is published if and only if the transaction commits.
+        """Add a message in the caller's transaction. The message is published if and only if the transaction commits.
 
         Args:
             session: session or connection of the caller. If it is asynchronous, await the result.
             message: the body, or a `Message` with properties.
-            exchange: the exchange. The default is the exchange of a `RoutedMessage`, and ``""`` for other messages.
-            routing_key: the routing key, with the same default.
-            ordering_key: messages with the same key are published in the order in which they were added. The messages
-                of transactions that run at the same time have no order. ``None`` for a message without an order.
+            exchange: exchange of the message. The default is that of a `RoutedMessage`, or ``""`` for other messages.
+            routing_key: routing key of the message. The default is found like the default of `exchange`.
+            ordering_key: messages with the same key are published in the order in which they were added. Messages of
+                transactions that run at the same time can come in any order. ``None`` for a message without an order.
 
         Returns:
-            The message id of the message, or a new one if the message has none.
+            The message id of the message. If the message has no id, a new id is assigned.
 
         Raises:
-            TypeError: the message is of another type.
+            TypeError: the message has a type that is not allowed.
             ValueError: AMQP cannot represent the message.
         """
         values, message_id = self.encode(message, exchange, routing_key, ordering_key)
@@ -180,7 +180,7 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> list[str] | Awaitable[list[str]]:
-        """Add messages in order, with few statements. If one message is invalid, none is added.
+        """Add messages in order, with few statements. If one message is invalid, no message is added.
 
         Args:
             session: as for `add`.
@@ -211,8 +211,8 @@ class Outbox:
     def _insert(self, dialect: str) -> Insert:
         statement = insert(self.tables.rows)
         if dialect == "postgresql" and self._notify:
-            # Notify in the same statement. This needs no second round trip and no trigger. PostgreSQL sends the
-            # notification once, with the commit. Rows get their ids in the order of the values.
+            # Notify in the same statement. This needs no second round trip and no trigger. PostgreSQL sends one
+            # notification when the transaction commits. Rows get their ids in the order of the values.
             woken = func.pg_notify(self.tables.channel, "")
             return statement.returning(woken, sort_by_parameter_order=True)
         return statement
@@ -220,7 +220,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return the values of a row, and the message id. A program can use them to insert the row itself.
+        """Return the values of a row, and the message id. A program can insert a row with these values itself.
 
         Args:
             given: as for `add`.
@@ -253,7 +253,7 @@ class Outbox:
     # Administration.
 
     def status(self, connection: Connection | Session) -> OutboxStatus:
-        """Return the content and the relays of the outbox."""
+        """Return the numbers of rows and relays, and the holds of the relays."""
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
         is_postgresql = dialect_of(connection, self.tables.rows) == "postgresql"
@@ -304,10 +304,10 @@ class Outbox:
         ]
 
     def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
-        """Move failed messages back to the outbox, at its end, in the caller's transaction.
+        """Move failed messages to the end of the outbox, in the caller's transaction.
 
         Args:
-            ids: the `FailedRow.id` of each message; ``None`` for all messages.
+            ids: the `FailedRow.id` of each message to move; ``None`` for all messages.
 
         Returns:
             The number of moved messages.
@@ -329,7 +329,7 @@ class Outbox:
         """Delete failed messages, in the caller's transaction.
 
         Args:
-            ids: the `FailedRow.id` of each message.
+            ids: the `FailedRow.id` of each message to delete.
 
         Returns:
             The number of deleted messages.

@@ -1,34 +1,35 @@
 """The session of a relay with PostgreSQL. It locks partitions, and reads and writes rows.
 
-**Partitions.** Each relay has a shared advisory lock, which makes it a member, and an exclusive lock for each partition
-on which it works. Members are ordered by the number of their server process. Partition ``p`` belongs to member ``p mod
-count``. Each relay locks the partitions that belong to it, once no other relay has locked them. It unlocks all other
-partitions. If two relays see different members, a partition may have no relay for a moment, but it never has two
-relays.
+**Partitions.** Each relay holds a shared advisory lock, which makes the relay a member, and an exclusive lock on each
+partition on which it works. Members are ordered by the pid of their server process. Partition ``p`` belongs to member
+``p mod n`` of ``n`` members. A relay locks a partition that belongs to it, as soon as no other relay has this lock. A
+relay unlocks all other partitions. If two relays see different members, a partition may have no relay for a moment, but
+it never has two relays.
 
 The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
-cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A killed
-relay leaves nothing to clean up.
+cut off from the database. The server measures how long a session is idle (``idle_session_timeout``), so no clocks are
+compared. A killed relay leaves nothing to clean up.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
-has a snapshot. It reads the rows that are visible in its snapshot and were not visible in the snapshot of the previous
-sweep, in the order of ids. A row is new if its transaction (the column ``xid``) began after the previous snapshot, or
-was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
+has a snapshot. A sweep reads the new rows in the order of ids. These rows are visible in the snapshot of the sweep and
+were not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the previous
+snapshot, or was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
 
 - Each row is in exactly one sweep. If its transaction commits late, the row is in a later sweep.
-- If a transaction adds a row after another transaction has committed, the row of the other transaction is read first. A
-  snapshot that shows the later row also shows the earlier one, and a sweep reads rows in the order of ids. An
-  application can observe only this order.
-- A transaction that stays open delays only its own rows. PostgreSQL cannot vacuum deleted rows while it is open. But a
-  relay does not visit these rows again, because each page begins after the last row of the previous page.
+- After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
+  that shows the later row also shows the earlier row, and a sweep reads rows in the order of ids. An application can
+  observe only this order.
+- A transaction that stays open delays only its own rows. While the transaction is open, PostgreSQL cannot vacuum
+  deleted rows. But a relay does not visit the deleted rows again, because each page begins after the last row of the
+  previous page.
 
-**Writing.** A commit that waits for the disk permits rows. It permits `AHEAD` more rows than were read. So at a low
-rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for the
-disk.
+**Writing.** A commit that waits for the disk permits rows to be published. It permits `AHEAD` more rows than were read.
+So at a low rate most pages need no wait for the disk. Confirmed rows are deleted together with the next read, without a
+wait for the disk.
 
-The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows once a minute.
-It costs one scan of the table, and finds rows that other sweeps miss, such as rows that were restored from a backup.
+The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows after a
+minute. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = ["AHEAD", "PostgresqlSession"]
 
 # Seconds between two full sweeps while a relay has no other rows to read.
 _FULL_PERIOD = 60.0
-# Means that no transactions are in progress. It is not empty, because a driver may not know the type of an empty list.
+# No transactions in progress. This list is not empty, because a driver may not know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
 _AFTER_ALL = 1 << 62
@@ -71,7 +72,7 @@ class PostgresqlSession:
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
     """
 
-    #: Whether a commit wakes `wait`.
+    #: Whether a commit of the application ends `wait`.
     is_notified = True
 
     def __init__(self, engine: Engine, tables: Tables, lease: float) -> None:
@@ -85,30 +86,30 @@ class PostgresqlSession:
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
         self._find_next = self._statement("%(last)s")
-        # Find the rows with the index on xid first. With ORDER BY id, the planner might visit all ids, including those
-        # of deleted rows.
+        # Find the rows with the index on xid first. With ORDER BY id, the planner might visit all ids, including the
+        # ids of deleted rows.
         self._find_first = self._statement(
             f"(SELECT min(id) - 1 FROM (SELECT id FROM {self._rows}"
             " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
         )
         self._mine: list[int] = []
-        # Whether this sweep reads rows that may have been sent before.
+        # Whether the current sweep is full, so that it can read rows that were sent before.
         self.is_full = True
         self.has_more = False
         self._in_sweep = False
-        # The snapshots of this sweep and of the previous one. A snapshot is the first unassigned transaction number,
+        # The snapshots of the current and of the previous sweep. A snapshot is the first unassigned transaction number,
         # and the numbers of the transactions that were in progress.
         self._xmax, self._xip = 0, _NO_TRANSACTIONS
         self._before = 0, _NO_TRANSACTIONS
         self._last = 0
         self._next_full = 0.0
-        # Whether the application has committed since `wait` returned.
+        # Whether the application has committed since the last return of `wait`.
         self._is_noticed = False
         self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self._driver = cast(Any, self._connection.connection.driver_connection)
         # Transfer bodies as binary data and not as text.
         self._cursor = self._driver.cursor(binary=True)
-        # Do not return the connection to the pool, because it has locks and settings.
+        # Do not return the connection to the pool, because the connection has locks and settings.
         self._connection.detach()
         try:
             self._set_up(lease)
@@ -125,7 +126,7 @@ class PostgresqlSession:
             f"statement_timeout = {milliseconds}",
             # The two settings above have no effect while the server waits for the relay to read a page.
             f"tcp_user_timeout = {milliseconds}",
-            # Do not use a generic plan, because it may be based on statistics of an empty table.
+            # Do not use a generic plan, because such a plan may be based on statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
             "synchronous_commit = on",
@@ -142,7 +143,7 @@ class PostgresqlSession:
         )
 
     def _set_socket(self, milliseconds: int) -> None:
-        """Make the system end the connection within the lease if the server does not answer."""
+        """Make the operating system end the connection within the lease if the server does not answer."""
         seconds = max(1, milliseconds // 3000)
         with socket.socket(fileno=socket.dup(self._driver.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -189,7 +190,7 @@ class PostgresqlSession:
         """Lock the partitions that no other relay has locked.
 
         Returns:
-            For each locked partition, the last row whose message may have been sent.
+            For each locked partition, the id of the last row whose message may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):
@@ -201,7 +202,7 @@ class PostgresqlSession:
         return taken
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Unlock the partitions in `doubts`. Each value is the row up to which existing rows may have been sent."""
+        """Unlock the partitions in `doubts`. Each value is the id up to which rows may have been sent."""
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():
             self._run(statement, partition=partition, doubt=doubt)
@@ -222,17 +223,17 @@ class PostgresqlSession:
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
-        """Delete confirmed rows, read the next rows and permit them, in one commit.
+        """Delete the confirmed rows `gone`, and read and permit the next rows, in one commit.
 
         When the method returns, the permissions are on disk. The deletes may not be on disk yet. If the server crashes,
-        deleted rows may come back. They are then sent again with a mark. `has_more` is True if the sweep may have
+        deleted rows may come back, and are sent again as second copies. `has_more` is True if the sweep may have
         further rows.
         """
         begins = not self._in_sweep
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # The sweep begins with this statement, so its snapshot has every row that the statement sees.
+            # The sweep begins with this statement, so the sweep's snapshot has every row that the statement sees.
             self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
@@ -268,18 +269,18 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Set the transaction numbers of another server to 0, so that they are older than every snapshot."""
+        """Set transaction numbers that come from another server to 0, which is older than every snapshot."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
         )
 
     def _statement(self, last: str) -> str:
-        """`last` is the SQL expression for the row after which the page begins."""
+        """Return the SQL for `read`. `last` is the SQL expression for the id after which the page begins."""
         return (
             "WITH now AS (SELECT pg_current_snapshot() AS snapshot),"
             f" gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(%(gone)s AS bigint[])) RETURNING partition),"
-            # Choose the rows before their bodies are read. Large bodies are stored outside the table.
+            # Choose the rows before their bodies are read, because large bodies are stored outside the table.
             " page AS MATERIALIZED (SELECT * FROM ("
             "SELECT *, count(*) OVER () AS total, row_number() OVER (ORDER BY id) AS number,"
             " sum(octet_length(body)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - octet_length(body) AS size FROM ("

@@ -1,7 +1,7 @@
 """Publishes the committed messages of an outbox, in a thread. The module `tenure` explains how.
 
-An asyncio application uses the same thread. `run` and ``async with`` start the thread, and wait for its end without
-blocking the loop. The thread calls the loop only to report its end.
+An asyncio application uses the same thread. `run` and ``async with`` start the thread, and wait until it ends, without
+blocking the event loop. The thread calls the event loop only to report its own end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
     "postgresql": PostgresqlSession,
     "sqlite": SqliteSession,
 }
-# The driver that a relay uses, by the name of the database in a URL.
+# For each name of a database in a URL, the driver that a relay uses.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
 # The first and the maximum pause after an error in seconds.
 _FIRST_PAUSE = 0.1
@@ -55,15 +55,16 @@ def engine_of(url: str | URL) -> Engine:
     """Create an engine for a relay. The relay's driver replaces the driver of the URL.
 
     Args:
-        url: URL of the database in the form of SQLAlchemy.
+        url: URL of the database in the format of SQLAlchemy.
 
     Raises:
-        SettingsError: the URL has another form, or the database is not supported.
+        SettingsError: the URL has another format, or the database is not supported.
     """
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # Do not accept a host with @. It contains a part of a password that was not encoded, and errors would show it.
+        # Do not accept a host with @. It has a part of a password that was not encoded, and errors would show this
+        # part.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
@@ -83,8 +84,8 @@ class OutboxRelay:
         database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.
         url: URL of the broker, or several URLs; the setting ``url``.
         outbox: outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
-        lease: seconds. If a relay is suspended or cut off for this time, another relay takes its partitions. If a relay
-            is killed, its partitions are free immediately. The default of the setting ``liveness`` is a sixth of the
+        lease: seconds after which another relay takes the partitions of a suspended or disconnected relay. The
+            partitions of a killed relay are free immediately. The default of the setting ``liveness`` is a sixth of the
             lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
@@ -137,7 +138,6 @@ class OutboxRelay:
         self._tables = (outbox or Outbox()).tables
         self._lease = lease
         self._poll = poll
-        #: The metrics of the relay.
         self._metrics = RelayMetrics(self._settings.name, Backlog(self._engine, self._tables).read)
         self.counts = RelayCounts(self._metrics)
         #: The error that ended the last tenure; ``None`` while the relay works.
@@ -147,12 +147,12 @@ class OutboxRelay:
         self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # Done when the thread has finished.
+        # This future is done when the thread has ended.
         self._ended: Future[None] = Future()
 
     @property
     def partitions(self) -> frozenset[int]:
-        """The partitions of this relay: all 16 if there is no other relay, none while it cannot work."""
+        """The partitions of this relay. A single relay has all 16, and a relay that cannot work has none."""
         tenure = self._tenure
         return frozenset(() if tenure is None else tenure.mine)
 
@@ -167,9 +167,9 @@ class OutboxRelay:
         return self._settings.name
 
     def health(self) -> Health:
-        """The health of the relay. Without a connection to the database or the broker it is ``"disconnected"``.
+        """The health of the relay. Without a connection to the database or broker, the health is ``"disconnected"``.
 
-        `qflow_client.health.asgi_readiness` accepts a relay like a producer.
+        `qflow_client.health.asgi_readiness` accepts a relay in place of a producer.
         """
         producer, error = self._producer, self.error
         if self._stopping.is_set() or self._thread is None:
@@ -225,7 +225,7 @@ class OutboxRelay:
             await self._wait_for_end(None)
 
     async def _wait_for_end(self, timeout: float | None) -> bool:
-        """Wait without blocking the loop. Return True if the thread has ended."""
+        """Wait for the thread without blocking the event loop. Return True if the thread has ended."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
@@ -255,7 +255,7 @@ class OutboxRelay:
         self._report_end(await self._wait_for_end(2 * self._lease))
 
     def _report_end(self, has_ended: bool) -> None:
-        # If the database does not answer, a call may last until the system ends the connection.
+        # If the database does not answer, a query may last until the operating system ends the connection.
         if not has_ended:
             logger.warning(
                 "outbox relay: its thread has not ended after %g s, and continues until its last call returns",
@@ -308,7 +308,7 @@ class OutboxRelay:
 
 
 def _words(error: Exception) -> str:
-    """Return a text of an error for the log. It has only the first line of a database error, without any data."""
+    """Return the text of an error for the log. A database error is cut after its first line, which contains no data."""
     if isinstance(error, QflowError):
         return str(error)
     origin = getattr(error, "orig", None) or error

@@ -62,17 +62,17 @@ class Session(Protocol):
 def silence_of(lease: float) -> float:
     """Return the seconds of inactivity after which the server ends the session of a relay.
 
-    In the remaining time of the lease another relay has to take over.
+    Another relay has to take over in the rest of the lease.
     """
     return max(lease / 2, lease - 2 * LOOK)
 
 
 def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
-    """Wait until at least one file descriptor is readable, and return the readable ones.
+    """Wait until at least one file descriptor is readable, and return the readable descriptors.
 
     Args:
         descriptors: file descriptors. They may be 1024 or larger, which `select.select` does not accept.
-        timeout: maximum seconds.
+        timeout: maximum seconds to wait.
     """
     poll = select.poll()
     for descriptor in descriptors:

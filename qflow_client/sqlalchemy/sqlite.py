@@ -3,8 +3,8 @@
 SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
 the order of their ids. The new rows are therefore exactly the rows after the last row that was read.
 
-One relay at a time works on a database. It locks the file ``<database>.relay``. The lock ends with the process of the
-relay. The file contains the holds of the relay.
+One relay at a time works on a database. The relay locks the file ``<database>.relay``. The lock ends with the process
+of the relay. The file contains the holds of the relay.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class SqliteSession:
                 size += len(row.body)
                 if size >= PAGE_BYTES:
                     break
-        # Write in a separate transaction. If a transaction reads and then writes, SQLite may refuse the write if there
-        # is another writer.
+        # Write in a separate transaction. If there is another writer, SQLite may refuse a write in a transaction that
+        # has already read.
         if found or gone:
             with self._connection.begin():
                 self._delete(gone)

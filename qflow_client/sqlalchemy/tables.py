@@ -3,9 +3,9 @@
 ``<name>``: one row for each waiting message. The application inserts a row, and the relay deletes it. A row is never
 updated, so index entries never move.
 
-``<name>_failed``: messages that the broker will never accept, with its reply. Operators can move them back.
+``<name>_failed``: messages that the broker will never accept, with its reply. Operators can move these messages back.
 
-``<name>_relay``: one row for each partition. It has the id of the row up to which messages may have been sent.
+``<name>_relay``: one row for each partition, with the id up to which rows may have been sent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sqlalchemy.sql.expression import ColumnElement
 
 __all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
-#: The number of partitions of the ordering keys. It must never change, because applications with any version of this
-#: package write rows. It is also the maximum number of relays that share the work.
+#: The number of partitions of the ordering keys. This number must never change, because applications with older
+#: versions of this package also write rows. Up to this number of relays share the work.
 PARTITIONS = 16
 
 
@@ -81,7 +81,7 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        name: name of the first table. The names of the other tables begin with it.
+        name: name of the first table. The names of the other tables begin with this name.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:
@@ -94,7 +94,7 @@ class Tables:
                 Column("ordering_key", Text),
                 Column("exchange", Text, nullable=False),
                 Column("routing_key", Text, nullable=False),
-                # The properties, in the format of the payload of an AMQP content header.
+                # The properties, encoded like the payload of an AMQP content header.
                 Column("properties", LargeBinary, nullable=False),
                 Column("body", LargeBinary, nullable=False),
             )
@@ -125,7 +125,7 @@ class Tables:
             f"{name}_relay",
             metadata,
             Column("partition", SmallInteger, primary_key=True, autoincrement=False),
-            # Rows up to this id may have been sent. A relay updates it before it sends them.
+            # Rows up to this id may have been sent. A relay raises the id before it sends the rows.
             Column("permitted", BigInteger, nullable=False),
             # Number of rows that the broker has confirmed.
             Column("relayed", BigInteger, nullable=False),
@@ -145,7 +145,7 @@ class Tables:
 
     @property
     def session_name(self) -> str:
-        """The first part of the name of each relay's database session. The holds of the relay follow."""
+        """The first part of the name of each relay's database session. The holds of the relay follow this part."""
         return f"qflow relay {crc32(self.full_name.encode()):08x}: "
 
     @property

@@ -6,15 +6,15 @@ in another relay, reads from the beginning. So the following rules are needed on
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
   The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id, and
-  marks the existing rows up to this id. An earlier tenure cannot have sent later rows.
-- After the broker has confirmed a row, the row is deleted by the statement that reads and permits further rows.
+  marks the existing rows up to this id as second copies. An earlier tenure cannot have sent later rows.
+- When the broker has confirmed a row, the statement that reads and permits further rows deletes the confirmed row.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
-- Before a row is passed to the producer, the time of the database's last answer is checked. If it is more than
+- Before a row is passed to the producer, the time of the database's last answer is checked. If this time is more than
   `silence_of` seconds ago, another relay may have the partition, so the tenure ends.
 
-There are never more unsettled rows than the producer's window allows. While any hold except a full window stops the
-producer, no rows are read.
+There are never more unsettled rows than the producer's window allows. While the producer has a hold that is not in
+`_HARMLESS`, no rows are read.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 
 # Maximum number of rows of one page.
 _PAGE = 1000
-# If more rows exist, the relay reads them when this part of the window is free.
+# If more rows exist, the relay reads them when this fraction of the window is free.
 _MIN_FREE_WINDOW = 0.25
-# Seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
+# Maximum seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
 _LINGER = 0.02
-# Seconds between two checks of a held producer. The checks continue for the second number of seconds after an event.
+# Seconds between two checks of a held producer.
 _RETRY = 0.02
+# Seconds for which the checks of a held producer continue after a flow event.
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
-# Number of holds that the session shows, oldest first. PostgreSQL accepts 63 bytes.
+# Maximum number of holds that the session shows. PostgreSQL accepts a text of 63 bytes.
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# A message with one of these outcomes will never be accepted.
+# If a message has one of these outcomes, the broker will never accept it.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic
@@ -67,9 +68,9 @@ class RelayCounts:
 
     Attributes:
         confirmed: number of rows that the broker has confirmed.
-        marked: number of rows that were sent with the mark of a second copy.
-        set_aside: number of rows that the broker did not accept.
-        tenures: number of tenures.
+        marked: number of rows that were sent with the header of a possible second copy.
+        set_aside: number of rows that were moved to the table of failed rows.
+        tenures: number of tenures that have begun.
     """
 
     def __init__(self, metrics: RelayMetrics) -> None:
@@ -99,13 +100,13 @@ class Waker:
         self._other.setblocking(False)
 
     def wake(self) -> None:
-        """Any thread may call this."""
+        """Wake the relay's thread. Any thread may call this method."""
         # If the socket is full, the thread will be woken anyway.
         with suppress(OSError):
             self._other.send(b"\0")
 
     def clear(self) -> bool:
-        """Return True if there were bytes."""
+        """Remove the bytes that `wake` has sent. Return True if there were bytes."""
         has_come = False
         with suppress(OSError):
             while self.socket.recv(4096):
@@ -122,8 +123,8 @@ class Tenure:
 
     Args:
         lease: lease of the relay in seconds.
-        poll: seconds between two checks for new rows if no notification comes.
-        is_stopping: returns True if the relay has to end.
+        poll: maximum seconds between two checks for new rows if no notification comes.
+        is_stopping: function that returns True if the relay has to end.
     """
 
     def __init__(
@@ -146,9 +147,9 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has locked.
         self.mine: set[int] = set()
-        # Partitions to unlock and to lock when nothing is unsettled; ``None`` if there is no change.
+        # Partitions to unlock, and partitions to lock, when no row is unsettled; ``None`` if there is no change.
         self._change: tuple[set[int], set[int]] | None = None
-        # By partition, the row up to which an earlier tenure may have sent messages. Empty after all these rows were
+        # For each partition, the id up to which an earlier tenure may have sent rows. Empty after all these rows were
         # read.
         self._doubt: dict[int, int] = {}
         # Permitted rows that are not passed to the producer yet.
@@ -156,7 +157,7 @@ class Tenure:
         self._in_flight: dict[Receipt, Row] = {}
         # Settled receipts. The producer's callback thread adds them.
         self._settled: deque[Receipt] = deque()
-        # When the thread was last woken.
+        # Time when the thread was last woken.
         self._woken_at = 0.0
         # This number of settled receipts wakes the thread.
         self._wake_at = 1
@@ -165,7 +166,7 @@ class Tenure:
         self._aside: list[Aside] = []
         # The first failure that ends the tenure.
         self._failure: str | None = None
-        # Whether all existing rows have been read, and when to check again.
+        # Whether all existing rows have been read. If they have, the next read is at `_read_at`.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
@@ -178,12 +179,12 @@ class Tenure:
     # Called by the producer.
 
     def settled(self, receipt: Receipt) -> None:
-        """Called on the producer's callback thread."""
+        """Record a settled receipt. The producer's callback thread calls this method."""
         self._settled.append(receipt)
         if len(self._settled) >= self._wake_at:
             self._waker.wake()
 
-    # The thread.
+    # Called on the relay's thread.
 
     def run(self, producer: Producer) -> None:
         """Work until the relay stops or there is an error.
@@ -283,15 +284,15 @@ class Tenure:
     def _give_up(self, leaving: set[int]) -> None:
         """Unlock partitions that have no unsettled messages.
 
-        Messages of this tenure are confirmed and deleted. Messages of an earlier tenure stay in doubt until a full
-        sweep has ended.
+        All messages that this tenure has sent in these partitions are confirmed and deleted. The session stores
+        `_doubt`, because messages of an earlier tenure may have been sent.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return ``None`` if another action has to come first."""
+        """Return the time of the next read, or ``None`` if another action has to come first."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)
@@ -309,7 +310,7 @@ class Tenure:
         return max(1, int(producer.capacity * _MIN_FREE_WINDOW))
 
     def _read(self, producer: Producer) -> bool:
-        """Return True if there were rows."""
+        """Read rows, and pass them to the producer. Return True if there were rows."""
         limit = self._room(producer)
         began = _monotonic()
         rows = self._session.read(limit, self._gone)
@@ -395,8 +396,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # Check again, because a flow event comes before the producer is unflowed, and no event comes for the rate and
-        # the socket.
+        # Check again soon. A flow event comes before the producer is unflowed, and no event comes for the rate and the
+        # socket.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
@@ -435,7 +436,7 @@ class Tenure:
                     self._sort(receipt, row)
                 self._in_flight.clear()
                 if self._gone or self._aside:
-                    # A failed session cannot delete the rows. They are sent again with a mark.
+                    # A failed session cannot delete the rows, so they are sent again as second copies.
                     with suppress(Exception):
                         self._write()
         finally:
