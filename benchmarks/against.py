@@ -3,8 +3,8 @@
     git worktree add ../before HEAD~1
     python -m benchmarks.against ../before
 
-Each peer runs in a process with the modules of one checkout, including its benchmarks. Ratios compare consecutive
-rounds.
+Each peer runs in a process with the modules of one checkout, including its benchmarks. Each ratio compares two
+consecutive runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ for line in sys.stdin:
 
 
 class _Checkout:
-    """The process of a peer starts with its first run."""
+    """The processes of one checkout. The process of a peer starts when the peer first runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class _Checkout:
             process.communicate()
 
     def run(self, peer: str, job: Job) -> Timing:
-        """Raise RuntimeError if the process ended; the reason is on stderr."""
+        """Run a peer. Raise RuntimeError if its process has ended; stderr shows the reason."""
         if peer not in self._processes:
             self._processes[peer] = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, self._folder],
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sample=97 if options.latency else 0,
         )
         measurements = []
-        # Compared runs are consecutive. The second one has a small disadvantage, so the order alternates.
+        # Compared runs are consecutive. The second of them has a small disadvantage, so the order alternates.
         for order in ("before", "after"), ("after", "before"):
             pairs = {f"{name} {which}": peers[f"{name} {which}"] for name in names for which in order}
             try:

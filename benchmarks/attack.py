@@ -43,7 +43,7 @@ from benchmarks.report import aligned
 __all__ = ["ATTACKS", "Result", "attack", "main"]
 
 LIMIT = 64 << 20
-#: Factor of `memory_limit` that the broker may take beyond its idle size.
+#: The broker may use this number times `memory_limit` beyond its idle size.
 FACTOR = 1.2
 #: Maximum seconds of another client's round trip.
 ROUND_TRIP = 0.1
@@ -61,12 +61,12 @@ class Result:
 
     Attributes:
         idle: resident bytes of the broker before the attack; 0 if unknown.
-        peak: maximum resident bytes.
+        peak: maximum resident bytes of the broker during and after the attack.
         worst: seconds of the slowest round trip of another client.
-        median: seconds of the median round trip.
-        lost: lost connections of other clients.
+        median: seconds of the median round trip of another client.
+        lost: number of lost connections of other clients.
         log: bytes of the broker's log; 0 if unknown.
-        told: answers that a client without the token got.
+        told: answers that the broker gave to a client without the token.
     """
 
     attack: str
@@ -82,7 +82,7 @@ class Result:
         """Return the missed limits.
 
         Args:
-            factor: factor of `LIMIT` that the broker may take beyond its idle size.
+            factor: the broker may use this number times `LIMIT` beyond its idle size.
             round_trip: maximum seconds of another client's round trip.
         """
         bars = {
@@ -95,11 +95,8 @@ class Result:
         return [name for name, is_missed in bars.items() if is_missed]
 
 
-# Attackers.
-
-
 class _Peer:
-    """A connection that ignores the rules."""
+    """A connection that ignores flow control."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -142,7 +139,7 @@ class _Peer:
         size: int | None = None,
         headers: dict[str, Any] | None = None,
     ) -> None:
-        """Publish as long as the broker reads."""
+        """Publish one message. Wait while the broker does not read."""
         self.send(
             1,
             commands.Basic.Publish(0, exchange, routing_key),
@@ -168,7 +165,7 @@ class _Target:
         self.scale = scale
 
     def of(self, count: int) -> int:
-        """Return a smaller number for a short run."""
+        """Return `count`, or a smaller number for a short run."""
         return max(1, int(count * self.scale))
 
     async def peer(self, channels: int = 1) -> _Peer:
@@ -185,12 +182,12 @@ class _Target:
         self.ask("POST", "/api/definitions", {"queues": [{"name": name} for name in names]})
 
 
-# An attack first prepares, then yields, and then attacks until it is killed.
+# An attack first prepares the broker, then yields, and then attacks until its process is killed.
 Attack = Callable[[_Target], AsyncIterator[None]]
 
 
 async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> None:
-    """A peer whose connection is closed connects again."""
+    """Repeat `steps` in several peers. A peer whose connection is closed connects again."""
 
     async def one() -> None:
         while True:
@@ -295,7 +292,7 @@ async def fanout(target: _Target) -> AsyncIterator[None]:
 
 
 async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
-    """Arrays of 128 KiB of nulls in headers and arguments, and smaller ones before the login."""
+    """Arrays of 120,000 nulls in headers and arguments, and smaller arrays before the login."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
     properties = b"\x20\0" + _nulls(120_000)
@@ -324,7 +321,7 @@ async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
 
 
 async def regular_expression(target: _Target) -> AsyncIterator[None]:
-    """A policy pattern that takes exponential time in many engines, and names that trigger this."""
+    """A policy pattern that takes exponential time in many engines, and queue names that trigger this."""
     target.ask("PUT", "/api/policies/attack", {"pattern": "(a+)+$", "definition": {"policy": "reject", "maxCount": 5}})
     yield
 
@@ -338,7 +335,7 @@ async def regular_expression(target: _Target) -> AsyncIterator[None]:
 
 
 async def many_bindings(target: _Target) -> AsyncIterator[None]:
-    """New routing keys for each message, on an exchange with 20,000 bindings."""
+    """Messages that all have new routing keys, to an exchange with 20,000 bindings."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
     for number in range(target.of(20_000)):
@@ -470,11 +467,8 @@ async def _child(name: str, target: _Target) -> None:
         pass
 
 
-# Effects on other clients.
-
-
 class _Others(threading.Thread):
-    """A client that measures round trips, and idle connections."""
+    """A client that measures round trips, and clients that are idle."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -527,7 +521,7 @@ def _resident(pid: int) -> int:
 
 
 def _pid_of(url: str) -> int:
-    """Return 0 if no process on this machine listens at the URL."""
+    """Return the id of the process that listens at the URL, or 0 if there is none on this machine."""
     import psutil
 
     port = urlsplit(url).port or 5672

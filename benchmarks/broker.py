@@ -40,7 +40,7 @@ BODY = b"x" * 100
 WINDOW = 1000
 OURS, RABBITMQ = "ours", "rabbitmq"
 
-#: Requirements of ``--check``: the value, its description, and the condition.
+#: Requirements of ``--check``: the name of a value, the description of the condition, and the condition.
 BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("published, of RabbitMQ's", ">= 3.5", lambda value: value >= 3.5),
     ("published and consumed, of RabbitMQ's", ">= 1.5", lambda value: value >= 1.5),
@@ -74,7 +74,7 @@ _PATIENCE = 60.0
 
 @contextmanager
 def broker_process(*options: str) -> Iterator[tuple[str, int]]:
-    """Yield the URL and the process id."""
+    """Run a broker in its own process. Yield its URL and its process id."""
     command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -87,7 +87,7 @@ def broker_process(*options: str) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
-    """Declare a queue that is deleted with the block, or with its connection."""
+    """Declare a queue, and delete it at the end of the ``with`` block."""
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
     wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=dict(arguments or {})))
     try:
@@ -97,7 +97,7 @@ def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durab
 
 
 def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, *, persistent: bool = False) -> float:
-    """Return confirmed messages per second with a full window; persistent ones go to a durable queue."""
+    """Return confirmed messages per second with a full window. Persistent messages go to a durable queue."""
     with Wire(url) as wire, fresh_queue(wire, arguments, durable=persistent) as queue:
         job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=persistent)
         rate = count / PlainSocket().run(job).seconds
@@ -158,7 +158,7 @@ def _pump(
         sock.settimeout(_PATIENCE)
     if received != count * delivery:
         raise RuntimeError(f"the deliveries have {received} bytes, not {count} messages of {delivery} bytes")
-    # The broker has read all acks when it answers this.
+    # When the broker answers this request, it has read all acks.
     consumer.call(commands.Channel.Close(200, "done", 0, 0))
     return time.perf_counter() - began
 
@@ -220,7 +220,7 @@ def _resident(pid: int) -> int:
 
 
 def connections(count: int) -> dict[str, float]:
-    """Open connections with one channel each to a new broker, and use each of them at the end."""
+    """Open connections with one channel each to a new broker. At the end, use each connection."""
     with broker_process() as (url, pid), ExitStack() as stack:
         first = stack.enter_context(Wire(url))
         queue = stack.enter_context(fresh_queue(first))
@@ -237,7 +237,7 @@ def connections(count: int) -> dict[str, float]:
 
 
 def policies(url: str, count: int, rounds: int) -> dict[str, float]:
-    """Return by policy the ratio of its rate to the rate without a policy; the median of the rounds."""
+    """For each policy, return its rate divided by the rate without a policy, as the median of the rounds."""
     rates: dict[str, list[float]] = {name: [] for name in POLICIES}
     for _ in range(rounds):
         for name, arguments in POLICIES.items():
@@ -261,11 +261,11 @@ def compare(
     """Measure both brokers alternately, round by round.
 
     Args:
-        runs: measurements by name; each takes a URL and a number of messages.
-        rounds: rounds after the warm-up round.
+        runs: functions that take a URL and a number of messages, and return a rate. The keys are names.
+        rounds: number of rounds after the warm-up round.
 
     Returns:
-        The medians of the rounds: the rates by measurement and broker, and the ratios of this broker.
+        Medians of the rounds: for each function, the rate of each broker, and this broker's rate divided by RabbitMQ's.
     """
     found: dict[str, Any] = {}
     for name, run in runs.items():
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(f'{n} {w}' for n, w, _ in BARS)}")
     parser.add_argument("--quick", action="store_true", help="few messages: its figures mean nothing")
     options = parser.parse_args(arguments)
-    # One file descriptor for each connection, in this process and in the broker, which inherits the limit.
+    # Each connection needs a file descriptor in this process and in the broker, which inherits the limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     found = run(options, lambda text: print(text, file=sys.stderr, flush=True))

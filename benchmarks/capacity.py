@@ -38,13 +38,13 @@ Capacity = int | Literal["auto"]
 
 FAST, SLOW, FAR = "fast", "slow", "far"
 PLACES = (FAST, SLOW, FAR)
-#: Marks of the queue in the slow setup, in messages.
+#: Stop and resume threshold of the queue in the slow setup, in messages.
 STOP, RESUME = 1000, 700
 # Maximum length of the other queues, so that neither memory nor their length influences the results.
 _KEEP = 20_000
 # Number of sends between two readings of the window.
 _LOOK = 50
-# Product names of brokers that hold confirms.
+# Product names of brokers that can delay confirms while a queue is full.
 _COMPLETES = ("qflow", "qpid")
 
 
@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         places: setups to measure.
         capacities: capacities of the producers.
-        warm_up: seconds before the measurement.
+        warm_up: seconds of load before the measurement.
         seconds: seconds of the measurement.
         repeat: number of rounds; in each round every capacity runs once in every setup.
         size: bytes of a body.
@@ -83,8 +83,8 @@ class Measurement:
         rate: confirmed messages per second.
         window: average capacity in messages.
         latencies: seconds from a send to its confirm, for every fiftieth confirmed message.
-        overshoot: maximum messages beyond the stop threshold; ``None`` without a threshold.
-        overshoot_later: the same after the warm-up.
+        overshoot: maximum number of messages beyond the stop threshold; ``None`` without a threshold.
+        overshoot_later: `overshoot` after the warm-up.
     """
 
     place: str
@@ -106,12 +106,13 @@ class Row:
         rate: messages per second.
         slowest: messages per second in the worst round.
         fastest: messages per second in the best round.
-        to_best: its rate divided by the rate of the best fixed capacity in the same round; ``None`` if there is none.
-        window: messages.
-        latency: median seconds over the messages of all rounds; ``None`` if none was confirmed.
-        latency_p99: 99th percentile of the same.
-        overshoot: messages in the worst round; ``None`` without a stop threshold.
-        overshoot_later: the same after the warm-up.
+        to_best: rate divided by the rate of the best fixed capacity in the same round; ``None`` without fixed
+            capacities.
+        window: average capacity in messages.
+        latency: median latency of the messages of all rounds, in seconds; ``None`` if no message was confirmed.
+        latency_p99: 99th percentile of the latency, in seconds.
+        overshoot: messages beyond the stop threshold in the worst round; ``None`` without a threshold.
+        overshoot_later: `overshoot` after the warm-up.
     """
 
     place: str
@@ -176,7 +177,7 @@ def _give_up(producer: Producer) -> None:
     try:
         producer.close(timeout=0)
     except UndeliveredMessages:
-        # Messages that the queue still held do not matter.
+        # The undelivered messages do not matter here.
         pass
 
 
@@ -217,14 +218,14 @@ def _fresh_queue(wire: Wire, arguments: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _consumer(url: str, queue: str, rate: float) -> Iterator[Connection]:
-    """On request the process returns the maximum depth since the last request."""
+    """Run a consumer in a process, which answers each request with the maximum depth since the previous request."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_consume, args=(url, queue, rate, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
-        # The consumer has started.
+        # Wait until the consumer has started.
         ours.recv()
         yield ours
     finally:
@@ -286,7 +287,7 @@ def summarize(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def _best_fixed(measurements: Sequence[Measurement], place: str) -> dict[int, float]:
-    """Return the rates by round of the fixed capacity with the best median."""
+    """For the fixed capacity with the best median rate, return the rate of each round."""
     rates: dict[Capacity, dict[int, float]] = {}
     for each in measurements:
         if each.place == place and each.capacity != "auto":
@@ -346,7 +347,7 @@ def document(
         "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "machine": platform.machine()},
         "broker": broker_name(server_properties),
         "rows": [asdict(row) for row in rows],
-        # The percentiles are in the rows.
+        # Leave out the latencies, because the rows have the percentiles.
         "measurements": [asdict(replace(each, latencies=())) for each in measurements],
     }
 
@@ -427,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    # One line that is overwritten.
+    # Overwrite the same line each time.
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

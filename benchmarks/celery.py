@@ -27,7 +27,7 @@ def _take(number: int) -> None:
 
 
 def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
-    """Return calls per second, until the last one is confirmed if confirms are used."""
+    """Return calls per second. With pipelined confirms, the time includes the last confirm."""
     app = Celery("benchmark", broker=url.replace("amqp", scheme, 1))
     app.conf.update(
         task_ignore_result=True,
@@ -36,7 +36,7 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
     )
     task = app.task(_take, name="take", shared=False)
     try:
-        # Creates the queue, the connection and everything else for the first use.
+        # The first call creates the queue, the connection and everything else.
         task.apply_async((0,), queue=_QUEUE)
         began = time.perf_counter()
         for number in range(count):
@@ -59,7 +59,7 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
     return count / seconds
 
 
-#: By name: the scheme of the URL, and ``confirm_publish``.
+#: For each loop, the scheme of the URL and the value of ``confirm_publish``.
 LOOPS: dict[str, tuple[str, Any]] = {
     "pyamqp, unconfirmed": ("pyamqp", False),
     "qflow, unconfirmed": ("qflow", False),
@@ -68,7 +68,7 @@ LOOPS: dict[str, tuple[str, Any]] = {
     "qflow, pipelined": ("qflow", "pipelined"),
 }
 
-#: The compared pairs, and their minimum ratios.
+#: The compared pairs of loops, and the minimum ratios of their rates.
 _RATIOS = {
     "unconfirmed": ("qflow, unconfirmed", "pyamqp, unconfirmed", 1.0),
     "confirm each": ("qflow, confirm each", "pyamqp, confirm each", 1.0),
@@ -77,18 +77,18 @@ _RATIOS = {
 
 
 def run_loop(name: str, url: str, count: int) -> float:
-    """Return calls per second."""
+    """Run one loop, and return its calls per second."""
     scheme, confirms = LOOPS[name]
     return _loop(url, scheme, confirms, count)
 
 
 def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:
-    """Return calls per second of every loop by round. In a round all loops run alternately."""
+    """For each round, return the calls per second of every loop. In a round each loop runs once."""
     return [{name: run_loop(name, url, count) for name in LOOPS} for _ in range(rounds)]
 
 
 def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of the rounds' ratios, because a disturbance of a round affects both loops."""
+    """Return the median of each ratio over the rounds. A disturbance in a round affects both loops."""
     return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in _RATIOS.items()}
 
 

@@ -27,7 +27,7 @@ CONNECTIONS = 20
 _FRAME = 16.0
 # Maximum seconds that a broker or a page may take to be ready.
 _PATIENCE = 400.0
-# Milliseconds until the first picture, which is not an update; and until the page is idle after a change.
+# Milliseconds to wait for the first picture, and until the page is idle after a change.
 _FIRST, _NEXT = 5000, 2000
 _COUNT = "performance.getEntriesByName('qflow-update').length"
 _CATEGORIES = ["blink.user_timing", "disabled-by-default-devtools.timeline", "devtools.timeline"]
@@ -35,7 +35,7 @@ _CATEGORIES = ["blink.user_timing", "disabled-by-default-devtools.timeline", "de
 
 @contextmanager
 def _busy(broker: Broker, queues: int, producers: int) -> Iterator[None]:
-    """Run queues that turn ON and OFF, and producers that publish to them."""
+    """Declare queues that turn ON and OFF, and run producers that publish to the queues."""
     for number in range(queues):
         broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 3})
     over = threading.Event()
@@ -67,7 +67,7 @@ def _busy(broker: Broker, queues: int, producers: int) -> Iterator[None]:
 
 
 def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
-    """Return the milliseconds of work of the page's main thread between two updates, by the clock of the page."""
+    """For each update, return the milliseconds of work of the page's main thread until the next update."""
     updates = sorted(
         (event for event in trace if event["name"] == "qflow-update" and event["ph"] == "b"),
         key=lambda each: each["ts"],
@@ -82,7 +82,7 @@ def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
     work = [0.0] * len(starts)
     for event in trace:
         if event["name"] == "RunTask" and "tdur" in event and (event["pid"], event["tid"]) == (pid, main_thread):
-            # A task that begins just before an update marks the update.
+            # The mark of an update is made within a task, so compare the end of the task.
             at = bisect_right(starts, event["ts"] + event["dur"]) - 1
             if at >= 0:
                 work[at] += event["tdur"] / 1000
@@ -94,14 +94,14 @@ def _traced_work(browser: Browser, page: Page, updates: int) -> list[float]:
     browser.start_tracing(page=page, categories=_CATEGORIES)
     begun = ended = page.evaluate(_COUNT)
     while ended < begun + updates:
-        # Requests to the page are work too.
+        # A request to the page is also work, so there are few requests.
         page.wait_for_timeout(updates * 500)
         ended = page.evaluate(_COUNT)
     return sorted(_work_per_update(json.loads(browser.stop_tracing())["traceEvents"]))
 
 
 def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict[str, list[float]]:
-    """Return the milliseconds of work of each update, sorted, by what the page shows.
+    """For each view of the page, return the milliseconds of work of each update, sorted.
 
     Args:
         browser: a Chromium browser.
@@ -114,7 +114,7 @@ def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict
         expect(page.locator("#producer-pages")).to_contain_text(f"{producers:,} producers", timeout=_PATIENCE * 1000)
         page.locator("#queue-rows button").first.click()
         page.wait_for_timeout(_FIRST)
-        # Views by click target: the table, the series of a queue, and the thresholds.
+        # The page now shows one queue. After it is scrolled to the top, it shows the graph.
         found = {"a queue": _traced_work(browser, page, updates)}
         page.evaluate("scrollTo(0, 0)")
         page.wait_for_timeout(_NEXT)

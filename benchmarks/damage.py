@@ -41,10 +41,10 @@ class Verdict:
 
     Attributes:
         places: number of damaged copies.
-        whole: starts with every message.
-        reported: starts that reported the missing messages.
-        refused: starts that were refused with an instruction.
-        failures: other results, by place.
+        whole: number of starts that found every message.
+        reported: number of starts that reported the missing messages.
+        refused: number of starts that were refused with an instruction.
+        failures: a description of every other result, with the place of the damage.
     """
 
     places: int = 0
@@ -77,7 +77,7 @@ def _reports() -> Iterator[_Reports]:
 
 
 def _fill(path: Path, chance: random.Random) -> dict[str, bytes]:
-    """Return the bodies by message id."""
+    """Fill a new store with messages. Return their bodies, with the message ids as keys."""
     bodies = {}
     with Broker(store=path) as broker:
         broker.declare_exchange("shop", "topic", durable=True)
@@ -113,10 +113,10 @@ def _outcome(path: Path, bodies: dict[str, bytes]) -> str:
 
 
 def damage(folder: Path, *, flips: int, cuts: int, seed: int) -> Verdict:
-    """Flip single bits of a store and truncate it, each on a new copy, and start a broker on each copy.
+    """Flip one bit of a store or truncate the store, each time on a new copy. Start a broker on each copy.
 
     Args:
-        folder: folder for the copies; it must be empty.
+        folder: folder for the copies, which must be empty.
     """
     chance = random.Random(seed)
     path = folder / "store"

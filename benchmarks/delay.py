@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 __all__ = ["delayed"]
 
-# Maximum bytes on their way in one direction. It is far more than any measured window, so that the delay does not limit
+# Maximum bytes on their way in one direction. This is far more than any measured window, so the proxy does not limit
 # the bandwidth.
 _ON_THE_WAY = 64 << 20
 # Maximum seconds until the proxy listens.
@@ -28,7 +28,7 @@ def delayed(url: str, seconds: float) -> Iterator[str]:
         seconds: delay of each byte in each direction.
 
     Yields:
-        The URL of the broker through the proxy.
+        The URL that leads to the broker through the proxy.
     """
     parts = urlsplit(url)
     context = multiprocessing.get_context("spawn")
@@ -64,18 +64,20 @@ async def _serve(host: str, port: int, seconds: float, parent: Connection) -> No
 
 
 class _End(asyncio.Protocol):
-    """Bytes that it receives are sent by the other end after the delay."""
+    """One end of a delayed connection. The other end sends the received bytes after the delay."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._transport: asyncio.Transport | None = None
         self.other: _End | None = None
-        # Received bytes, with the time when the other end has to send them; an empty piece is the end.
+        # Received bytes, with the time when the other end has to send them; an empty piece means the end of the
+        # connection.
         self._way: deque[tuple[float, bytes]] = deque()
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
-        # Whether reading is paused, because too many bytes are on their way or the other end accepts no more.
+        # False while too many bytes are on their way, or while the other end accepts no more bytes.
         self._reading = True
+        # Whether this end accepts no more bytes.
         self._is_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -131,7 +133,7 @@ class _End(asyncio.Protocol):
 
 
 class _Near(_End):
-    """The end that the producer is connected to; it connects to the broker."""
+    """The end to which the producer is connected. This end connects to the broker."""
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
         super().__init__(seconds)

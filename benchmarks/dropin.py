@@ -1,6 +1,6 @@
 """Compares the drop-ins for pika and aio-pika with the original libraries and with the producers of this package.
 
-The loops do the same with each. They run alternately in one run.
+The loops do the same with each library, and run alternately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PIPELINED: Final = "pipelined"
 
 @contextmanager
 def _queue(url: str, count: int, durable: bool = False) -> Iterator[str]:
-    """Check at the end that the queue has got its messages."""
+    """Declare a queue, and check at the end that the queue has `count` messages."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         queue = channel.queue_declare("", exclusive=not durable, durable=durable).method.queue
@@ -47,7 +47,7 @@ def _queue(url: str, count: int, durable: bool = False) -> Iterator[str]:
 
 
 def _pika(module: Any, confirms: str, durable: bool, url: str, count: int, size: int) -> float:
-    """Return messages per second of an unchanged loop, until the last one is confirmed if confirms are used."""
+    """Return messages per second of a loop of pika. If confirms are used, the time includes the last confirm."""
     with _queue(url, count, durable) as queue, module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
         if confirms == _PIPELINED:
@@ -66,7 +66,7 @@ def _pika(module: Any, confirms: str, durable: bool, url: str, count: int, size:
 
 
 def _producer(url: str, count: int, size: int) -> float:
-    """Return messages per second of one thread. The messages are those of pika's loop: not mandatory, without an id."""
+    """Return messages per second of one thread. As in pika's loop, messages are not mandatory and have no id."""
     with (
         _queue(url, count) as queue,
         Producer(url, routing_key=queue, mandatory=False, message_ids=False) as producer,
@@ -122,7 +122,7 @@ async def _seconds(publish: Callable[[], Any], tasks: int) -> float:
     return time.perf_counter() - began
 
 
-#: By library and name, a loop: it takes the broker's URL, the number of messages and the bytes of a body, and returns
+#: The loops of each library. A loop takes the broker's URL, the number of messages and the bytes of a body. It returns
 #: messages per second.
 LOOPS: Final[dict[str, dict[str, Callable[[str, int, int], float]]]] = {
     "pika": {
@@ -148,7 +148,7 @@ LOOPS: Final[dict[str, dict[str, Callable[[str, int, int], float]]]] = {
 # Loops that publish one message at a time are slower, so a tenth of the messages is enough.
 _ONE_BY_ONE: Final = ("confirm each", "1 task")
 
-#: By library, the compared pairs and their minimum ratios for ``--check``.
+#: For each library, the compared pairs of loops and their minimum ratios for ``--check``.
 RATIOS: Final = {
     "pika": {
         "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
@@ -165,7 +165,7 @@ RATIOS: Final = {
     },
 }
 
-#: By library, the loops whose processor time ``--shares`` divides.
+#: For each library, the loops whose processor time ``--shares`` divides among packages.
 _PROFILED: Final = {
     "pika": ("drop-in, pipelined", "Producer", "pika, unconfirmed", "drop-in, unconfirmed"),
     "aio-pika": ("drop-in, 1000 tasks", "AsyncProducer, 1000 tasks", "aio-pika, 1000 tasks"),
@@ -173,13 +173,13 @@ _PROFILED: Final = {
 
 
 def run_loop(name: str, url: str, count: int, size: int = 100) -> float:
-    """Return messages per second. `name` has the form ``library/loop``."""
+    """Run one loop, and return messages per second. `name` has the form ``library/loop``."""
     library, _, loop = name.partition("/")
     return LOOPS[library][loop](url, count, size)
 
 
 def measure(url: str, count: int, size: int, rounds: int, library: str = "pika") -> list[dict[str, float]]:
-    """Return messages per second of every loop by round. In a round all loops run alternately."""
+    """For each round, return the messages per second of every loop. In a round each loop runs once."""
     counts = {name: max(1, count // 10) if any(map(name.count, _ONE_BY_ONE)) else count for name in LOOPS[library]}
     return [
         {name: run_loop(f"{library}/{name}", url, number, size) for name, number in counts.items()}
@@ -188,7 +188,7 @@ def measure(url: str, count: int, size: int, rounds: int, library: str = "pika")
 
 
 def ratios(rounds: Sequence[dict[str, float]], library: str = "pika") -> dict[str, float]:
-    """Return the medians of the rounds' ratios, because a disturbance of a round affects both loops."""
+    """Return the median of each ratio over the rounds. A disturbance in a round affects both loops."""
     return {
         name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in RATIOS[library].items()
     }

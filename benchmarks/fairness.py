@@ -39,7 +39,7 @@ def flap(interval: float, producers: int, messages: int) -> dict[str, Any]:
     """Run one measurement.
 
     Args:
-        interval: seconds between two producers that the queue unblocks; 0 for all at once.
+        interval: seconds between two producers that the queue unblocks; 0 to unblock all producers at once.
         messages: number of messages to consume, one by one, as fast as possible.
     """
     context = multiprocessing.get_context("spawn")
@@ -50,7 +50,7 @@ def flap(interval: float, producers: int, messages: int) -> dict[str, Any]:
             process.start()
             stack.callback(_end, process)
         broker.wait_until(lambda b: len([each for each in b.producers() if each.published]) == producers, _START)
-        # At the start no producer is flowed, and some started before others.
+        # Some producers started before others. If all are unblocked at once, first wait until all are blocked.
         broker.wait_until(lambda b: len(b.queue("q").blocked) == producers or interval > 0, _START)
         broker.purge("q")
         times_on = broker.queue("q").flow_stopped_count

@@ -45,8 +45,8 @@ BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
 _PUBLISH = b"\0\x3c\0\x28"
-# The whole frame. A broker that has sent no Channel.Flow would close the connection after a Channel.FlowOk.
-# Messages are small here, so the frame arrives whole.
+# The whole frame of Channel.FlowOk. The broker has sent no Channel.Flow, so it would refuse the frame. Messages are
+# small here, so the frame arrives whole.
 _FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 
 
@@ -59,7 +59,7 @@ def resident() -> int:
 
 
 def open_gate(number: int = 200_000) -> dict[str, float]:
-    """Return nanoseconds of the check of an open gate, and of a whole admission with its confirm, without sockets."""
+    """Return the nanoseconds of one check of an open gate, and of one admission with its confirm, without sockets."""
     settings = ProducerSettings(capacity=1000)
     protocol = ProducerProtocol(settings, id_prefix="0123456789abcdef-", now=0.0)
     protocol.channel_opened(1, 1 << 17, 0.0)
@@ -81,7 +81,7 @@ def open_gate(number: int = 200_000) -> dict[str, float]:
 
 
 class _Injector:
-    """Stands between a producer and a broker, stops and resumes its channel, and times the next publish."""
+    """Stands between a producer and a broker, stops and resumes the producer's channel, and times the next publish."""
 
     def __init__(self, url: str, results: Connection) -> None:
         self._broker = urlsplit(url)
@@ -207,7 +207,7 @@ def resume(
     ours, theirs = context.Pipe()
     process = context.Process(target=_inject, args=(url, theirs, rounds))
     process.start()
-    # Otherwise a failure would stay unnoticed.
+    # If this end stayed open, a failure of the process would not be noticed.
     theirs.close()
     parts = urlsplit(url)
     through = parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{ours.recv()}").geturl()
@@ -225,7 +225,7 @@ def resume(
 
 
 def deadlines(threads: int = 8, rounds: int = 100, timeout: float = 0.05) -> dict[str, float]:
-    """Return the milliseconds by which `FlowControlTimeout` is late; it is never early."""
+    """Return by how many milliseconds `FlowControlTimeout` is late. The error must never be early."""
     late: list[float] = []
     with Broker() as broker:
         broker.declare_queue("benchmark")
@@ -272,13 +272,13 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
 
             def work(number: int = at) -> None:
                 receipt = producer.send(struct.pack(">I", number), timeout=None)
-                # The position in which it was admitted.
+                # The last digits of the message id are the position in which the message was admitted.
                 numbers[number] = int(str(receipt.message_id)[-12:], 16)
 
             thread = threading.Thread(target=work)
             thread.start()
             threads.append(thread)
-            # Each thread is in the line before the next one starts.
+            # Wait until this thread waits in `send` before the next thread starts.
             while producer._protocol.controller.waiting <= at:
                 time.sleep(0)
         memory, cpu = resident() - before, _rest(seconds)

@@ -23,13 +23,13 @@ from tests.unit.simulation.telemetry import lines_of
 
 __all__ = ["CHUNK", "generate", "main"]
 
-#: Lines of a file, and simulations that they come from.
+#: Number of lines in a file. The lines come from `_LIVES` simulations.
 CHUNK = 500_000
 _LIVES = 16
 
 
 def generate(folder: Path, number: int, chunk: int = CHUNK) -> None:
-    """Do nothing if the file exists."""
+    """Write the file with this number, unless the file exists."""
     path = folder / f"flow-{number:03}.jsonl"
     if path.exists():
         return
@@ -54,7 +54,7 @@ def _measure(engine: str, files: Sequence[str], slots: int) -> None:
         from qflow_client.spark import flow_report as spark_report
 
         with session(slots) as spark:
-            # The first job starts what all jobs use.
+            # Run a first job, which starts processes that all jobs use.
             spark.range(10).count()
             before = processor_seconds()
             began = time.perf_counter()

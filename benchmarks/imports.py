@@ -11,7 +11,7 @@ from statistics import median
 
 __all__ = ["main", "measure"]
 
-#: The imports by name.
+#: The measured statements, with their names as keys.
 IMPORTS = {
     "pika": "import pika",
     "qflow_client": "import qflow_client",
@@ -25,7 +25,7 @@ _TIMED = "import time\nbegan = time.perf_counter()\n{}\nprint(time.perf_counter(
 
 
 def measure(repeat: int) -> dict[str, list[float]]:
-    """Return milliseconds by import; each round runs every import once."""
+    """Return the milliseconds of each import. Each round runs every import once."""
     found: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(repeat):
         for name, code in IMPORTS.items():

@@ -31,14 +31,14 @@ __all__ = ["MARK", "Verdict", "audit", "print_verdict", "read_queue", "run"]
 
 _QUEUE = "qflow.kills"
 MARK = "x-qflow-republished"
-# Default for the maximum seconds after its start at which a producer is killed.
+# Default for the maximum seconds from the start of a producer to its kill.
 _LONGEST = 0.3
 # Maximum seconds for any step.
 _PATIENCE = 60.0
 _SENDERS = 4
 
-# It forks once for each life, so that no life waits for imports. The actions of a life are random, with its number as
-# the seed.
+# This program forks for each life, so that no life waits for imports. The actions of a life are random, with the number
+# of the life as the seed.
 _LIVES = f"""
 import asyncio, os, random, sys, threading
 from qflow_client import AsyncProducer, Producer
@@ -97,15 +97,15 @@ class Verdict:
 
     Attributes:
         kills: number of killed producers.
-        told: messages for which `send` had returned.
-        first_copies: messages in the queue without further copies.
-        second_copies: further copies in the queue.
-        lost: messages for which `send` had returned and that are not in the queue.
-        out_of_order: first copies that came after a later message of the same sender in the same life, or with the mark
-            after a message of a later life.
-        unmarked: messages with more than one copy without a mark.
-        left: messages in the outbox at the end.
-        left_behind: total messages that the producers found in the outbox.
+        told: number of messages for which `send` had returned.
+        first_copies: number of different messages in the queue.
+        second_copies: number of further copies in the queue.
+        lost: number of messages for which `send` had returned and that are not in the queue.
+        out_of_order: number of first copies that came after a later message of the same sender in the same life, or
+            with the mark after a message of a later life.
+        unmarked: number of messages with more than one copy without a mark.
+        left: number of messages in the outbox at the end.
+        left_behind: total number of messages that killed producers left in the outbox.
     """
 
     kills: int
@@ -121,26 +121,26 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether no message is lost, out of order, or not marked."""
+        """Whether no message is lost, out of order, unmarked, or still in the outbox."""
         return not (self.lost or self.out_of_order or self.unmarked or self.left)
 
 
 def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
     """Compare the sent messages with the queue.
 
-    The broker may handle the last bytes of a killed producer after messages of the next one. Those messages have no
-    mark.
+    The broker may handle the last bytes of a killed producer after messages of the next producer. These late messages
+    have no mark.
 
     Args:
-        told: minimum number of sent messages by life and sender.
-        queue: bodies in order, and whether each is marked.
+        told: for each life and sender, the minimum number of sent messages.
+        queue: the body of each copy in order, and whether the copy is marked.
 
     Returns:
         The counts of a `Verdict`.
     """
     copies: Counter[tuple[int, int, int]] = Counter()
     unmarked: Counter[tuple[int, int, int]] = Counter()
-    # By life and sender.
+    # For each life and sender, the highest number so far.
     last: dict[tuple[int, int], int] = {}
     life_now = -1
     out_of_order = 0
@@ -170,8 +170,8 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
     Args:
         folder: folder of the outbox.
         url: URL of the broker; `EMBEDDED` for this repository's broker.
-        seed: seed of the times.
-        longest: maximum seconds after its start at which each is killed.
+        seed: seed of the random times.
+        longest: maximum seconds from the start of a producer to its kill.
     """
     began = time.monotonic()
     chance = random.Random(seed)
@@ -194,9 +194,9 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
         for life in range(kills):
             for sender, number in _one_life(lives, life, chance.uniform(0, longest)):
                 told[life, sender] = number
-            # Keeps the connection alive.
+            # Keep the connection alive.
             connection.process_data_events(0)
-            # If it was killed before it created its tables, it has stored nothing.
+            # A producer that was killed before it created its tables has stored nothing.
             if path.exists() and path.stat().st_size:
                 left_behind += sum(1 for _ in _stored(path))
         with Producer(url, routing_key=_QUEUE, outbox=path) as producer:
@@ -214,7 +214,7 @@ def _stored(path: Path) -> Iterator[int]:
 
 
 def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterator[tuple[int, int]]:
-    """Yield the producer's reports about its senders."""
+    """Start a producer, and kill it after some seconds. Yield its reports about its senders."""
     assert lives.stdin is not None
     assert lives.stdout is not None
     print(life, file=lives.stdin, flush=True)
@@ -222,7 +222,7 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
     told = []
     while (words := lives.stdout.readline().split())[0] != "child":
         told.append(words)
-    # A random time; nothing waits for it.
+    # Wait for a random time, and not for an event.
     time.sleep(seconds)
     os.kill(int(words[1]), signal.SIGKILL)
     while (words := lives.stdout.readline().split())[0] != "ended":

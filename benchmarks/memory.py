@@ -17,12 +17,12 @@ from qflow_client import AsyncProducer, Producer
 __all__ = ["main", "publish", "publish_async", "stay_flowed"]
 
 _MIB = 1 << 20
-# Maximum change of the resident memory.
+# Half of the maximum range of the resident memory, in MiB.
 _MOST_MIB = 5.0
 
 
 def _summary(samples: list[int]) -> dict[str, Any]:
-    # The first tenth fills caches and the allocator.
+    # Leave out the first tenth, in which caches and the allocator fill.
     steady = samples[len(samples) // 10 :]
     return {
         "first_mib": round(steady[0] / _MIB, 2),
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless it stays within {2 * _MOST_MIB:g} MiB")
     options = parser.parse_args(arguments)
     found = {}
-    # Publish to a queue that does not exist. The broker's memory is not measured, but it would slow the broker down.
+    # Publish to a queue that does not exist, because a queue that grows would slow down the broker.
     with broker_url(options.url) as url:
         for name, run in (
             ("Producer", lambda: publish(url, options.messages)),

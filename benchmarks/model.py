@@ -1,8 +1,8 @@
 """Simulates a simple broker: how it answers producers that publish as fast as their windows allow.
 
-It simulates the parts that matter for a window: the network delay, a bottleneck that takes messages in batches, a store
-that commits in groups, and a queue that holds confirms between two marks. Time is simulated and random values have a
-seed, so a run can be repeated exactly.
+The model has the parts that matter for a window: the network delay, a bottleneck that takes messages in batches, a
+store that commits in groups, and a queue that holds confirms between two marks. Time is simulated and random values
+have a seed, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Conditions:
         overhead: additional seconds of each batch.
         batch: maximum messages that are taken and answered together.
         commit: seconds of a commit of all waiting messages before they are answered; 0 for no commits.
-        mood: standard deviation of the logarithm of the duration of work; a new value every 50 ms.
+        mood: standard deviation of the logarithm of a random factor of all durations; the factor is new every 50 ms.
         preempted: share of the batches before which the broker waits for the CPU.
-        turn: average seconds of this wait.
+        turn: average seconds for which the broker waits for the CPU.
         stop: depth above which the queue holds confirms (Qpid C++); 0 for never.
-        resume: depth below which the queue releases them. Above it, only a consumed message is confirmed.
+        resume: depth below which the queue releases the held confirms. Before that, only consumed messages are
+            confirmed.
         consumed: messages per second that leave the queue; ``None`` for no queue.
     """
 
@@ -58,7 +59,7 @@ class Simulation:
     """Producers with one window each, and the broker.
 
     Args:
-        conditions: the properties; may be replaced during the run.
+        conditions: properties of the broker and the network; the caller can replace them during the run.
         backlog: messages that each producer has to send from the start; unlimited by default.
     """
 
@@ -69,8 +70,9 @@ class Simulation:
         self.windows = windows
         #: Seconds since the start.
         self.now = 0.0
-        #: Confirmed messages by producer; and messages that each producer still has to send.
+        #: Number of confirmed messages of each producer.
         self.confirmed = [0] * len(windows)
+        #: Number of messages that each producer still has to send.
         self.backlog = [backlog] * len(windows)
         #: Maximum messages in the queue since this was last set to 0.
         self.peak = 0
@@ -80,10 +82,11 @@ class Simulation:
         # Future events in order. The number decides the order of events with equal times.
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
-        # Groups of messages by producer: before the bottleneck, and before a commit.
+        # Producers and numbers of messages that wait for the bottleneck.
         self._arrived: deque[tuple[int, int]] = deque()
+        # Producers and numbers of messages that wait for a commit.
         self._uncommitted: list[tuple[int, int]] = []
-        # The messages in the queue: the producer if its confirm is held, otherwise None.
+        # For each message in the queue, the producer if the confirm is held, and otherwise None.
         self._queue: deque[int | None] = deque()
         self._busy = self._committing = self._consuming = self._on = False
         for producer in range(len(windows)):
@@ -95,7 +98,7 @@ class Simulation:
         return sum(window.capacity for window in self.windows)
 
     def run(self, seconds: float) -> int:
-        """Return the number of messages that were confirmed in this time."""
+        """Simulate some seconds, and return the number of messages that were confirmed in this time."""
         until = self.now + seconds
         before = sum(self.confirmed)
         agenda = self._agenda

@@ -31,7 +31,7 @@ _QUEUE = "qflow.outbox.benchmark"
 # Minimum throughput with an outbox, as a part of the throughput without an outbox, for senders that share commits.
 _SHARE = 0.25
 
-# Messages settled together, as with acks.
+# Number of messages that are settled together, as with an ack of several messages.
 _SETTLED_TOGETHER = 100
 
 
@@ -101,9 +101,9 @@ class Comparison:
     """The cost of the outbox for one way of sending.
 
     Attributes:
-        without: messages per second without an outbox; the median.
-        with_outbox: messages per second with an outbox; the median.
-        share: median of the rounds' ratios.
+        without: median of the messages per second without an outbox.
+        with_outbox: median of the messages per second with an outbox.
+        share: median over the rounds of the rate with an outbox divided by the rate without an outbox.
     """
 
     way: str
@@ -171,7 +171,7 @@ def compare(
     """Send with and without an outbox, alternately.
 
     Args:
-        url: URL of the broker; the queue must exist there.
+        url: URL of the broker, on which the benchmark declares its queue.
         way: one of `WAYS`.
         size: bytes of a body.
         rounds: number of rounds with two runs each.

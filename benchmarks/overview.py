@@ -35,10 +35,10 @@ _BEGIN, _END = "<!-- overview: made by benchmarks.overview -->", "<!-- end of ov
 _SIZES = (100, 1024, 65_536, 1_048_576)
 # Interval of messages whose confirm is timed in latency measurements.
 _SAMPLE = 97
-# Peers of the picture, which has no room for all.
+# Series of the picture, which has no room for all series.
 _SHOWN = "rabbitmq confirmed"
 
-# Style rules beside those of all pictures.
+# Style rules in addition to the rules of all pictures.
 _LIGHT = """\
 text { font-size: 12px }
 .small { font-size: 11px }
@@ -52,11 +52,11 @@ def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[in
 
     Args:
         broker: name of the broker in the names of the series.
-        repeat: rounds of the confirmed series; the other series have fewer.
+        repeat: number of rounds of the confirmed series; the other series have fewer rounds.
         messages: messages per run for fast peers.
 
     Returns:
-        The results of `document` by the name of the series.
+        For each name of a series, the result of `document`.
     """
     peers = {name: peer for name in known.PEERS if (peer := known.load(name)) is not None}
     fewer = (repeat + 1) // 2

@@ -51,8 +51,8 @@ class PostgresqlServer:
     """A server on 127.0.0.1.
 
     Args:
-        folder: folder for its data; its user must have access.
-        options: settings as on its command line.
+        folder: folder for the data; the user of the server must have access.
+        options: settings as on the command line of the server.
 
     Raises:
         NotInstalled: this machine has no PostgreSQL.
@@ -89,7 +89,7 @@ class PostgresqlServer:
         return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -109,11 +109,11 @@ class PostgresqlServer:
             time.sleep(0.02)
 
     def stop_immediately(self) -> None:
-        """Stop without a checkpoint, like a crash."""
+        """Stop the server without a checkpoint, like a crash."""
         self._stop("immediate")
 
     def stop(self) -> None:
-        """Stop it cleanly, and close all sessions."""
+        """Stop the server cleanly, and close all sessions."""
         self._stop("fast")
 
     def _stop(self, mode: str) -> None:
@@ -131,10 +131,10 @@ class PostgresqlServer:
 
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[PostgresqlServer]:
-    """Run a server in a temporary folder during the block.
+    """Run a server in a temporary folder during the ``with`` block.
 
     Args:
-        options: settings as on its command line.
+        options: settings as on the command line of the server.
 
     Raises:
         NotInstalled: this machine has no PostgreSQL.

@@ -26,7 +26,7 @@ FLOOR = (
     Bar("qflow", 1024, "to_plain", 0.65),
     Bar("qflow", 1024, "to_pika_select", 1.5),
 )
-#: Requirements of ``--check`` for the peers that run: all targets.
+#: Requirements of ``--check`` for the peers that run.
 BARS = (
     Bar("qflow", 100, "to_plain", 0.85),
     Bar("qflow", 100, "to_pika_select", 2.0),
@@ -39,7 +39,7 @@ BARS = (
     Bar("qflow_tasks", 100, "to_plain", 0.85),
     Bar("qflow_tasks", 100, "to_aiopika", 12.0),
 )
-#: The same with ``--varying``, where the plain socket sends the same bytes.
+#: Requirements of ``--check`` with ``--varying``, where the plain socket sends the same bytes.
 VARYING_BARS = (
     Bar("qflow", 100, "to_plain", 0.60),
     Bar("qflow_async", 100, "to_plain", 0.60),
@@ -48,10 +48,10 @@ VARYING_BARS = (
 
 # RabbitMQ gets slower as a queue without consumers fills, and then limits all peers. In runs of 2,000 messages a plain
 # socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to about 5,000 messages the clients make
-# the difference. Such short runs vary, so there are many.
+# the difference. The rates of such short runs vary, so there are many runs.
 _MESSAGES_HELP = "per run, of which a queue of its own is filled; slow peers get fewer (%(default)s)"
 
-# Interval of timed messages. It is a prime, so that they are not always the first of a batch.
+# Interval of timed messages. This is a prime, so that timed messages are not always the first of a batch.
 _SAMPLE = 97
 
 
@@ -135,7 +135,7 @@ def _publish(options: argparse.Namespace, url: str) -> int:
     )
     found = {name: peer for name in options.peers if (peer := known.load(name)) is not None}
     if plan.varying:
-        # The options left these peers out; their libraries are not missing.
+        # Remove these peers from the names, so that they are not reported as not installed.
         options.peers = tuple(name for name in options.peers if name not in found or found[name].varies)
         found = {name: peer for name, peer in found.items() if peer.varies}
     with Wire(plan.url) as wire:
@@ -164,7 +164,7 @@ def _publish(options: argparse.Namespace, url: str) -> int:
 
 
 def _say(text: str) -> None:
-    # One line that is overwritten.
+    # Overwrite the same line each time.
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

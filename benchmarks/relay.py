@@ -32,11 +32,12 @@ _QUEUE = "qflow.relay.benchmark"
 _KEYS = 100
 # Maximum seconds for any step.
 _PATIENCE = 600.0
-# Rows of the slow loops, and of one round at a small depth.
+# Number of rows of the slow loops.
 _SLOW = 2000
+# Number of rows of one round at a small depth.
 _SMALL = 1000
 _ROUNDS = 15
-# Commits per second and number of commits for the latency.
+# Commits per second and number of commits in the measurement of the latency.
 _COMMITS = (500, 3000)
 #: Requirements: rows per second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the
 #: small depth (two measurements of one depth also differ by a tenth); milliseconds from commit to confirm at p99.
@@ -48,21 +49,21 @@ class Result:
     """The results.
 
     Attributes:
-        relay: rows per second from a full table.
+        relay: rows per second of the relay from a full table.
         naive: rows per second of a loop that selects a row, publishes it, waits for the confirm, deletes it and
             commits.
-        naive_100: the same with 100 rows in a transaction.
+        naive_100: rows per second of the naive loop with 100 rows in a transaction.
         txoutbox: rows per second of txoutbox with its storage, and aio-pika; ``None`` if it is not installed.
         faststream_outbox: rows per second of faststream-outbox with FastStream's broker, which keeps no order; ``None``
             if it is not installed.
         django_reliable_outbox: rows per second of django-reliable-outbox, and pika; ``None`` if it is not installed.
-        to_naive: ratio of the first two values.
+        to_naive: `relay` divided by `naive`.
         small: median rate of the relay at a depth of 1000.
         large: rate of the relay at the large depth, over as many rows as `relay`.
         depth: the large depth.
-        to_small: ratio of these rates.
-        latency_p50: milliseconds from the return of a commit to the confirm; the median.
-        latency_p99: the same at p99.
+        to_small: `large` divided by `small`.
+        latency_p50: median milliseconds from the return of a commit to the confirm.
+        latency_p99: 99th percentile of the milliseconds from the return of a commit to the confirm.
         flowed_commits: transactions per second of a database with waiting rows whose relay is flowed.
     """
 
@@ -145,7 +146,7 @@ class _Bench:
             return (relay.counts.confirmed - first) / (time.perf_counter() - began)
 
     def small(self) -> float:
-        """Return rows per second of a running relay, from commits of a few rows to their last confirm."""
+        """Return rows per second of a running relay, from commits of 1000 rows to the last confirm."""
         self.fill(0)
         rates = []
         with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
@@ -161,7 +162,7 @@ class _Bench:
         return median(rates)
 
     def naive(self, rows: int, batch: int) -> float:
-        """Return rows per second of the usual first version of a loop."""
+        """Return rows per second of a simple loop, without a relay."""
         self.fill(rows)
         query = text(
             "SELECT id, exchange, routing_key, body FROM qflow_outbox ORDER BY id LIMIT :batch FOR UPDATE SKIP LOCKED"
@@ -241,7 +242,7 @@ def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
     """Measure everything in one run.
 
     Args:
-        rows: number of rows for the fast ways.
+        rows: number of rows for the fast measurements.
     """
     with server() as database:
         engine = create_engine(database.url)

@@ -54,13 +54,12 @@ QUEUE = "qflow.relay.kills"
 _ROOT = Path(__file__).parents[1]
 # Maximum seconds for any step.
 PATIENCE = 120.0
-# Maximum seconds after the last start until the next kill.
+# Maximum seconds from the last start to the next kill.
 _LONGEST = 0.5
-#: The victims.
 VICTIMS = ("application", "relay", "postgresql", "broker")
 
-#: Numbers the messages of each key in a table of the application. The row is locked, so that transactions with the same
-#: key wait for each other.
+#: Source of the application. It numbers the messages of each key in a table. Each transaction locks the rows of its
+#: keys, so that transactions with the same key wait for each other.
 APPLICATION = """
 import random, sys, threading, time
 from sqlalchemy import create_engine, text
@@ -98,7 +97,7 @@ for _ in range(3):
 sys.stdin.read()
 """
 
-#: Arguments: the URLs of the database and the broker, the capacity, and the lease in seconds.
+#: Source of a relay. Its arguments are the URLs of database and broker, the capacity, and the lease in seconds.
 RELAY = """
 import logging, sys
 from qflow_client.sqlalchemy import OutboxRelay
@@ -123,14 +122,14 @@ class Counts:
     """The results for the messages.
 
     Attributes:
-        committed: messages of committed transactions.
-        missing: committed messages that have not arrived.
-        rolled_back_and_sent: arrived messages whose transaction was not committed.
-        second_copies: further copies that arrived.
-        unmarked: messages with more than one copy without a mark.
-        out_of_order: first copies that came after a later message of the same key.
-        set_aside: rows that a relay has set aside.
-        seconds: duration of the run.
+        committed: number of messages of committed transactions.
+        missing: number of committed messages that have not arrived.
+        rolled_back_and_sent: number of arrived messages whose transaction was not committed.
+        second_copies: number of further copies that arrived.
+        unmarked: number of messages with more than one copy without a mark.
+        out_of_order: number of first copies that came after a later message of the same key.
+        set_aside: number of rows that a relay has set aside.
+        seconds: duration of the run in seconds.
     """
 
     committed: int
@@ -144,7 +143,7 @@ class Counts:
 
     @property
     def is_good(self) -> bool:
-        """Whether no message is missing, unexpected, out of order or not marked."""
+        """Whether no message is missing, unexpected, unmarked, out of order or set aside."""
         return not (self.missing or self.rolled_back_and_sent or self.unmarked or self.out_of_order or self.set_aside)
 
 
@@ -163,8 +162,8 @@ def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> di
     """Compare the committed messages with the queue.
 
     Args:
-        committed: bodies. Each has the key, the number of the message for this key, and a unique part.
-        queue: bodies in order, and whether each is marked.
+        committed: bodies of the committed messages: a key, the number of the message for this key, and a unique part.
+        queue: the body of each copy in order, and whether the copy is marked.
 
     Returns:
         The first six values of `Counts`.
@@ -196,7 +195,7 @@ class Program:
 
     Args:
         program: source code of the program.
-        answers: whether it prints ``ready`` when it is ready.
+        answers: whether the program prints ``ready`` when it is ready.
     """
 
     def __init__(self, program: str, *arguments: str, answers: bool = False) -> None:
@@ -242,11 +241,11 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVerdict:
-    """Kill one victim after the other, each at a random time after the restart of the previous one.
+    """Kill one victim after the other, each at a random time after the restart of the previous victim.
 
     Args:
         broker: ``"embedded"`` or ``"rabbitmq"``.
-        seed: seed of the victims and the times.
+        seed: seed of the random order of the victims and of the random times.
     """
     began = time.monotonic()
     chance = random.Random(seed)
@@ -286,7 +285,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
         for victim in victims:
             before = relayed()
             wait_for(lambda: relayed() > before, "a row relayed")  # noqa: B023  # called at once
-            # A random time; nothing waits for it.
+            # Wait for a random time, and not for an event.
             threading.Event().wait(chance.uniform(0, _LONGEST))
             target: Any = {"application": application, "broker": node}.get(victim)
             if victim == "postgresql":
@@ -320,7 +319,7 @@ def make_tables(connection: Connection) -> None:
 
 
 def start_broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
-    """Start ``"embedded"`` or ``"rabbitmq"`` until the stack is closed. Return its URL, and the object to kill."""
+    """Start a broker, which runs until the stack is closed. Return its URL, and the object to kill."""
     if kind == "rabbitmq":
         node = stack.enter_context(RabbitMQNode())
         return node.url, node
@@ -332,7 +331,7 @@ def start_broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
 
 
 def connected(url: str) -> pika.BlockingConnection:
-    """Connect, as soon as the broker answers."""
+    """Try to connect until the broker answers."""
     until = time.monotonic() + PATIENCE
     while True:
         try:

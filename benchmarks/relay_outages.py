@@ -54,7 +54,7 @@ class OutageVerdict(Counts):
 
     Attributes:
         lease: lease of the relays in seconds.
-        latest: maximum seconds from the addition of a message to its arrival, by the outage in which it was added.
+        latest: for each outage, the maximum seconds from the addition of a message in this time to its arrival.
     """
 
     lease: float
@@ -80,7 +80,7 @@ class _Consumer(threading.Thread):
         channel.basic_consume(QUEUE, self._take, auto_ack=True)
         while not self._is_ending:
             self._connection.process_data_events(time_limit=0.1)
-        # Messages on their way have been taken; the rest is in the queue.
+        # The first copy of each message has arrived before `end` is called.
         self._connection.close()
 
     def _take(self, _channel: Any, _method: Any, properties: pika.BasicProperties, body: bytes) -> None:
@@ -115,7 +115,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
         consumer = _Consumer(url)
         consumer.start()
         to_broker = stack.enter_context(FaultProxy(url))
-        # The proxy passes on any bytes.
+        # The proxy also passes on bytes that are not AMQP.
         to_database = stack.enter_context(FaultProxy(f"amqp://127.0.0.1:{database.port}"))
         far = engine.url.set(port=to_database.port).render_as_string(hide_password=False)
         victim = Program(RELAY, far, to_broker.url, "100", str(lease))
@@ -132,7 +132,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
                 victim.signal(signal.SIGSTOP)
             else:
                 (to_database if outage == "cut off from the database" else to_broker).black_hole()
-            # The outage itself.
+            # The outage lasts for these seconds.
             threading.Event().wait(seconds)
             times[outage] = before, time.time()
             victim.signal(signal.SIGCONT)

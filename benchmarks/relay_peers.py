@@ -1,7 +1,7 @@
 """Other relays for the comparison, each with its own table, with the same PostgreSQL and broker. All are optional.
 
-Each is set up as in its documentation, with durable messages and confirms. Batches and workers are set for speed: rows
-are claimed by hundreds.
+Each relay is set up as in its documentation, with durable messages and confirms. The sizes of batches and the numbers
+of workers are chosen for speed. A relay claims hundreds of rows at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["Peers"]
 
 _ROOT = Path(__file__).parents[1]
 _BATCH = 500
-# Workers of faststream-outbox and django-reliable-outbox. More of them are not faster on two cores.
+# Workers of faststream-outbox and django-reliable-outbox. More workers are not faster on two cores.
 _WORKERS = 8
 
-# Django's settings are global for a process. The worker ends when the table is empty.
+# Django's settings are global for a process, so this is a program. Its worker ends when the table is empty.
 _DJANGO = """
 import json, sys, threading, time
 from urllib.parse import urlsplit
@@ -92,8 +92,8 @@ class Peers:
 
     Attributes:
         database: URL of a PostgreSQL database.
-        queue: queue of all messages; it must exist.
-        keys: ordering keys, for relays that support them.
+        queue: queue for all messages, which must exist.
+        keys: number of ordering keys, for relays that support ordering keys.
     """
 
     database: URL
@@ -102,7 +102,7 @@ class Peers:
     keys: int
 
     def txoutbox(self, rows: int) -> float | None:
-        """Return rows per second of txoutbox, whose storage deletes rows, with aio-pika; ``None`` without it."""
+        """Return rows per second of txoutbox, which deletes sent rows, with aio-pika; ``None`` if not installed."""
         if importlib.util.find_spec("txoutbox") is None:
             return None
         return asyncio.run(self._txoutbox(rows))
@@ -140,9 +140,9 @@ class Peers:
             return rows / taken
 
     def faststream_outbox(self, rows: int) -> float | None:
-        """Return rows per second of faststream-outbox with FastStream's broker for RabbitMQ; ``None`` without it.
+        """Return rows per second of faststream-outbox with FastStream's broker; ``None`` if not installed.
 
-        It has no ordering keys, and several workers keep no order.
+        faststream-outbox has no ordering keys, and several workers keep no order.
         """
         if importlib.util.find_spec("faststream_outbox") is None:
             return None
@@ -188,10 +188,10 @@ class Peers:
         return rows / taken
 
     def django_reliable_outbox(self, rows: int) -> float | None:
-        """Return rows per second of django-reliable-outbox with pika, in order for each key; ``None`` without it.
+        """Return rows per second of django-reliable-outbox with pika, in order for each key; ``None`` if not installed.
 
-        It has no destination for RabbitMQ. This one publishes and waits for the confirm, like its destination for
-        Kafka.
+        This library has no destination for RabbitMQ. The destination in `_DJANGO` publishes and waits for the confirm,
+        like the library's destination for Kafka.
         """
         if importlib.util.find_spec("reliable_outbox") is None:
             return None

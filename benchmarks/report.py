@@ -29,7 +29,7 @@ __all__ = [
     "versions",
 ]
 
-#: The peers to compare with.
+#: Names of the peers to compare with.
 PLAIN = "plain"
 PIKA_SELECT = "pika_select"
 AIO_PIKA = "aiopika"
@@ -41,19 +41,19 @@ class Row:
 
     Attributes:
         size: bytes of a body.
-        installed: whether its library is installed; if not, the other values are ``None``.
-        count: messages per run.
+        installed: whether the peer's library is installed; if it is not, the other values are ``None``.
+        count: number of messages in a run.
         rate: messages per second.
         slowest: messages per second in the worst round.
         fastest: messages per second in the best round.
-        to_plain: its rate divided by that of the plain socket in the same round; ``None`` if that did not run.
-        to_pika_select: its rate divided by that of pika's `SelectConnection` in the same round; ``None`` if that did
+        to_plain: rate divided by the plain socket's rate in the same round; ``None`` if the plain socket did not run.
+        to_pika_select: rate divided by the rate of pika's `SelectConnection` in the same round; ``None`` if that peer
+            did not run.
+        to_aiopika: rate divided by the rate of aio-pika with a full window in the same round; ``None`` if that peer did
             not run.
-        to_aiopika: its rate divided by that of aio-pika with a full window in the same round; ``None`` if that did not
-            run.
         cpu_per_100k: CPU seconds of the client process for 100,000 messages.
-        latency_p50: milliseconds from publish to confirm of the sampled messages of all rounds; the median.
-        latency_p99: the same at p99.
+        latency_p50: median milliseconds from publish to confirm of the sampled messages of all rounds.
+        latency_p99: 99th percentile of the milliseconds from publish to confirm of the sampled messages.
         fairness: progress of the least served thread, divided by the mean progress.
     """
 
@@ -155,7 +155,7 @@ def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
 
 def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
     found = {"python": platform.python_version(), "qflow_client": qflow_client.__version__}
-    # The libraries that this library uses, even if they are not measured.
+    # Include the library that this package uses, even if it is not measured.
     for name in dict.fromkeys(["pika", *(peer.distribution for peer in peers.values())]):
         if name:
             try:
@@ -192,7 +192,7 @@ def document(
 
 
 def _bare(measurement: Measurement) -> dict[str, Any]:
-    # The percentiles are in the rows.
+    # Leave out the latencies, because the rows have the percentiles.
     values = asdict(measurement)
     del values["latencies"]
     return values

@@ -1,4 +1,4 @@
-"""Runs peers alternately, so that disturbances of the machine affect all, and checks that no message is lost."""
+"""Runs peers alternately, so that disturbances of the machine affect all peers, and checks that no message is lost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count", "wit
 
 # Number of messages of a peer's first try. The first try separates slow peers from fast peers.
 _PROBE = 50
-# Target seconds of a slow peer's run; and seconds above which a peer with all messages counts as slow. They differ
-# much, because a full queue is slower, and compared peers should fill it equally.
+# Target seconds of a slow peer's run.
 _SLOW_RUN = 0.8
+# If a run with all messages takes longer than this number of seconds, the peer is slow. This is much more than
+# `_SLOW_RUN`, because a full queue is slower, and compared peers should fill the queue equally.
 _TOO_LONG = 4.0
 # Maximum body bytes in one run. A larger queue would raise the broker's memory alarm.
 _MOST_BYTES = 1 << 28
@@ -40,7 +41,7 @@ class Plan:
         messages: messages per run for fast peers.
         sizes: sizes of bodies in bytes.
         window: maximum number of unconfirmed messages.
-        repeat: number of rounds; every peer runs once in each.
+        repeat: number of rounds; every peer runs once in each round.
         confirmed: whether to use publisher confirms.
         varying: whether each message has its own headers and timestamp; peers that do not support it are left out.
         sample: interval of messages whose confirm is timed; 0 for none.
@@ -65,7 +66,7 @@ class Measurement:
         round: number of the round, from 0.
         count: number of published messages.
         seconds: seconds from the first publish to the last confirm.
-        cpu_seconds: CPU seconds of the client process in that time.
+        cpu_seconds: CPU seconds of the client process from the first publish to the last confirm.
         latencies: seconds from publish to confirm of the sampled messages.
         fairness: see `Timing`.
     """
@@ -93,8 +94,8 @@ def measure(
     """Run every peer `plan.repeat` times with every size, alternately.
 
     Args:
-        peers: peers by name, in the order of a round.
-        failed: collects the errors of peers at the first try, by name and size; these are then left out. ``None`` to
+        peers: the peers of a round in order, with their names as keys.
+        failed: gets the error of a peer that fails at its first try with a size, which is then left out; ``None`` to
             raise the error.
 
     Raises:
@@ -143,7 +144,7 @@ def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
 
 def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, count: int) -> Measurement:
     with _fresh_queue(wire) as queue:
-        # Collect the garbage first, so that no peer pays for the garbage of another.
+        # Collect the garbage first, so that no peer pays for the garbage of another peer.
         gc.collect()
         job = Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed, plan.varying, plan.sample)
         timing = peer.run(job)
@@ -171,5 +172,5 @@ def _check(wire: Wire, queue: str, count: int, title: str, patience: float) -> N
 
 
 def rates(measurements: Sequence[Measurement], peer: str, size: int) -> list[float]:
-    """Return messages per second of one peer, by round."""
+    """Return messages per second of one peer, in the order of the rounds."""
     return [each.rate for each in measurements if each.peer == peer and each.size == size]

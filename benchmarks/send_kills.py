@@ -35,14 +35,14 @@ from qflow_client import Outbox
 __all__ = ["FORMATS", "Verdict", "audit", "run"]
 
 _QUEUE = _EXCHANGE = "qflow.send-kills"
-# Maximum seconds after its start at which a run is killed.
+# Maximum seconds from the start of a run to its kill.
 _LONGEST = 0.6
-# Maximum seconds after the unbind at which a run is killed.
+# Maximum seconds from the unbind to the kill of a run.
 _LONGEST_REFUSED = 0.15
-#: The format of the rows in the file.
+#: The formats of rows in the file.
 FORMATS = ("lines", "csv", "jsonl")
 
-# It forks once for each run, so that no run has to import everything and create all commands.
+# This program forks for each run, so that no run has to import everything and create all commands.
 _RUNS = """
 import os, signal, sys
 from functools import cache
@@ -74,15 +74,15 @@ class Verdict:
     Attributes:
         rows: number of rows in the file.
         kills: number of killed runs.
-        refused: runs that left refused rows in the outbox, killed or not.
-        resumed: runs that found some of the rows already sent.
-        in_queue: messages in the queue.
-        lost: rows that are not in the queue.
-        out_of_order: rows whose first copies came after that of a later row. Rows that were in the outbox after a run
-            with refusals do not count.
-        copies: further copies of rows.
-        unmarked: rows with more than one copy without a mark.
-        left: messages in the outbox at the end.
+        refused: number of runs, killed or not, that left refused rows in the outbox.
+        resumed: number of runs that found some of the rows already sent.
+        in_queue: number of messages in the queue.
+        lost: number of rows that are not in the queue.
+        out_of_order: number of rows whose first copy came after the first copy of a later row. Rows that were in the
+            outbox after a run with refusals do not count.
+        copies: number of further copies of rows.
+        unmarked: number of rows with more than one copy without a mark.
+        left: number of messages in the outbox at the end.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether all rows are there, those that were not refused are in order, and copies are marked."""
+        """Whether no row is lost, out of order, unmarked, or still in the outbox."""
         return not (self.lost or self.unmarked or self.left or self.out_of_order)
 
 
@@ -108,14 +108,14 @@ def audit(rows: int, queue: Iterable[tuple[int, bool]], refused: Container[int] 
 
     Args:
         rows: number of rows, numbered from 1.
-        queue: row numbers in order, and whether each is marked.
+        queue: row number of each copy in order, and whether the copy is marked.
         refused: numbers of rows that may come in any order.
 
     Returns:
         The counts of a `Verdict`.
     """
     copies: Counter[int] = Counter()
-    # The broker may handle the last bytes of a killed run after the marked copies of the next one.
+    # The broker may handle the last bytes of a killed run after the marked copies of the next run.
     unmarked: Counter[int] = Counter()
     highest = out_of_order = 0
     for number, is_marked in queue:
@@ -149,10 +149,10 @@ def run(
 
     Args:
         folder: folder of the file and the outbox.
-        kills: number of kills; fewer if the whole file is sent before.
+        kills: number of kills; there are fewer if the whole file is sent earlier.
         url: URL of the broker; `EMBEDDED` for this repository's broker.
-        seed: seed of the times.
-        longest: maximum seconds after its start at which each is killed; more if nothing has been sent by then.
+        seed: seed of the random times.
+        longest: maximum seconds from the start of a run to its kill; it grows if no rows are sent in this time.
         refusals: whether the broker refuses rows during every second run.
     """
     began = time.monotonic()
@@ -179,7 +179,7 @@ def run(
                 [sys.executable, "-c", _RUNS, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # The run reports refused rows there.
+                # The runs report refused rows on standard error.
                 stderr=subprocess.DEVNULL if refusals else None,
                 text=True,
                 env=os.environ | {"QFLOW_URL": url},
@@ -190,7 +190,7 @@ def run(
             sent = _sent(outbox, file)
             resumed += sent > 0
             if killed and not sent:
-                # On a slow machine, it takes longer until rows can be lost.
+                # On a slow machine, it takes longer until a run has sent rows.
                 longest *= 1.5
             # The rate is so slow that the file lasts for all kills.
             rate = max(1.0, 2 * (rows - sent) / ((kills - killed) * longest))
@@ -209,7 +209,7 @@ def run(
                 may_be_late.update(left_now)
             else:
                 code = _one_run(runs, f"--rate {rate}", partial(time.sleep, moment))
-            # Keeps the connection alive.
+            # Keep the connection alive.
             connection.process_data_events(0)
             killed += code == -signal.SIGKILL
             if code == 0:
@@ -271,7 +271,7 @@ def _one_run(runs: subprocess.Popen[str], options: str = "", wait: Callable[[], 
     print(options, file=runs.stdin, flush=True)
     runs.stdout.readline()
     if wait is not None:
-        # A random time; nothing waits for it.
+        # Wait for a random time, and not for an event.
         wait()
     print("wait" if wait is None else "kill", file=runs.stdin, flush=True)
     return int(runs.stdout.readline())

@@ -1,8 +1,8 @@
-"""Shows whose the processor time of a benchmark's loop is: µs a message and percent, for each package.
+"""Shows the processor time of each package in a benchmark's loop: microseconds per message, and percent.
 
 py-spy samples the process that runs the loop (``pip install py-spy``). A sample counts for the package of its innermost
-frame. The standard library counts for its caller, except asyncio. py-spy only samples threads that hold the GIL, so no
-sample is in a system call. The kernel's time is what the operating system reports.
+frame. A frame of the standard library, except asyncio, counts for its caller. py-spy only samples threads that hold the
+GIL, so no sample is in a system call. The kernel's time is what the operating system reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["KERNEL", "Shares", "count_samples", "measure_shares", "print_shares"
 
 KERNEL: Final = "kernel"
 
-# Samples per second. It is a prime, so that no timer of a loop has the same period.
+# Samples per second. This number is a prime, so that no timer of a loop has the same period.
 _RATE: Final = 251
 _PACKAGE: Final = re.compile(r"\((?:.*/site-packages/)?(\w+)(?:/|\.py:)")
 _ONLY_FOR_CALLERS: Final = sys.stdlib_module_names - {"asyncio"}
@@ -40,7 +40,7 @@ class Shares:
 
     Attributes:
         messages: number of published messages.
-        seconds: processor time, by package.
+        seconds: for each package, its processor time in seconds.
         samples: number of samples from which the shares are computed.
     """
 
@@ -50,14 +50,14 @@ class Shares:
     samples: int
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """Return package, microseconds per message and percent, the largest first."""
+        """For each package, return its name, microseconds per message and percent, the largest first."""
         total = sum(self.seconds.values())
         parts = sorted(self.seconds.items(), key=lambda part: -part[1])
         return [(package, spent / self.messages * 1e6, spent / total * 100) for package, spent in parts]
 
 
 def count_samples(raw: Iterable[str]) -> Counter[str]:
-    """Return the number of samples by package.
+    """Return the number of samples of each package.
 
     Args:
         raw: lines of py-spy's format ``raw``: frames from the outermost to the innermost, and a number. Samples of
@@ -76,7 +76,7 @@ def count_samples(raw: Iterable[str]) -> Counter[str]:
 
 
 def measure_shares(module: str, name: str, url: str, messages: int) -> Shares:
-    """Run a loop in a process of its own, and divide its processor time.
+    """Run a loop in a process of its own, and divide its processor time among packages.
 
     Args:
         module: a module of `benchmarks`. Its `run_loop` takes the name of a loop, the URL and the number of messages.
@@ -100,7 +100,7 @@ def measure_shares(module: str, name: str, url: str, messages: int) -> Shares:
 
 
 def print_shares(module: str, names: Sequence[str], url: str, messages: int) -> None:
-    """Measure loops one after the other, and print a table for each. Packages below one percent are one line.
+    """Measure loops one after the other, and print a table for each. Packages with less than one percent share a line.
 
     Raises:
         RuntimeError: py-spy is not installed.
@@ -119,7 +119,7 @@ def print_shares(module: str, names: Sequence[str], url: str, messages: int) -> 
 
 def _run(module: str, name: str, url: str, messages: str, file: str) -> None:
     run_loop = import_module(f"benchmarks.{module}").run_loop
-    # Imports and compiles what is only needed once.
+    # The first run imports modules and compiles code, and is not measured.
     run_loop(name, url, 1000)
     before = os.times()
     run_loop(name, url, int(messages))

@@ -72,7 +72,7 @@ def session(slots: int) -> Iterator[Any]:
 
 
 def rows(spark: Any, count: int, size: int, partitions: int) -> Any:
-    """Return rows with bodies that begin with their number."""
+    """Return a DataFrame in which each body begins with the number of its row."""
     from pyspark.sql import functions as sf
 
     numbers = spark.range(count, numPartitions=partitions)
@@ -126,7 +126,7 @@ def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callab
     name = f"qflow-benchmark-{uuid4().hex[:12]}"
     arguments: dict[str, Any] = {} if most is None else {"x-max-length": most, "x-overflow": "drop-head"}
     with Wire(url) as wire:
-        # Arguments as usual for users of confirms.
+        # The queue is durable, as is usual with confirms.
         wire.call(commands.Queue.Declare(queue=name, durable=True, arguments=arguments))
         try:
             yield name, lambda: wire.depth(name)
@@ -135,7 +135,7 @@ def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callab
 
 
 def rates(options: argparse.Namespace) -> int:
-    """Return the exit code."""
+    """Run the measurement ``rates``, and return the exit code."""
     measured: dict[str, list[float]] = {"sink": [], "foreachPartition": [], "plain sockets": []}
     with broker_url(options.url) as url, session(options.partitions) as spark:
         few = max(options.partitions, options.rows // 100)
@@ -160,7 +160,7 @@ def rates(options: argparse.Namespace) -> int:
                 lambda queue: sockets(url, queue, options.size, options.rows, options.partitions),
             )
             if at == 0:
-                # Warm-up of the JVM's code and of the Python workers.
+                # The first round only warms up the JVM's code and the Python workers.
                 for rates_of in measured.values():
                     rates_of.clear()
     ratios = {
@@ -254,7 +254,7 @@ class Watch:
 
 
 def _slowly_consumed(spark: Any, options: argparse.Namespace, url: str, partitions: int) -> tuple[float, bool]:
-    """Write to a queue that is consumed; return the seconds, and whether each row was consumed once."""
+    """Write to a queue that is consumed; return the seconds, and whether each row was consumed exactly once."""
     consumer = Consumer(url, "rows", options.rows, options.rate)
     begin = time.monotonic()
     sink(rows(spark, options.rows, options.size, partitions), url, "rows", options.capacity, options.credit_queue)
@@ -273,7 +273,7 @@ def _depth_here(spark: Any, options: argparse.Namespace, partitions: int) -> tup
 
 
 def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) -> tuple[float, bool, int, str]:
-    """Measure with RabbitMQ. It has no thresholds, but refuses messages at a full queue; producers send them again."""
+    """Measure with RabbitMQ, which has no thresholds. A full queue refuses messages, and producers send them again."""
     with RabbitMQNode() as node:
         with Wire(node.url) as wire:
             full = {"x-max-length": options.stop, "x-overflow": "reject-publish"}
@@ -284,7 +284,7 @@ def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) ->
 
 
 def depth(options: argparse.Namespace) -> int:
-    """Return the exit code."""
+    """Run the measurement ``depth``, and return the exit code."""
     failed = False
     measure = _depth_rabbitmq if options.broker == "rabbitmq" else _depth_here
     with session(max(2, options.slots)) as spark:
@@ -338,7 +338,7 @@ def processor_seconds() -> float:
 
 
 def scale(options: argparse.Namespace) -> int:
-    """Return the exit code."""
+    """Run the measurement ``scale``, and return the exit code."""
     with broker_url(options.url) as url, session(options.partitions) as spark:
         capacity = _WINDOW * options.partitions
         with fresh_queue(url, options.most) as (queue, _):
@@ -360,7 +360,7 @@ def scale(options: argparse.Namespace) -> int:
                     "seconds": round(seconds, 2),
                     "rows_per_second": round(count / seconds),
                 }
-                # CPU seconds of Spark; with `EMBEDDED` also of the broker.
+                # CPU seconds of Spark, and with `EMBEDDED` also of the broker.
                 told["processor_seconds"] = round(used, 1)
                 print(json.dumps(told | {"largest_memory_of_tasks_mib": largest_of_tasks()}), flush=True)
     return 0

@@ -60,13 +60,13 @@ def _measure(url: str, kind: str, count: int, size: int, result: Connection) -> 
 
 
 def run(url: str, *, count: int, size: int, repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """Return messages per second, and microseconds of this process per message, of each variant by round."""
+    """For each variant and round, return messages per second, and CPU microseconds of the producer per message."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(repeat):
         for kind in KINDS:
             ours, theirs = context.Pipe()
-            # A span costs as much as many sends.
+            # A span costs as much as many sends, so send fewer messages.
             number = count // 5 if "tracing" in kind else count
             process = context.Process(target=_measure, args=(url, kind, max(1, number), size, theirs))
             process.start()

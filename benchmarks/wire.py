@@ -1,6 +1,6 @@
 """A minimal AMQP 0-9-1 client on a blocking socket: it prepares queues, counts messages, and opens connections.
 
-It shares no code with the measured libraries.
+This client shares no code with the measured libraries.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Wire:
             self._send(commands.Connection.Close(200, "done", 0, 0), 0)
             self._expect(commands.Connection.CloseOk)
         except (OSError, ConnectionError):
-            # An error here loses nothing.
+            # An error during the close does not matter.
             pass
         finally:
             self.socket.close()

@@ -9,7 +9,7 @@ repeatedly while its senders publish numbered messages. Finally the queue is rea
 
 The exit code is 1 if a changed application hangs, loses a message that was published without an error, or sends the
 first copies of a sender's messages out of order. With aio-pika and with pipelined pika, which have the option
-`republish`, each further copy must be marked. With aio-pika, no publish may raise.
+`republish`, each further copy must be marked. With aio-pika, a publish that raises an error is also a fault.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ __all__ = ["Result", "faults_of", "main", "run"]
 
 # Applications whose drop-in publishes again by itself, so that no publish raises.
 _REPUBLISHING: Final = ("taskiq", "faststream")
-# Applications whose further copies all have a mark.
+# Applications in which every further copy of a message is marked.
 _MARKING: Final = (*_REPUBLISHING, "pika-pipelined")
 _WORKER: Final = (
     *("celery", "-A", "benchmarks.frameworks.worker", "worker", "-P", "gevent"),
     *("--without-gossip", "--without-mingle"),
 )
-# Seconds after which a publish during an alarm counts as hanging; and the maximum wait of the changed applications.
+# Seconds after which a publish during an alarm counts as hanging.
 _HANGS: Final = 10.0
+# Maximum seconds that a publish of a changed application waits during an alarm.
 _WAIT: Final = 3.0
-# Seconds that the changed applications wait while connections are cut; and seconds to wait for an answer of an
-# application.
+# Maximum seconds that a publish waits while connections are cut.
 _LONG_WAIT: Final = 30.0
+# Maximum seconds to wait for an answer of an application.
 _PATIENCE: Final = 60.0
 # Bytes after which a connection is cut, so that messages are on their way.
 _CUT_AFTER: Final = 12_000
@@ -61,19 +62,19 @@ class Result:
 
     Attributes:
         kind: "original" or "changed".
-        alarm: result of the first publish during the alarm, and its seconds; "hangs" after the limit. RabbitMQ blocks
-            the connection only on this publish.
-        alarm_next: result of the second publish.
+        alarm: result of the first publish during the alarm; "hangs" after `_HANGS` seconds. RabbitMQ blocks the
+            connection only after this publish.
+        alarm_next: result of the second publish during the alarm.
         after: result of a publish after the alarm.
         cuts: number of times that all connections were cut.
-        published: messages whose publish ended without an error.
-        errors: number of failed publishes, by error.
+        published: number of messages whose publish ended without an error.
+        errors: for each error, the number of publishes that failed with it.
         longest: seconds of the longest publish.
-        missing: published messages that are not in the queue.
-        copies: further copies.
-        unmarked: messages with more than one copy without a mark.
-        disordered: first copies that came after a later message of the same sender.
-        stuck: senders that did not end.
+        missing: number of published messages that are not in the queue.
+        copies: number of second and further copies in the queue.
+        unmarked: number of messages with more than one copy without a mark.
+        disordered: number of first copies that came after a later message of the same sender.
+        stuck: number of senders that did not end.
     """
 
     application: str
@@ -94,12 +95,12 @@ class Result:
 
 
 class _Application:
-    """A child process, and its answers."""
+    """An application in a child process."""
 
     def __init__(self, name: str, kind: str, url: str, wait: float) -> None:
         query = ""
         if name in _REPUBLISHING:
-            # The time that aio-pika waits before it reconnects.
+            # aio-pika waits for this number of seconds before it reconnects.
             query = "?reconnect_interval=0.1" + ("&on_disconnect=republish" if kind == "changed" else "")
         environment = {**os.environ, "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": str(wait)}
         command = ["benchmarks.frameworks.application", name, kind, url + query]
@@ -122,7 +123,7 @@ class _Application:
         self._process.stdin.flush()
 
     def expect(self, timeout: float = _PATIENCE) -> Any:
-        """Return ``None`` if no answer comes in time."""
+        """Return the next answer, or ``None`` if no answer comes in time."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout)[0]:
             return None
@@ -187,7 +188,7 @@ def _read(result: Result, url: str, published: Sequence[int]) -> None:
     """Compare the queue with the published messages."""
     first: dict[int, int] = {}
     copies: Counter[tuple[int, int]] = Counter()
-    # The broker may handle the last bytes of a cut connection after the marked copies of the next one.
+    # The broker may handle the last bytes of a cut connection after the marked copies from the next connection.
     unmarked: Counter[tuple[int, int]] = Counter()
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
@@ -222,7 +223,7 @@ def run(application: str, kind: str, cuts: int, node: RabbitMQNode) -> Result:
 
 
 def faults_of(result: Result) -> list[str]:
-    """Return the faults of a changed application; empty for an unchanged one."""
+    """Return the faults of a changed application, or an empty list for an unchanged application."""
     if result.kind == "original":
         return []
     found = {
@@ -241,7 +242,7 @@ def faults_of(result: Result) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the applications, print the results, and return 1 if a changed one has a fault."""
+    """Run the applications, print the results, and return 1 if a changed application has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cuts", type=int, default=100, help="how often the connections are cut (%(default)s)")
     parser.add_argument("--applications", nargs="*", default=[*APPLICATIONS], choices=[*APPLICATIONS])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.frameworks.application APPLICATION original|changed URL
 
-For each input line it prints one line of JSON. `publish` publishes one message, and answers with the result. `stream`
-makes every sender publish numbered messages, one after the other. If a publish raises, the message is published again,
-as in a program that must not lose messages. `stop` ends this, and answers with the errors.
+For each input line the program prints one line of JSON. `publish` publishes one message, and answers with the result.
+`stream` makes every sender publish numbered messages, one after the other. If a publish raises, the message is
+published again, as in a program that must not lose messages. `stop` stops the senders, and answers with the errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-#: The applications: number of senders, and queue.
+#: For each application, the number of senders and the name of the queue.
 APPLICATIONS: Final = {
     "taskiq": (10, "taskiq"),
     "faststream": (10, "faststream"),
@@ -30,8 +30,9 @@ APPLICATIONS: Final = {
     "celery-gevent": (10, "celery"),
     "pika-pipelined": (1, "pika"),
 }
-# Seconds until a failed message is published again; and seconds that senders have to end.
+# Seconds until a failed message is published again.
 _PAUSE: Final = 0.05
+# Maximum seconds to wait for the end of the senders.
 _PATIENCE: Final = 20.0
 
 
@@ -54,7 +55,7 @@ class Senders:
         self.longest = 0.0
 
     def numbers(self, sender: int) -> Iterator[str]:
-        """Yield the messages of a sender. Repeat each one until it is recorded as published."""
+        """Yield the messages of a sender. Repeat each message until it is recorded as published."""
         while self.go_on:
             yield f"{sender}-{self.published[sender]}"
 
@@ -69,9 +70,6 @@ class Senders:
             "stuck": stuck,
             "longest": round(self.longest, 2),
         }
-
-
-# Asynchronous applications.
 
 
 @asynccontextmanager
@@ -95,7 +93,7 @@ async def _faststream(url: str, changed: bool) -> Any:
         import qflow_client.aio_pika
 
         module.connect_robust = qflow_client.aio_pika.connect_robust
-    # FastStream uses its own argument and ignores the one in the URL.
+    # FastStream uses its own argument and ignores the argument in the URL.
     async with module.RabbitBroker(url, reconnect_interval=0.1) as app:
         await app.declare_queue(import_module("faststream.rabbit").RabbitQueue("faststream", durable=True))
         yield lambda token: app.publish(token, "faststream", persist=True)
@@ -150,9 +148,6 @@ async def _once_async(publish: Callable[[str], Awaitable[object]]) -> dict[str, 
     return {"outcome": "published", "seconds": time.monotonic() - began}
 
 
-# Synchronous applications.
-
-
 @contextmanager
 def _dramatiq(url: str, changed: bool) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     module: Any = import_module("dramatiq.brokers.rabbitmq")
@@ -166,7 +161,7 @@ def _dramatiq(url: str, changed: bool) -> Iterator[tuple[Callable[[str], object]
 
 
 def _task(token: str) -> None:
-    """# Only its messages matter."""
+    """Do nothing. Only the messages that call this task matter."""
 
 
 @contextmanager
@@ -191,7 +186,8 @@ class _Pika:
     """A program that uses pika, and connects again after each error.
 
     Args:
-        changed: whether it has pipelined confirms, and publishes the unconfirmed messages of a lost connection again.
+        changed: whether the program uses pipelined confirms, and publishes the unconfirmed messages of a lost
+            connection again.
     """
 
     def __init__(self, url: str, changed: bool) -> None:
@@ -248,12 +244,12 @@ def serve(
     submit: Callable[..., Future[Any]],
     answer: Callable[[Any], None],
 ) -> None:
-    """Do what the input lines say.
+    """Execute the commands of the input lines.
 
     Args:
-        publish: publishes a message; it may return before the message is confirmed.
-        finish: waits until the messages are confirmed.
-        submit: calls a function elsewhere, with arguments; as `Executor.submit`.
+        publish: function that publishes a message, and may return before the message is confirmed.
+        finish: function that waits until all messages are confirmed.
+        submit: function that calls another function with arguments in another thread, like `Executor.submit`.
     """
 
     def send(sender: int) -> None:

@@ -2,7 +2,7 @@
 
     CELERY_BROKER_URL=… python -m celery -A benchmarks.frameworks.worker worker -P gevent
 
-It answers input lines as `benchmarks.frameworks.application` does. Each sender is a task that does not end.
+The worker answers input lines as `benchmarks.frameworks.application` does. Each sender is a task that does not end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.frameworks.application import APPLICATIONS, Senders, serve
 __all__ = ["app"]
 
 _SENDERS, _PUBLISHED = APPLICATIONS["celery-gevent"]
-# Tasks for the senders, and one for single messages.
+# Number of tasks: one for each sender, and one for single messages.
 _TASKS: Final = _SENDERS + 1
 
 app = Celery("worker")
 app.conf.update(
-    # Not the queue of the published messages, which no worker may take. No other process has this one.
+    # The tasks have a queue of their own, because no worker may take the published messages.
     task_queues=[Queue(f"worker-{os.getpid()}", expires=60.0)],
     task_default_queue=f"worker-{os.getpid()}",
     task_ignore_result=True,
@@ -44,21 +44,21 @@ app.conf.update(
 if not monkey.is_module_patched("socket"):
     raise RuntimeError("start it with celery worker -P gevent, which patches Python")
 
-# Calls for the tasks, and where the results go.
+# Calls that the tasks make, with the futures of the results.
 _calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
-# Celery prints to the standard output.
+# Celery prints to the standard output, so keep a copy for the answers.
 _answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 @app.task(name="task")
 def task(token: str) -> None:
-    """# Only its messages matter."""
+    """Do nothing. Only the messages that call this task matter."""
 
 
 @app.task(name="work")
 def work() -> None:
-    """Make the calls of this process, one after the other, in a task that does not end."""
+    """Make the calls of `_calls`, one after the other, in a task that does not end."""
     while True:
         function, arguments, future = _calls.get()
         try:

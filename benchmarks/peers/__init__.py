@@ -8,7 +8,7 @@ from benchmarks.peers.base import Job, Peer, Stopwatch, Timing
 
 __all__ = ["DEFAULT", "PEERS", "Job", "Peer", "Stopwatch", "Timing", "load"]
 
-#: The module of each peer, by its name on the command line, in the order of a round.
+#: For each name on the command line, the module and the class of the peer, in the order of a round.
 PEERS = {
     "plain": "benchmarks.peers.plain:PlainSocket",
     "qflow": "benchmarks.peers.qflow:OneThread",

@@ -1,4 +1,4 @@
-"""aio-pika, and aiormq, on which it is based; each with one task per place in the window."""
+"""aio-pika, and aiormq, on which aio-pika is based. Each peer has one task per place in the window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def share(job: Job, tasks: int, publish: Callable[[], Awaitable[Any]]) -> 
     """Publish from several tasks; each waits for the answer before its next message.
 
     Returns:
-        The seconds of the sampled messages.
+        The seconds from the publish to the answer of each sampled message.
     """
     clock = time.perf_counter
     latencies = []
@@ -39,7 +39,7 @@ async def share(job: Job, tasks: int, publish: Callable[[], Awaitable[Any]]) -> 
 
 
 class AioPika:
-    """`Exchange.publish`, which waits for the confirm, from a window of tasks."""
+    """Calls `Exchange.publish`, which waits for the confirm, in a window of tasks."""
 
     title = "aio-pika, a window of tasks"
     distribution = "aio-pika"
@@ -66,7 +66,7 @@ class AioPika:
 
 
 class OneByOne(AioPika):
-    """From one task, which waits for each confirm."""
+    """Publishes from one task, which waits for each confirm."""
 
     title = "aio-pika, one by one"
 
@@ -75,7 +75,7 @@ class OneByOne(AioPika):
 
 
 class Aiormq:
-    """`Channel.basic_publish`, which waits for the confirm, from a window of tasks."""
+    """Calls `Channel.basic_publish`, which waits for the confirm, in a window of tasks."""
 
     title = "aiormq, a window of tasks"
     distribution = "aiormq"

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 __all__ = ["MESSAGE_ID", "Job", "Peer", "Stopwatch", "Timing", "headers", "one_by_one", "timestamp"]
 
-#: Every message has an id of this form with 29 bytes, as this library's ids, so that all peers send the same bytes.
+#: Every message has an id of this form with 29 bytes, like the ids of this library, so that peers are comparable.
 MESSAGE_ID = "0123456789abcdef-%012x"
 
 
 def headers(number: int) -> dict[str, Any]:
-    """Return the headers of a message if they vary; their length is constant."""
+    """Return the headers of a message in a job with `varying`. Their length is constant."""
     return {"number": number | 1 << 24, "carrier": "UA"}
 
 
 def timestamp(number: int) -> int:
-    """Return the timestamp of a message if it varies."""
+    """Return the timestamp of a message in a job with `varying`."""
     return 1_700_000_000 + number
 
 
@@ -28,12 +28,12 @@ class Job:
     """One run.
 
     Attributes:
-        queue: queue to publish to through the default exchange, with mandatory.
+        queue: queue to which all messages are published, with `mandatory`, through the default exchange.
         window: maximum unconfirmed messages, for peers that can have more than one.
         confirmed: whether to use publisher confirms. Otherwise the run ends when the broker has answered the close.
-        varying: whether each message has its own `headers` and `timestamp`. Only for peers that support it.
+        varying: whether each message has its own `headers` and `timestamp`. Not all peers support this.
         sample: interval of messages whose time from publish to confirm is measured; 0 for none.
-        persistent: whether messages are persistent. Only the plain socket supports it.
+        persistent: whether messages are persistent. Only the plain socket supports transient messages.
     """
 
     url: str
@@ -52,8 +52,8 @@ class Timing:
     """The times of one run.
 
     Attributes:
-        seconds: wall-clock time from the first publish to the last confirm.
-        cpu_seconds: CPU time of this process in that time.
+        seconds: wall-clock seconds from the first publish to the last confirm.
+        cpu_seconds: CPU seconds of this process from the first publish to the last confirm.
         latencies: seconds from publish to confirm of the sampled messages.
         fairness: progress of the least served thread when the first thread was done, divided by the mean progress.
     """
@@ -80,7 +80,7 @@ def one_by_one(job: Job, publish: Callable[[], object]) -> list[float]:
     """Call `publish` for each message of the job. With confirms, `publish` waits for the confirm of its message.
 
     Returns:
-        The seconds of the sampled calls.
+        The seconds of each sampled call.
     """
     clock = time.perf_counter
     latencies = []
@@ -98,8 +98,8 @@ class Peer(Protocol):
     """One way to publish.
 
     Attributes:
-        distribution: distribution name of its library; empty for none.
-        varies: whether it supports separate properties for each message.
+        distribution: name of the distribution of the peer's library; empty for none.
+        varies: whether the peer supports separate properties for each message.
     """
 
     title: str

@@ -107,7 +107,7 @@ class _SelectRun:
         self._published = max(self._published, until)
 
     def _next_lot(self) -> None:
-        # Without confirms, one window of messages per turn of the loop. Otherwise pika would buffer all messages first.
+        # Without confirms, publish one window of messages per turn of the loop. pika would buffer all messages at once.
         self._confirmed = self._published
         self._fill()
         if self._published < self._job.count:
@@ -121,7 +121,7 @@ class _SelectRun:
             self.error = ConnectionError(f"the broker answered {method.NAME}")
             self._connection.close()
             return
-        # RabbitMQ acks the messages of one queue in order. So a single ack never has a tag above an unconfirmed one.
+        # RabbitMQ acks the messages of one queue in order. So a single ack never has a tag above an unconfirmed tag.
         if method.multiple:
             self._confirmed = max(self._confirmed, method.delivery_tag)
         else:

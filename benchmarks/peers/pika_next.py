@@ -1,7 +1,7 @@
 """pika's thread-safe `Connection`, new in version 1.5.
 
 One process cannot have two releases of a library. If the installed pika is older, `QFLOW_BENCH_PIKA_NEXT` has the path
-of a Python with the new one.
+of a Python with the new release.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ThreadSafe"]
 
 
 class ThreadSafe:
-    """`Channel.basic_publish` from one thread; a semaphore that confirms release limits the window."""
+    """Publishes from one thread. A semaphore limits the window, and each confirm releases it."""
 
     title = "pika 1.5 Connection"
     distribution = "pika"
@@ -49,7 +49,7 @@ class ThreadSafe:
 
 def publish(job: Job) -> Timing:
     """Run the job in this process."""
-    # The type stubs belong to an older release and do not have it.
+    # The type stubs belong to an older release and do not have this class.
     connection_type: Any = pika.Connection  # type: ignore[attr-defined]
     connection = connection_type(pika.URLParameters(job.url))
     try:

@@ -29,7 +29,7 @@ _WRITE = 1 << 17
 def publish_frames(
     queue: str, body: bytes, count: int, frame_max: int, *, varying: bool = False, persistent: bool = True
 ) -> tuple[bytes, int]:
-    """Return the frames of all messages as one byte string, and the length of one message, the same for all."""
+    """Return the frames of all messages as one byte string, and the constant length of one message."""
     key = queue.encode()
     method = frame(1, 1, b"\0\x3c\0\x28" + b"\0\0" + b"\0" + bytes((len(key),)) + key + b"\1")
     room = frame_max - FRAME_OVERHEAD
@@ -60,9 +60,9 @@ class AckWindow:
     """The number of confirmed messages, counted from the broker's acks."""
 
     def __init__(self) -> None:
-        # All messages up to this delivery tag are confirmed …
+        # All messages up to this delivery tag are confirmed.
         self.floor = 0
-        # … and also these, which are above it.
+        # Confirmed delivery tags above `floor`.
         self.above: set[int] = set()
         self._rest = b""
 
@@ -74,12 +74,12 @@ class AckWindow:
         """Process received bytes.
 
         Raises:
-            ConnectionError: they are neither acks nor heartbeats.
+            ConnectionError: the bytes are neither acks nor heartbeats.
         """
         data = self._rest + data if self._rest else data
         whole = len(data) - len(data) % _ACK_FRAME.size
-        # Shortcut for the usual case of only acks. It computes how many acks fit into the bytes. If there are so many
-        # ack headers, the first and the last at their places, the bytes contain only acks.
+        # Shortcut for bytes that contain only acks. This is so if the bytes have as many ack headers as acks fit into
+        # the bytes, and the first and the last header are at their places.
         last = whole - _ACK_FRAME.size
         if (
             data.startswith(_ACK_HEAD)
@@ -129,7 +129,7 @@ class AckWindow:
 
 
 class PlainSocket:
-    """The fastest possible Python client. The difference to it is the cost of a library."""
+    """The fastest possible Python client. What a library takes longer than this client is the library's cost."""
 
     title = "plain socket"
     distribution = ""

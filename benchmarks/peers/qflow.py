@@ -49,10 +49,10 @@ class OneThread:
             send, body = producer.send, job.body
             sampler = _Sampler() if job.sample else None
             sent = [0] * self.threads
-            # Number of messages that each thread had sent when the first one was done.
+            # Number of messages that each thread had sent when the first thread was done.
             standings: list[list[int]] = []
 
-            # The thread that starts first is not always served first.
+            # All threads begin at the same time, so that no thread has an advantage.
             ready = threading.Barrier(self.threads + 1)
 
             def work(thread: int, first: int, last: int) -> None:
@@ -147,7 +147,7 @@ class OneTask:
 
 
 class Tasks(OneTask):
-    """One task per place in the window; each waits for its receipt."""
+    """One task per place in the window. Each task waits for the receipt of its message."""
 
     title = "qflow_client.AsyncProducer, a window of tasks"
     varies = False

@@ -32,16 +32,16 @@ from qflow_client.testing.proxy import FaultProxy
 __all__ = ["main"]
 
 _THREADS, _TASKS = 8, 200
-# Producers that the threads share, and that the tasks share.
+# Number of producers that the threads share. The tasks share the same number of other producers.
 _PRODUCERS = 4
 
-# Maximum seconds until a producer is settled after the last fault; and seconds after which a process counts as hanging.
-# They allow for slow machines.
+# Maximum seconds until all messages of a producer are settled after the last fault. Slow machines need many seconds.
 _PATIENCE = 120.0
+# Seconds after which a process counts as hanging.
 _HANGS = _PRODUCERS * _PATIENCE
 # Seconds between two lines of progress.
 _PROGRESS = 5.0
-# Factor of the requested time that the run may take until enough faults have happened.
+# Until enough faults have happened, the run may take this number times the requested time.
 _LONGEST = 3.0
 
 
@@ -53,7 +53,7 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.confirmed = self.unsettled = 0
-        # Its results; None until it has ended.
+        # The results of the process; None until it has ended.
         self.found: Found | None = None
         self.trouble = ""
 
@@ -135,7 +135,7 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
         faults = Faults(broker, proxies, options.seed, history)
         with _working(workers):
             for worker in workers:
-                # Its first report.
+                # Wait for the first report of the worker.
                 wait([worker.pipe], _HANGS)
             with LagWatch([worker.pid for worker in workers]) as lag:
                 began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The conditions at the end of a soak test. No I/O: it takes journals and the queue, and returns lines."""
+"""The conditions at the end of a soak test. This module compares journals with the queue, without I/O."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ __all__ = [
     "to_json",
 ]
 
-#: Results of a call of `send` in `Journal.calls`, by number; 0 for no call.
+#: Values in `Journal.calls` for the result of a call of `send`; 0 means no call.
 REFUSED, ACCEPTED = 1, 2
-#: Outcomes of a message in `Journal.outcomes`: the index in this list plus 1; 0 for no outcome.
+#: The value of an outcome in `Journal.outcomes` is its index in this tuple plus 1; 0 means no outcome.
 OUTCOMES = tuple(Outcome)
 
-#: Maximum seconds that a call may return after its deadline, beside the seconds in which its process could not run.
+#: Maximum seconds that a call may return after its deadline, in addition to the seconds in which its process could not
+#: run.
 MOST_OVERRUN = 1.0
 
-# Maximum number of wrong messages that are named.
+# Maximum number of wrong messages that a line of the audit names.
 _NAMED = 5
 
 
@@ -45,7 +46,7 @@ class Overruns:
 
     Attributes:
         deadlines: number of calls with a deadline.
-        late: deadlines and return times of late calls, in monotonic seconds.
+        late: deadline and return time of each late call, in seconds of the monotonic clock.
     """
 
     deadlines: int = 0
@@ -60,14 +61,14 @@ class Overruns:
 
 @dataclass(slots=True)
 class Journal:
-    """The records of one sender, by message number.
+    """The records of one sender. Message numbers are the indices of the byte arrays.
 
     Attributes:
-        calls: result of each `send`.
-        told_again: numbers with more than one outcome.
+        calls: for each message number, the result of `send`.
+        told_again: numbers of messages with more than one outcome.
         overtaken: numbers of messages that the broker has nacked while a later message of the sender was in flight on
-            the same channel. They are sent again, so the later message may come first.
-        overruns: overruns of its calls.
+            the same channel. Nacked messages are sent again, so the later message may come first.
+        overruns: late calls of the sender.
     """
 
     sender: int
@@ -78,7 +79,7 @@ class Journal:
     overruns: Overruns = field(default_factory=Overruns)
 
     def begin(self, count: int = 1) -> int:
-        """Return the number of the first message."""
+        """Reserve numbers for `count` messages, and return the first number."""
         self.calls.extend(bytes(count))
         self.outcomes.extend(bytes(count))
         return len(self.calls) - count
@@ -102,13 +103,13 @@ class Soak:
 
     Attributes:
         queue: messages in the durable queue, in order.
-        overruns: for each process its overruns, and a function that returns the seconds between two times in which
-            the threads of the process could not run.
+        overruns: for each process, its late calls, and a function that returns for how many seconds between two times
+            the process could not run.
         troubles: forbidden events, such as an undocumented exception.
         connection_faults: number of connections with a fault.
-        least_connection_faults: required number; with fewer, the test proves nothing.
+        least_connection_faults: required number of connections with a fault. With fewer, the test proves nothing.
         broker_kills: number of kills of the broker.
-        least_broker_kills: required number of kills.
+        least_broker_kills: required number of kills of the broker.
     """
 
     journals: Sequence[Journal]
@@ -130,7 +131,7 @@ class Soak:
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """Return the value that `part` of the values do not exceed; 0 if there are none."""
+    """Return the value that `part` of the values do not exceed; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
 
@@ -160,7 +161,7 @@ def describe(line: AuditLine) -> str:
 def audit_messages(soak: Soak) -> list[AuditLine]:
     """Check the messages of a run against the conditions."""
     journals = {journal.sender: journal for journal in soak.journals}
-    # The best outcome of each message: its number of copies, and of copies without a mark.
+    # For each sender and message number, 1 if the queue has a copy of the message, and otherwise 0.
     copies = {sender: bytearray(len(journal.calls)) for sender, journal in journals.items()}
     highest = dict.fromkeys(journals, 0)
     unmarked: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""The brokers of a soak test: the actions on each, and reading its durable queue."""
+"""The brokers of a soak test: the actions on each broker, and the reading of its durable queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUEUE = "qflow-soak"
 
 # Maximum seconds for a broker with millions of messages to restart and to answer.
 _PATIENCE = 300.0
-# Possible seconds of a suspension of the broker.
+# Possible durations of a suspension of the broker in seconds.
 _SUSPENDED = (0.2, 1.0, 3.0, 8.0)
 
 Wait = Callable[[float], object]
@@ -42,7 +42,8 @@ class SoakBroker(Protocol):
 
     Attributes:
         name: name and version, for people.
-        actions: actions on the broker by name. They run one at a time. Each leaves the broker as it was before.
+        actions: actions on the broker, with their names as keys. Only one action runs at a time, and then restores the
+            broker.
     """
 
     name: str
@@ -50,25 +51,25 @@ class SoakBroker(Protocol):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of its nodes."""
+        """The URLs of the broker's nodes."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the additional settings of its producers."""
+        """The additional settings of producers for this broker."""
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
         """Send ``Channel.Flow`` to the channel of one connection."""
 
     def kill(self) -> None:
-        """Kill it with SIGKILL and start it again."""
+        """Kill the broker, or one of its nodes, with SIGKILL, and start it again."""
 
     def read(self) -> Sequence[Copy]:
-        """Return the messages in the queue, in order, and empty it."""
+        """Return the messages of the queue, in order, and remove them from the queue."""
 
 
 @contextlib.contextmanager
 def _connected(url: str) -> Iterator[Any]:
-    """Open a channel. The connection may be blocked for at most `_PATIENCE` seconds."""
+    """Open a channel. pika closes a connection that the broker blocks for `_PATIENCE` seconds."""
     parameters = pika.URLParameters(f"{url}?heartbeat=0&blocked_connection_timeout={_PATIENCE}")
     connection = pika.BlockingConnection(parameters)
     try:
@@ -85,7 +86,7 @@ def _declare(url: str, **arguments: object) -> None:
 def _read_back(url: str) -> Sequence[Copy]:
     copies: list[Copy] = []
     with _connected(url) as channel:
-        # A queue with many messages takes a long time after a crash.
+        # After a crash, a queue with many messages is slow.
         channel.basic_qos(prefetch_count=1000)
         while True:
             left = channel.queue_declare(QUEUE, passive=True).method.message_count
@@ -166,7 +167,7 @@ class RabbitMQ(_OneNode):
         self._node.start()
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
-        # RabbitMQ never sends it, so the proxy does.
+        # RabbitMQ never sends Channel.Flow, so the proxy sends it.
         proxy.inject(commands.Channel.Flow(active), 1, connection=connection, answer=commands.Channel.FlowOk)
 
     def read(self) -> Sequence[Copy]:
@@ -180,7 +181,7 @@ class Embedded(_OneNode):
         self._stack = contextlib.ExitStack()
         self._store = ""
         self._process: subprocess.Popen[str] | None = None
-        # Only one thread at a time may use it, and none while it is down.
+        # Only one thread at a time may use the process, and no thread while the process is down.
         self._lock = threading.Lock()
         self.url = ""
         self.name = "embedded"
@@ -277,7 +278,7 @@ class Embedded(_OneNode):
 
     def _stop(self, _chance: Random, wait: Wait) -> None:
         with self._lock:
-            # It ends at the end of its input.
+            # The process ends at the end of its input.
             self._end()
             wait(0.5)
             self._start()

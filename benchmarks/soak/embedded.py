@@ -1,7 +1,7 @@
 """This repository's broker in its own process, with a message store, so that it can be killed.
 
-It prints its URL. Then it reads lines, each a JSON list of a method and its arguments, and answers when the call is
-done. At the end of its input it stops cleanly.
+The program prints the broker's URL, and reads lines. Each line is a JSON list of a method and its arguments. The
+program answers when the call is done. At the end of its input, it stops the broker cleanly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(store: str, port: str) -> None:
-    # Written data survive the kill of a process; only a crash of the machine would lose them.
+    # Written data survive the kill of a process; only a crash of the machine would lose the data.
     with Broker(store=store, store_synchronous="normal", port=int(port)) as broker:
         print(broker.url, flush=True)
         for line in sys.stdin:

@@ -1,7 +1,7 @@
 """The faults of a soak test and their times, all random with a seed.
 
-Two threads create faults, each with its own random generator. One of them uses the proxy for faults of connections, the
-other acts on the broker. So connections also fail while the broker has an alarm or restarts.
+Two threads create faults, each with its own random generator. One thread uses the proxies for faults of connections,
+and the other thread acts on the broker. So connections also fail while the broker has an alarm or restarts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from qflow_client.testing.proxy import Direction, FaultProxy, ProxiedConnection
 
 __all__ = ["Faults"]
 
-# Average seconds between two faults of connections; and minimum and maximum seconds between two faults of the broker.
+# Average seconds between two faults of connections.
 _BETWEEN = 1.0
+# Minimum and maximum seconds between two faults of the broker.
 _BETWEEN_BROKER = (4.0, 10.0)
-# Bytes in either direction after which a connection is cut in the middle of a frame.
+# Maximum bytes in one direction after which a connection is cut, often in the middle of a frame.
 _FEW_BYTES = 2000
 
 _Undo = tuple[float, Callable[[], object]]
 
 
 class Faults:
-    """Creates faults until it is stopped. Then it ends all faults.
+    """Creates faults until `stop` is called, which ends all faults.
 
     Args:
         proxies: proxies between the broker and its clients, one for each node.
@@ -44,7 +45,7 @@ class Faults:
         self._chance = Random(f"{seed} connections")
         self._broker_chance = Random(f"{seed} broker")
         self._stop = threading.Event()
-        # Functions that end lasting faults, by due time.
+        # Functions that end lasting faults, as a heap in the order of due times.
         self._undo: list[tuple[float, int, Callable[[], object]]] = []
         self._undone = 0
         self._threads = [
@@ -83,8 +84,6 @@ class Faults:
         except Exception as error:
             self.troubles.append(f"{threading.current_thread().name}: {type(error).__name__}: {error}")
 
-    # Faults of connections.
-
     def _harm_connections(self) -> None:
         names = ("cut", "reset", "cut_inside", "black_hole", "stall", "slow", "chop", "refuse", "flow")
         weights = (4, 4, 4, 2, 3, 1, 1, 1, 4)
@@ -99,7 +98,7 @@ class Faults:
                 proxy = self._chance.choice(self._proxies)
                 there = proxy.connections
                 if there:
-                    # It may already be closed.
+                    # The connection may already be closed.
                     with contextlib.suppress(LookupError, StopIteration), self._harming(name.replace("_", " ")):
                         getattr(self, f"_{name}")(proxy, self._chance.choice(there))
             until = min(next_at, self._undo[0][0]) if self._undo else next_at
@@ -107,7 +106,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _harming(self, name: str) -> Iterator[None]:
-        """Some faults, such as a stall, last longer than the block."""
+        """Record and count a fault. Some faults, such as a stall, last longer than the ``with`` block."""
         with self._history.calling("fault", name=name):
             yield
         self.counts[name] += 1
@@ -122,7 +121,7 @@ class Faults:
             undo()
 
     def _one_or_all(self, proxy: FaultProxy, connection: ProxiedConnection) -> int | None:
-        """Return the number of the connection, or sometimes None for all connections. Count each of them."""
+        """Return the number of the connection, or sometimes None for all connections. Count each connection."""
         if self._chance.random() < 0.85:
             self.connection_faults += 1
             return connection.number
@@ -145,7 +144,7 @@ class Faults:
 
     def _black_hole(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         direction = self._chance.choice((*Direction, None))
-        # A heartbeat detects it.
+        # A heartbeat detects a black hole.
         proxy.black_hole(direction, connection.number)
         self.connection_faults += 1
 
@@ -153,7 +152,7 @@ class Faults:
         direction = self._chance.choice((*Direction, None))
         number = connection.number
         proxy.stall(direction, number)
-        # A heartbeat detects longer stalls. Bytes on their way arrive afterwards.
+        # A heartbeat detects longer stalls. Bytes on their way arrive after a stall.
         self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: proxy.heal(number))
 
     def _slow(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
@@ -179,8 +178,6 @@ class Faults:
         number = connection.number
         self._broker.flow(proxy, False, number)
         self._later(self._chance.uniform(0.1, 4.0), lambda: self._broker.flow(proxy, True, number))
-
-    # Faults of the broker.
 
     def _harm_broker(self) -> None:
         chance = self._broker_chance

@@ -1,10 +1,10 @@
-"""The history of a soak: what each sender called, what became of each message, and what went wrong, in a file.
+"""The history of a soak test in a file: the calls of each sender, the outcome of each message, and the faults.
 
     python -m benchmarks.soak --broker cluster --minutes 10 --history history.jsonl
-    python -m benchmarks.soak.history history.jsonl     # holds the file alone against what a soak has to show
+    python -m benchmarks.soak.history history.jsonl     # checks only the file
 
-Each line is a JSON object; `what` says which kind it is. Times are seconds of the machine's monotonic clock, which all
-processes share. The lines are in the order of `end`, and those of the queue come last, in the order of the queue.
+Each line is a JSON object, whose key `what` contains the kind of the line. Times are seconds of the machine's monotonic
+clock, which all processes share. The lines are in the order of `end`. The lines of the queue come last, in its order.
 
 | `what` | further keys |
 |---|---|
@@ -15,7 +15,7 @@ processes share. The lines are in the order of `end`, and those of the queue com
 | `fault` | `name`, `begin`, `end`, `error`: null, or the connection was gone already |
 | `in queue` | `sender`, `number`, `marked`, `intact` |
 
-A `close` has the number of the first sender of its process. A fault such as a stall lasts on after its `end`.
+A `close` has the number of the first sender of its process. A fault such as a stall continues after its `end`.
 """  # noqa: E501  # a table
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _monotonic = time.monotonic
 
 @dataclass(slots=True)
 class Call:
-    """One call; its time starts on creation.
+    """One call. Its time begins when the object is created.
 
     Args:
-        about: further keys of the line; more can be added until the call ends.
+        about: further keys of the line. More keys can be added until the call ends.
     """
 
     what: str
@@ -67,7 +67,7 @@ class History:
 
     @contextlib.contextmanager
     def calling(self, what: str, **about: Any) -> Iterator[Call]:
-        """Write a line when a call has ended. An error of the call is passed on."""
+        """Write a line when a call has ended. An error of the call is raised again."""
         call, name = Call(what, about), None
         try:
             yield call
@@ -101,7 +101,7 @@ def read(lines: Iterable[str]) -> Soak:
     """Return the run that a history describes.
 
     Raises:
-        ValueError: a line has an unknown kind, or contradicts another one.
+        ValueError: a line has an unknown kind, or contradicts another line.
     """
     journals: dict[int, Journal] = {}
     queue: list[Copy] = []

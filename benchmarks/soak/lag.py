@@ -1,9 +1,9 @@
 """Measures how long a process was ready but could not run: the part of a delay that a busy machine causes.
 
 A separate process checks other processes every few milliseconds. For each thread Linux counts how long it was ready and
-did not run (``/proc/PID/task/TID/schedstat``). A thread that holds the GIL stops the others, so the value of one thread
-applies to its process. If the checking process itself wakes late, this is counted too, because the whole machine stood
-still. The running time of a thread is not counted.
+did not run (``/proc/PID/task/TID/schedstat``). A thread that holds the GIL stops the other threads, so the value of one
+thread applies to its process. If the checking process itself wakes late, this is counted too, because the whole machine
+stood still. The running time of a thread is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LagWatch", "Stretches"]
 
 # Seconds between two checks, which is also the possible error of a time.
 _PERIOD = 0.02
-# Shorter times are normal for any sleep.
+# Delays below this number of seconds are normal for every sleep.
 _LEAST = 0.002
 
 _Stretch = tuple[float, float]
@@ -38,7 +38,7 @@ class Stretches:
     def __init__(self, found: Iterable[_Stretch]) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
-        # Total seconds of the periods before each one.
+        # For each period, the total seconds of all earlier periods.
         self._before: list[float] = [0.0]
         for begin, end in sorted(found):
             if self._ends and begin <= self._ends[-1]:
@@ -68,7 +68,7 @@ class Stretches:
 
 
 class LagWatch:
-    """Watches processes during the block."""
+    """Watches processes during the ``with`` block."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = tuple(pids)
@@ -79,7 +79,7 @@ class LagWatch:
 
     def __enter__(self) -> Self:
         self._process.start()
-        # Its first check is done.
+        # Wait until the process has done its first check.
         self._pipe.recv()
         return self
 
@@ -92,7 +92,7 @@ class LagWatch:
         self._process.join()
 
     def of(self, pid: int) -> Stretches:
-        """Return the periods in which one process could not run; known at the end of the block."""
+        """Return the periods in which one process could not run. They are known after the ``with`` block."""
         return self._found.get(pid) or Stretches(())
 
     def within(self, pid: int) -> Callable[[float, float], float]:

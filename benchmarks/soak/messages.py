@@ -10,11 +10,11 @@ from zlib import crc32
 
 __all__ = ["Copy", "body_of", "is_long", "read_copy", "whose"]
 
-# Sender, number, and a checksum of both and of the rest.
+# The first part of a body: sender, number, and a checksum of both and of the rest of the body.
 _HEAD = Struct(">IQI")
 _WHO = Struct(">IQ")
-# Length of the rest in bytes. Some messages have several frames, so that a connection may end in the middle of a
-# message.
+# Limit for the rest of short bodies, and length of the rest of long bodies, in bytes. Long bodies have several frames,
+# so that a connection can end between two of them.
 _SHORT, _LONG = 600, 300_000
 _LONG_EVERY = 1000
 
@@ -28,8 +28,8 @@ class Copy(NamedTuple):
 
     Attributes:
         sender: number of the sender; -1 if it cannot be read.
-        marked: whether it has the mark of a possible second copy.
-        intact: whether it is unchanged.
+        marked: whether the message has the header of a possible second copy.
+        intact: whether the body is unchanged.
     """
 
     sender: int

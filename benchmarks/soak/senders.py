@@ -1,8 +1,8 @@
 """The two publishing processes of a soak test: threads with `Producer`, and tasks with `AsyncProducer`.
 
 Each sender numbers its messages. It records the outcome of each message, and the return time of each call with a
-deadline. Threads and tasks run the same code: a thread runs the coroutine of a task, which never waits there, because
-its calls block.
+deadline. Threads and tasks run the same code: a thread also runs a coroutine. In a thread the coroutine never waits,
+because its calls block.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ __all__ = ["Found", "Job", "run_tasks", "run_threads"]
 
 # Seconds between two reports of a process.
 _REPORT = 0.5
-# Possible timeouts of sends, and of other calls, in seconds; None for no timeout.
+# Possible timeouts of sends in seconds; None for no timeout.
 _TIMEOUTS = (0.02, 0.1, 0.3, 1.0, 3.0, None)
+# Possible timeouts of other calls in seconds.
 _WAITS = (0.01, 0.1, 0.5)
 # Number of messages of one `send_many`.
 _MANY = 5
-# Maximum receipts that a sender keeps before it waits for the oldest, and the seconds of this wait.
+# Maximum number of receipts that a sender keeps before it waits for the oldest receipt.
 _KEPT = 2000
+# Maximum seconds for which a sender waits for the oldest receipt.
 _LONG_WAIT = 60.0
 
 _monotonic = time.monotonic
@@ -58,13 +60,13 @@ class Job:
 
     Attributes:
         urls: URLs of the broker's nodes, through their proxies.
-        first_sender: number of its first sender.
+        first_sender: number of the first sender of the process.
         senders: number of threads or tasks.
-        producers: number of producers that they share.
-        rate: total messages per second while nothing holds them.
+        producers: number of producers that the threads or tasks share.
+        rate: total messages per second while the producers are not held.
         patience: maximum seconds until all messages are settled at the end.
-        more: additional settings for the broker.
-        history: history file of the process; None for none.
+        more: additional settings of producers for this broker.
+        history: history file of the process; None for no file.
     """
 
     urls: tuple[str, ...]
@@ -79,7 +81,7 @@ class Job:
     history: str | None = None
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Four consecutive producers have different settings."""
+        """Return the settings of a producer. Four consecutive producers have different capacities."""
         return {
             "routing_key": self.routing_key,
             "capacity": (10, 100, 1000, "auto")[index % 4],
@@ -95,8 +97,8 @@ class Found:
     """The results of one process.
 
     Attributes:
-        overruns: overruns of calls outside of senders.
-        troubles: forbidden events.
+        overruns: late calls outside of senders.
+        troubles: forbidden events, such as an undocumented exception.
         confirmed: approximate number of confirmed messages, for the progress.
     """
 
@@ -155,8 +157,8 @@ class _Sender:
     """One thread or task.
 
     Args:
-        found: results of its process.
-        rest: waits for some seconds, or until it is time to stop. Returns whether it is time to stop.
+        found: results of the process.
+        rest: function that waits for some seconds, or until it is time to stop. It returns whether it is time to stop.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class _Sender:
             with self._sending(1, None) as (receipts, messages):
                 receipts.append(producer.send_nowait(messages[0]))
         elif what < 930:
-            # Each message gets the whole time.
+            # Each message gets the whole timeout.
             with self._sending(_MANY, None) as (receipts, messages):
                 receipts += await self._come(producer.send_many(messages, timeout=timeout))
         elif what < 950:
@@ -230,7 +232,7 @@ class _Sender:
 
     @contextlib.contextmanager
     def _sending(self, count: int, timeout: float | None) -> Iterator[tuple[list[Receipt], list[bytes | Message]]]:
-        """Run a call that sends several messages, and collect their receipts."""
+        """Record a call that sends `count` messages, and the receipts of these messages."""
         journal = self._journal
         first = journal.begin(count)
         receipts: list[Receipt] = []
@@ -248,7 +250,7 @@ class _Sender:
                 finally:
                     call.about["admitted"] = len(receipts)
         except ProducerFlowed:
-            # The admitted messages are recorded.
+            # The admitted messages have been recorded above.
             pass
         finally:
             if due is not None:
@@ -265,7 +267,7 @@ class _Sender:
             with self._history.calling(what, sender=self._journal.sender, timeout=timeout):
                 yield
         except (ConfirmTimeout, DeliveryError):
-            # Their outcomes are recorded later.
+            # The outcomes of the messages are recorded later.
             pass
         finally:
             self._journal.overruns.note(due, _monotonic())
@@ -311,9 +313,6 @@ def _closing(job: Job, found: Found, history: History, producer: Any) -> Iterato
         found.overruns.note(due, _monotonic())
 
 
-# Threads.
-
-
 def run_threads(pipe: Connection, job: Job) -> None:
     """Publish from threads until the parent says stop. Then settle all messages, and send the results."""
     _prepare()
@@ -346,9 +345,6 @@ def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine that never waits."""
     with contextlib.suppress(StopIteration):
         coroutine.send(None)
-
-
-# Tasks.
 
 
 def run_tasks(pipe: Connection, job: Job) -> None:

@@ -187,8 +187,6 @@ class Channel(pyamqp.Channel):
                 raise
             refuse(error)
 
-    # Publishing.
-
     def basic_publish(
         self,
         msg: Any,
@@ -440,8 +438,6 @@ class Channel(pyamqp.Channel):
             self.connection.hear()
         if flow.protocol.reports.failures:
             self._raise_failures("they were published before")
-
-    # Flow.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
         """Call a callback with each flow event, in order, until the channel is closed.

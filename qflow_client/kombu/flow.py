@@ -190,8 +190,6 @@ class ChannelFlow(DropInFlow):
         if not protocol.reports.is_empty:
             self.after()
 
-    # Publishing.
-
     def encode(
         self, message: Any, exchange: str, routing_key: str, bits: tuple[Any, Any], argsig: str, frame_max: int
     ) -> EncodedMessage:

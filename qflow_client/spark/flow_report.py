@@ -247,9 +247,6 @@ def _sample_lines(events: DataFrame, wanted: dict[str, tuple[int, int]]) -> Iter
     return (row.asDict() for row in rows.toLocalIterator())
 
 
-# Continuous reports.
-
-
 def flow_report_stream(
     spark: SparkSession,
     folder: str | os.PathLike[str],

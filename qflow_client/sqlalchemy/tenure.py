@@ -409,8 +409,6 @@ class Tenure:
         if self._session.wait(self._waker.socket, max(0.0, min(until) - now)):
             self._is_dry, self._read_at = False, 0.0
 
-    # Ending.
-
     def _drain(self) -> None:
         """Wait for unconfirmed messages, so that the outcome of every message is known."""
         self._pending.clear()
