@@ -184,7 +184,7 @@ def _send_by_task(url: str, results: Connection) -> list[float]:
 
             async def keep_sending() -> None:
                 while True:
-                    # An await that does not wait lets no other task run.
+                    # An await that returns immediately lets no other task run.
                     await producer.send(b"x" * 100, timeout=10)
                     await asyncio.sleep(0)
 

@@ -33,7 +33,7 @@ _QUEUE = "qflow.kills"
 MARK = "x-qflow-republished"
 # Default for the maximum seconds from the start of a producer to its kill.
 _LONGEST = 0.3
-# Maximum seconds for any step.
+# Maximum seconds for each step.
 _PATIENCE = 60.0
 _SENDERS = 4
 
@@ -101,8 +101,8 @@ class Verdict:
         first_copies: number of different messages in the queue.
         second_copies: number of further copies in the queue.
         lost: number of messages for which `send` had returned and that are not in the queue.
-        out_of_order: number of first copies that came after a later message of the same sender in the same life, or
-            with the mark after a message of a later life.
+        out_of_order: number of first copies that came after a later message of the same sender and life. A marked copy
+            must also not come after a message of a later life.
         unmarked: number of messages with more than one copy without a mark.
         left: number of messages in the outbox at the end.
         left_behind: total number of messages that killed producers left in the outbox.
@@ -218,7 +218,7 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
     assert lives.stdin is not None
     assert lives.stdout is not None
     print(life, file=lives.stdin, flush=True)
-    # The reports of the child may come first.
+    # The first reports may come before the process id of the child.
     told = []
     while (words := lives.stdout.readline().split())[0] != "child":
         told.append(words)

@@ -33,11 +33,11 @@ class Conditions:
         overhead: additional seconds of each batch.
         batch: maximum messages that are taken and answered together.
         commit: seconds of a commit of all waiting messages before they are answered; 0 for no commits.
-        mood: standard deviation of the logarithm of a random factor of all durations; the factor is new every 50 ms.
+        mood: standard deviation of the logarithm of a random factor of all durations; the factor changes every 50 ms.
         preempted: share of the batches before which the broker waits for the CPU.
         turn: average seconds for which the broker waits for the CPU.
         stop: depth above which the queue holds confirms (Qpid C++); 0 for never.
-        resume: depth below which the queue releases the held confirms. Before that, only consumed messages are
+        resume: depth below which the queue releases the held confirms. Until then, only consumed messages are
             confirmed.
         consumed: messages per second that leave the queue; ``None`` for no queue.
     """

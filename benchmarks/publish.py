@@ -18,8 +18,8 @@ from benchmarks.wire import Wire
 
 __all__ = ["BARS", "FLOOR", "VARYING_BARS", "main"]
 
-#: Requirements of ``--check floor``, with confirms, relative to other peers of the same run. No change may go below
-#: them.
+#: Requirements of ``--check floor``, with confirms, relative to other peers of the same run. No change of the code may
+#: miss them.
 FLOOR = (
     Bar("qflow", 100, "to_plain", 0.65),
     Bar("qflow", 100, "to_pika_select", 1.5),

@@ -30,7 +30,7 @@ __all__ = ["Result", "measure"]
 
 _QUEUE = "qflow.relay.benchmark"
 _KEYS = 100
-# Maximum seconds for any step.
+# Maximum seconds for each step.
 _PATIENCE = 600.0
 # Number of rows of the slow loops.
 _SLOW = 2000
@@ -39,8 +39,8 @@ _SMALL = 1000
 _ROUNDS = 15
 # Commits per second and number of commits in the measurement of the latency.
 _COMMITS = (500, 3000)
-#: Requirements: rows per second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the
-#: small depth (two measurements of one depth also differ by a tenth); milliseconds from commit to confirm at p99.
+#: Requirements: rows per second, ratio to the naive loop, ratio of the rates at the large and the small depth, and
+#: milliseconds from commit to confirm at p99. Two measurements of one depth also differ by a tenth.
 BARS = (5000.0, 10.0, 0.9, 20.0)
 
 

@@ -52,7 +52,7 @@ __all__ = [
 #: Queue of all messages.
 QUEUE = "qflow.relay.kills"
 _ROOT = Path(__file__).parents[1]
-# Maximum seconds for any step.
+# Maximum seconds for each step.
 PATIENCE = 120.0
 # Maximum seconds from the last start to the next kill.
 _LONGEST = 0.5

@@ -95,8 +95,8 @@ def measure(
 
     Args:
         peers: the peers of a round in order, with their names as keys.
-        failed: gets the error of a peer that fails at its first try with a size, which is then left out; ``None`` to
-            raise the error.
+        failed: gets the error of each peer that fails at its first try. The peer is then left out for this size.
+            ``None`` to raise the error.
 
     Raises:
         Lost: a run left a different number of messages in the queue than it published.

@@ -265,7 +265,7 @@ def _sent(outbox: Path, file: Path) -> int:
 
 
 def _one_run(runs: subprocess.Popen[str], options: str = "", wait: Callable[[], None] | None = None) -> int:
-    """Kill a run with more options after a wait, or let it finish; return its exit code."""
+    """Start a run, and kill it after a wait or let it finish. Return its exit code."""
     assert runs.stdin is not None
     assert runs.stdout is not None
     print(options, file=runs.stdin, flush=True)

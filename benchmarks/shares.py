@@ -2,7 +2,7 @@
 
 py-spy samples the process that runs the loop (``pip install py-spy``). A sample counts for the package of its innermost
 frame. A frame of the standard library, except asyncio, counts for its caller. py-spy only samples threads that hold the
-GIL, so no sample is in a system call. The kernel's time is what the operating system reports.
+GIL, so no sample is in a system call. The operating system reports the time of the kernel.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class AckWindow:
         """
         data = self._rest + data if self._rest else data
         whole = len(data) - len(data) % _ACK_FRAME.size
-        # Shortcut for bytes that contain only acks. This is so if the bytes have as many ack headers as acks fit into
-        # the bytes, and the first and the last header are at their places.
+        # Shortcut for bytes that contain only acks. Such bytes have the maximum number of ack headers, and the first
+        # and the last header are at the right places.
         last = whole - _ACK_FRAME.size
         if (
             data.startswith(_ACK_HEAD)
@@ -129,7 +129,7 @@ class AckWindow:
 
 
 class PlainSocket:
-    """The fastest possible Python client. What a library takes longer than this client is the library's cost."""
+    """The fastest possible Python client. The cost of a library is the time that it needs in addition."""
 
     title = "plain socket"
     distribution = ""

@@ -41,7 +41,7 @@ _PATIENCE = 120.0
 _HANGS = _PRODUCERS * _PATIENCE
 # Seconds between two lines of progress.
 _PROGRESS = 5.0
-# Until enough faults have happened, the run may take this number times the requested time.
+# A run with too few faults ends after this number times the requested time.
 _LONGEST = 3.0
 
 

@@ -103,11 +103,12 @@ class Soak:
 
     Attributes:
         queue: messages in the durable queue, in order.
-        overruns: for each process, its late calls, and a function that returns for how many seconds between two times
-            the process could not run.
+        overruns: for each process, its late calls, and a function. The function returns for how many seconds between
+            two times the process could not run.
         troubles: forbidden events, such as an undocumented exception.
         connection_faults: number of connections with a fault.
-        least_connection_faults: required number of connections with a fault. With fewer, the test proves nothing.
+        least_connection_faults: required number of connections with a fault. With fewer faults, the test proves
+            nothing.
         broker_kills: number of kills of the broker.
         least_broker_kills: required number of kills of the broker.
     """

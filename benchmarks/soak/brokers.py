@@ -42,8 +42,8 @@ class SoakBroker(Protocol):
 
     Attributes:
         name: name and version, for people.
-        actions: actions on the broker, with their names as keys. Only one action runs at a time, and then restores the
-            broker.
+        actions: actions on the broker, with their names as keys. Only one action runs at a time, and restores the
+            broker at its end.
     """
 
     name: str

@@ -13,8 +13,8 @@ __all__ = ["Copy", "body_of", "is_long", "read_copy", "whose"]
 # The first part of a body: sender, number, and a checksum of both and of the rest of the body.
 _HEAD = Struct(">IQI")
 _WHO = Struct(">IQ")
-# Limit for the rest of short bodies, and length of the rest of long bodies, in bytes. Long bodies have several frames,
-# so that a connection can end between two of them.
+# Maximum bytes of the rest of a short body, and bytes of the rest of a long body. Long bodies have several frames, so
+# that a connection can end between two of them.
 _SHORT, _LONG = 600, 300_000
 _LONG_EVERY = 1000
 

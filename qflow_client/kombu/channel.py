@@ -1,4 +1,4 @@
-"""kombu's channel for py-amqp, with flow control: `basic_publish` waits while the channel is flowed."""
+"""kombu's channel for py-amqp, with flow control: `basic_publish` waits while the channel is blocked (flowed)."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the channel like py-amqp. With pipelined confirms, first wait for unconfirmed messages.
+        """Close the channel like py-amqp. With pipelined confirms, first wait until all messages are settled.
 
-        If the broker blocks the connection, the close is sent when the broker reads again.
+        If the broker blocks the connection, ``Channel.Close`` is sent when the program opens another channel.
 
         Raises:
             OperationalError: the same as for `wait_for_confirms`. The channel is closed nevertheless.
@@ -159,7 +159,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Send a method like py-amqp. If the broker blocks the connection, first wait for a limited time."""
+        """Send a method like py-amqp. While the broker blocks the connection, first wait, for a limited time."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:

@@ -192,7 +192,7 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Read like py-amqp. If the broker does not read, the time to wait for the answer to a method is limited."""
+        """Read like py-amqp. If the broker does not read, the wait for the answer to a method is limited."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -219,7 +219,7 @@ class Connection(pyamqp.Connection):
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Treat each read in this block as waiting for the answer to a method."""
+        """Treat each read in the ``with`` block as a wait for the answer to a method."""
         self._awaits += 1
         try:
             yield

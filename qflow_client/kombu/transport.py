@@ -22,8 +22,8 @@ class _Kept:
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
-    with an unknown outcome. The old connection is already blocked, and RabbitMQ informs it when the block ends. So when
-    kombu connects again, kombu gets the old connection.
+    with an unknown outcome. The old connection is already blocked, and RabbitMQ sends ``Connection.Unblocked`` on it.
+    So when kombu connects again, kombu gets the old connection.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        From now on, `basic_publish` waits in this thread only in a task. Otherwise the wait would stop the loop.
+        From now on, `basic_publish` waits in this thread only within a task. Otherwise the wait would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -122,7 +122,7 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, like kombu. If frames remain, `Wire.bell` makes the loop call this again.
+        """Deliver one event, like kombu. If frames remain, `Wire.bell` makes the loop call this method again.
 
         kombu uses ``loop.call_soon`` for frames that remain. But kombu's loop may first wait for sockets.
         """

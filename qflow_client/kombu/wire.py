@@ -182,7 +182,7 @@ class Wire:
         self._poll: _Poll | None = None
         # Rings while frames remain for py-amqp; ``None`` if no event loop watches it.
         self._bell: _Bell | None = None
-        # Text of the error for a use while the wire is not connected.
+        # Text of the error if the wire is used while it is not connected.
         self._why = "connection already closed"
 
     def _setup_transport(self) -> None:
@@ -195,7 +195,7 @@ class Wire:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
             # With py-amqp, Linux ends a connection if the peer accepts no bytes for a second. This class waits up to
-            # `limit` for a partly written message, and up to `limit` for a method after it.
+            # `limit` seconds for a partly written message, and then up to `limit` seconds for a method.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -361,7 +361,7 @@ class Wire:
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait until the socket has bytes, another thread calls `wake`, or there is output and the socket has room.
+        """Wait for bytes or for `wake`. If there is output or `writable` is True, also wait for room in the socket.
 
         Returns:
             Whether the socket has room. The result is undefined if the call did not wait for room.

@@ -83,8 +83,8 @@ class Rows:
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
             all columns that are neither routing nor properties.
         message_id: with ``"column"`` the message id is the column ``message_id``, if this column exists. With
-            ``"hash"`` the message id is a digest of all data to send. With ``"position"`` it contains the row's number.
-            With ``"producer"`` the producer assigns the message id.
+            ``"hash"`` the message id is a digest of all data to send. With ``"position"`` the id contains the row's
+            number. With ``"producer"`` the producer assigns the message id.
 
     Raises:
         SchemaError: a column has the wrong type or is not allowed, or no column can be the body.

@@ -3,10 +3,10 @@
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
 to the queue. A task receives credits and publishes on one connection, so it cannot publish without its credits.
 
-A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task is one of its
-consumers, so their number is the number of tasks that may hold credits. The driver first publishes the credits to the
-credit queue, and then declares the second queue. So if the second queue exists, the credits were published. A third
-queue has the name of the credit queue plus ``.lock``. It exists while a driver checks the other two queues.
+A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task is a consumer of this
+queue, so it has as many consumers as tasks may hold credits. The driver first publishes the credits to the credit
+queue, and then declares the second queue. So if the second queue exists, the credits were published. A third queue has
+the name of the credit queue plus ``.lock``. It exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ There are two rules.
 
 - Safety: a task never has more unsettled messages than its credits have units. So a task reduces its window before it
   returns a credit.
-- Fairness: a task returns a credit when it has sent as many more messages as all its credits have units. If the current
-  rows do not need a credit, the task returns it immediately. The task that has waited longest gets the next credit,
-  because a broker serves waiting consumers in this order.
+- Fairness: a task keeps a credit until it has sent as many messages as all its credits have units. If the current rows
+  do not need a credit, the task returns it immediately. The task that has waited longest gets the next credit, because
+  a broker serves waiting consumers in this order.
 """
 
 from __future__ import annotations

@@ -220,9 +220,9 @@ def flow_report(
         spark: the session.
         paths: the same as for `flow_events`.
         maximum: maximum number of messages in each queue, for which the report recommends settings (C6).
-        delay: maximum seconds of a message in a queue, for which the report recommends settings.
+        delay: maximum seconds that a message stays in a queue, for which the report recommends settings.
         queues: queues for which the report recommends settings; ``None`` for all queues whose depth was recorded.
-        round_trip: seconds from the publish of a message to its confirm, which the replays assume.
+        round_trip: assumed seconds from the publish of a message to its confirm, in the replays.
 
     Raises:
         FlowLogError: there are no flow logs.

@@ -48,9 +48,9 @@ class Spool:
     """A folder with messages. The context manager locks the folder.
 
     Args:
-        path: the folder. It is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. The folder contains the purpose, and must not have
-            another purpose.
+        path: the folder, which is created if it does not exist.
+        holds: purpose of the spool, such as the name of the queue. The folder contains its purpose. A folder with
+            another purpose is refused.
 
     Raises:
         SpoolError: the folder cannot be used, is in use by another query, or has another purpose.
@@ -147,7 +147,7 @@ class Spool:
         self._write_state("complete", True)
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Add messages. They are on disk when the method returns. The first message gets the offset `end`."""
+        """Add messages, which are on disk when the method returns. The first message gets the offset `end`."""
         start, count = self.end, rows.num_rows
         self._write(_name(start, count), _stream(rows))
         self._starts.append(start)

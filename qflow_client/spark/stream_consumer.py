@@ -55,7 +55,7 @@ class Cursor:
         return self.at >= self.end
 
     def take(self, offset: int) -> bool:
-        """Record a delivery. Return True if it belongs to the range and is new."""
+        """Record a delivery. Return True if the delivery belongs to the range and is new."""
         if offset < self.at or self.done:
             return False
         if offset > self.at:

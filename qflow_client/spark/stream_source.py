@@ -39,7 +39,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark first requests an offset. Tasks call `read` on a copy in which both are ``None``.
+        # Set when Spark first requests an offset. Tasks call `read` on a copy in which both fields are ``None``.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
         # The greatest offset that was returned to Spark.
@@ -68,7 +68,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # Twice the size of a batch, because the next batch arrives while Spark processes the current batch.
+            # Prefetch twice the size of a batch, because the next batch arrives while Spark processes the current
+            # batch.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 
@@ -140,7 +141,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark first requests an offset. Tasks call `read` on a copy in which it is ``None``.
+        # Set when Spark first requests an offset. Tasks call `read` on a copy in which `_consumer` is ``None``.
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
@@ -148,7 +149,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Ask on the kept connection. If it was closed while it was idle, ask again on a new connection."""
+        """Ask the broker on the kept connection. If this connection was closed, ask again on a new connection."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:

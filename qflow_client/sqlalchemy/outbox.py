@@ -33,7 +33,7 @@ class OutboxStatus:
 
     Attributes:
         depth: number of waiting rows.
-        oldest_age: age of the oldest waiting row in seconds of the database's clock; 0 if no row waits.
+        oldest_age: age of the oldest waiting row in seconds, by the database's clock; 0 if no row waits.
         failed: number of rows in the table of failed rows.
         relayed: number of rows that the broker has confirmed so far.
         relays: number of working relays; ``None`` if it is unknown.
@@ -132,7 +132,8 @@ class Outbox:
             session: session or connection of the caller. If it is asynchronous, await the result.
             message: the body, or a `Message` with properties.
             exchange: exchange of the message. The default is that of a `RoutedMessage`, or ``""`` for other messages.
-            routing_key: routing key of the message. The default is found like the default of `exchange`.
+            routing_key: routing key of the message. The default is that of a `RoutedMessage`, or ``""`` for other
+                messages.
             ordering_key: messages with the same key are published in the order in which they were added. Messages of
                 transactions that run at the same time can come in any order. ``None`` for a message without an order.
 

@@ -2,13 +2,13 @@
 
 **Partitions.** Each relay holds a shared advisory lock, which makes the relay a member, and an exclusive lock on each
 partition on which it works. Members are ordered by the pid of their server process. Partition ``p`` belongs to member
-``p mod n`` of ``n`` members. A relay locks a partition that belongs to it, as soon as no other relay has this lock. A
-relay unlocks all other partitions. If two relays see different members, a partition may have no relay for a moment, but
-it never has two relays.
+``p mod n`` of ``n`` members. A relay locks each partition that belongs to it, as soon as no other relay holds the lock.
+A relay unlocks all other partitions. If two relays see different members, a partition may have no relay for a moment,
+but it never has two relays.
 
-The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
-cut off from the database. The server measures how long a session is idle (``idle_session_timeout``), so no clocks are
-compared. A killed relay leaves nothing to clean up.
+The locks end with the session. If the relay is killed, the session ends immediately. If the relay is suspended or cut
+off from the database, the session ends within the lease. The server measures how long a session is idle
+(``idle_session_timeout``), so no clocks are compared. A killed relay leaves nothing to clean up.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
@@ -134,7 +134,7 @@ class PostgresqlSession:
             self._run(f"SET {setting}")
         if self._driver.info.host and not self._driver.info.host.startswith("/"):
             self._set_socket(milliseconds)
-        # psycopg passes notifications that arrive with an answer only to this handler.
+        # If notifications arrive with an answer, psycopg passes them only to this handler.
         self._driver.add_notify_handler(self._notice)
         self._run(f"LISTEN {self._tables.channel}")
         self._run(

@@ -1,6 +1,6 @@
 """Publishes the committed messages of an outbox, in a thread. The module `tenure` explains how.
 
-An asyncio application uses the same thread. `run` and ``async with`` start the thread, and wait until it ends, without
+An asyncio application also uses a thread. `run` and ``async with`` start the thread, and wait until it ends, without
 blocking the event loop. The thread calls the event loop only to report its own end.
 """
 
@@ -63,8 +63,7 @@ def engine_of(url: str | URL) -> Engine:
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # Do not accept a host with @. It has a part of a password that was not encoded, and errors would show this
-        # part.
+        # Do not accept a host with @. Such a host has a part of an unencoded password, and errors would show this part.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
@@ -76,7 +75,7 @@ def engine_of(url: str | URL) -> Engine:
 class OutboxRelay:
     """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
-    Any number of relays may run for one outbox. On PostgreSQL they share the work. On SQLite one relay works, and the
+    Any number of relays can run for one outbox. On PostgreSQL they share the work. On SQLite one relay works, and the
     other relays wait. A relay works on its own thread. The thread runs during a ``with`` or ``async with`` block, or
     while a task awaits `run`. After a clean end the outcome of every message is known.
 

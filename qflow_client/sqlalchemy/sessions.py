@@ -71,7 +71,7 @@ def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
     """Wait until at least one file descriptor is readable, and return the readable descriptors.
 
     Args:
-        descriptors: file descriptors. They may be 1024 or larger, which `select.select` does not accept.
+        descriptors: file descriptors, also above 1023, which `select.select` does not accept.
         timeout: maximum seconds to wait.
     """
     poll = select.poll()

@@ -7,7 +7,7 @@ in another relay, reads from the beginning. So the following rules are needed on
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
   The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id, and
   marks the existing rows up to this id as second copies. An earlier tenure cannot have sent later rows.
-- When the broker has confirmed a row, the statement that reads and permits further rows deletes the confirmed row.
+- The statement that deletes confirmed rows also reads and permits further rows.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
 - Before a row is passed to the producer, the time of the database's last answer is checked. If this time is more than
@@ -155,7 +155,7 @@ class Tenure:
         # Permitted rows that are not passed to the producer yet.
         self._pending: deque[Row] = deque()
         self._in_flight: dict[Receipt, Row] = {}
-        # Settled receipts. The producer's callback thread adds them.
+        # Settled receipts, which the producer's callback thread adds.
         self._settled: deque[Receipt] = deque()
         # Time when the thread was last woken.
         self._woken_at = 0.0
@@ -396,8 +396,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # Check again soon. A flow event comes before the producer is unflowed, and no event comes for the rate and the
-        # socket.
+        # Check again soon. A flow event comes before the producer is unflowed, and no event comes when the rate or the
+        # socket allows more.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
