@@ -82,7 +82,7 @@ def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
     work = [0.0] * len(starts)
     for event in trace:
         if event["name"] == "RunTask" and "tdur" in event and (event["pid"], event["tid"]) == (pid, main_thread):
-            # The mark of an update is made within a task, so compare the end of the task.
+            # An update is marked within a task, so the task of the update ends after the mark.
             at = bisect_right(starts, event["ts"] + event["dur"]) - 1
             if at >= 0:
                 work[at] += event["tdur"] / 1000

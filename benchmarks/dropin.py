@@ -122,8 +122,8 @@ async def _seconds(publish: Callable[[], Any], tasks: int) -> float:
     return time.perf_counter() - began
 
 
-#: The loops of each library. A loop takes the broker's URL, the number of messages and the bytes of a body. It returns
-#: messages per second.
+#: The loops of each library. A loop takes the broker's URL, the number of messages and the bytes of a body. A loop
+#: returns messages per second.
 LOOPS: Final[dict[str, dict[str, Callable[[str, int, int], float]]]] = {
     "pika": {
         "pika, unconfirmed": partial(_pika, pika, "", False),

@@ -32,7 +32,7 @@ class Conditions:
         delay: seconds of the network delay in each direction.
         overhead: additional seconds of each batch.
         batch: maximum messages that are taken and answered together.
-        commit: seconds of a commit of all waiting messages before they are answered; 0 for no commits.
+        commit: seconds of a commit, after which all committed messages are answered; 0 for no commits.
         mood: standard deviation of the logarithm of a random factor of all durations; the factor changes every 50 ms.
         preempted: share of the batches before which the broker waits for the CPU.
         turn: average seconds for which the broker waits for the CPU.

@@ -28,7 +28,7 @@ _BATCH = 500
 # Workers of faststream-outbox and django-reliable-outbox. More workers are not faster on two cores.
 _WORKERS = 8
 
-# Django's settings are global for a process, so this program has its own. It ends when the table is empty.
+# Django's settings are global for a process, so this is a separate program. It ends when the table is empty.
 _DJANGO = """
 import json, sys, threading, time
 from urllib.parse import urlsplit

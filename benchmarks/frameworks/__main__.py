@@ -215,7 +215,7 @@ def _read(result: Result, url: str, published: Sequence[int]) -> None:
 
 
 def run(application: str, kind: str, cuts: int, node: RabbitMQNode) -> Result:
-    """Run one application, original or changed. Its queue is empty afterwards."""
+    """Run one application, original or changed. The queue of the application is empty afterwards."""
     result = Result(application, kind)
     _alarm(result, node)
     _cut(result, node, cuts)

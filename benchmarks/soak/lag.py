@@ -96,7 +96,7 @@ class LagWatch:
         return self._found.get(pid) or Stretches(())
 
     def within(self, pid: int) -> Callable[[float, float], float]:
-        """Return a function of a start and an end. It returns the seconds for which the process could not run."""
+        """Return a function that returns for how many seconds between two times the process could not run."""
         stretches = self.of(pid)
         # The last period is found at the next check.
         return lambda begin, end: min(end - begin, stretches.within(begin, end + _PERIOD))

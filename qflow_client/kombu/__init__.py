@@ -1,8 +1,8 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
 This package adds flow control to kombu's transport for py-amqp. If the package is installed, kombu finds the transport
-when it loads its serializers. kombu loads its serializers in every program that declares, publishes or consumes, such
-as a Celery application. A program that only connects has to import ``qflow_client.kombu``.
+when it loads its serializers. Every program that declares, publishes or consumes does this, such as a Celery
+application. A program that only connects has to import ``qflow_client.kombu``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Connection", "SSLTransport", "Transport"]
 
-# kombu has no entry point for transports, so this package uses the entry point for serializers. kombu registers this
-# object as a serializer. The object is never used to encode or decode, because no message has its content type.
+# kombu has no entry point for transports, so this package uses the entry point for serializers. This object is
+# registered as a serializer. The object is never used to encode or decode, because no message has its content type.
 NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"

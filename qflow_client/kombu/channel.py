@@ -43,7 +43,7 @@ _CLOSING_METHODS = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Chann
 
 
 def refuse(cause: BaseException) -> NoReturn:
-    """Raise an `OperationalError`, which users of kombu expect. kombu does not retry the call after this error."""
+    """Raise an `OperationalError`, which users of kombu expect. After this error, kombu does not retry the call."""
     raise OperationalError(str(cause)) from cause
 
 
@@ -51,8 +51,8 @@ class Channel(pyamqp.Channel):
     """kombu's `Channel` for py-amqp, with flow control.
 
     The channel answers ``Channel.Flow``. `basic_publish` waits while the broker has stopped the channel or blocks the
-    connection. It also waits while the window of unconfirmed messages is full, a rate limit is reached, or the socket
-    is full. It waits at most `max_producer_flow_control_wait` seconds.
+    connection. `basic_publish` also waits while the window of unconfirmed messages is full, a rate limit is reached, or
+    the socket is full. The wait takes at most `max_producer_flow_control_wait` seconds.
     """
 
     # Attributes of py-amqp's class.
@@ -115,7 +115,7 @@ class Channel(pyamqp.Channel):
             result = super().close(reply_code, reply_text, method_sig, argsig)
         finally:
             if self.connection is None:
-                # End the flow even if the close failed, because py-amqp does not close the channel again.
+                # End the flow control even if the close failed, because py-amqp does not close the channel again.
                 self._end_flow("the channel is closed")
         if error is not None:
             raise error
@@ -136,7 +136,7 @@ class Channel(pyamqp.Channel):
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # Do not wait until a second timeout. kombu's pools close a connection after any error.
+            # Do not wait until a second timeout, because kombu's pools close a connection after any error.
             return None
         try:
             self.wait_for_confirms()
@@ -444,7 +444,7 @@ class Channel(pyamqp.Channel):
 
         Args:
             callback: function that is called when kombu reads or publishes. The function must not itself read or
-                publish. Its exceptions are logged.
+                publish. Exceptions of the callback are logged.
 
         Returns:
             A function that removes the callback.

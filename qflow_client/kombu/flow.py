@@ -225,8 +225,8 @@ class ChannelFlow(DropInFlow):
 def encode_properties(message: Any) -> bytes:
     """Return the property flags and values of a message, encoded like py-amqp.
 
-    The encoder of this package needs a third of py-amqp's time. If it cannot encode a value, or would encode a value in
-    another way, py-amqp encodes the properties.
+    The encoder of this package needs a third of py-amqp's time. If this package cannot encode a value, or would encode
+    it in another way, py-amqp encodes the properties.
     """
     given = message.properties
     if "timestamp" not in given and _is_alike(given.get("application_headers")):

@@ -18,7 +18,7 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Connections that were closed while the broker blocked them. Their key is `Connection.made_of`.
+    """Connections that were closed while the broker blocked them. The keys are `Connection.made_of`.
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
@@ -94,7 +94,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Return a connection that is not connected yet. kombu calls this method."""
+        """Called by kombu. Return a connection that is not connected yet."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:
@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        From now on, `basic_publish` waits in this thread only within a task. Otherwise the wait would stop the loop.
+        From now on, `basic_publish` waits in this thread only within a task. Outside of a task, it would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()

@@ -136,7 +136,7 @@ class _Bell:
 
 
 class Wire:
-    """A mixin for a transport of py-amqp, between a connection and its socket. It must be the first base class.
+    """A mixin for a transport of py-amqp, between a connection and its socket. `Wire` must be the first base class.
 
     Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. The wire keeps
     the frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop

@@ -6,7 +6,7 @@ to the queue. A task receives credits and publishes on one connection, so it can
 A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task is a consumer of this
 queue, so it has as many consumers as tasks may hold credits. The driver first publishes the credits to the credit
 queue, and then declares the second queue. So if the second queue exists, the credits were published. A third queue has
-the name of the credit queue plus ``.lock``. It exists while a driver checks the other two queues.
+the name of the credit queue plus ``.lock``. The third queue exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class CreditLine:
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)
         if tags:
-            # These are the oldest deliveries, so one nack with `multiple` covers them.
+            # The tags belong to the oldest deliveries, so one nack with `multiple` covers them.
             self._channel.basic_nack(tags[-1], multiple=True, requeue=True)
             for tag in tags:
                 del self._numbers[tag]

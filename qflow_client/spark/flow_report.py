@@ -1,9 +1,8 @@
 """Creates reports on flow logs of any size. Spark adds up their lines, in one job or continuously.
 
-Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A fact is a
-row with a key, a bucket of a histogram or of a series, and sums and maxima of whole numbers. Spark merges the facts
-with the same key and bucket, in any order. The report is made from the totals. So one process and a cluster create
-equal reports.
+Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A fact has a
+key, a bucket (of a histogram or a series), and sums and maxima of whole numbers. Spark merges the facts with the same
+key and bucket, in any order. The report is made from the totals. So one process and a cluster create equal reports.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of parts. Its input rows are numbers of parts."""
+    """Return a function that reads the lines of parts. The input rows of this function are numbers of parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -265,7 +264,7 @@ def flow_report_stream(
         spark: the session.
         folder: folder of the flow logs.
         output: folder for the facts and the checkpoint.
-        window: length of a window in seconds. It is also the smallest bin width of series over time.
+        window: length of a window, which is also the smallest bin width of series over time, in seconds.
         late: maximum delay of a line in seconds, relative to the latest line. Lines with a longer delay may be dropped.
             In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
         trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon

@@ -66,8 +66,8 @@ class Intake:
 
     If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
     recognises such a message, and does not spool it again. If the message was certainly not acknowledged, the intake
-    recognises it by its content, even among several equal messages. If it may have been acknowledged, the intake
-    recognises it only by its message id.
+    recognises it by its content, even among several equal messages. If the message may have been acknowledged, the
+    intake recognises it only by its message id.
 
     Args:
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
@@ -94,7 +94,7 @@ class Intake:
         self._bytes = 0
         # Time when the first message of `_rows` came.
         self._since = 0.0
-        # Tag of the first delivery after the limit. This message and later ones stay in the queue.
+        # Tag of the first delivery after the limit. Messages after the limit stay in the queue.
         self._unwanted: int | None = None
         # Whether the broker has cancelled the consumer.
         self._cancelled = False
@@ -361,7 +361,7 @@ class Consumer:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Acknowledge the messages before an offset, which Spark has committed. Return when the acks are processed.
+        """Acknowledge all messages before an offset. Spark has committed them. Return when the acks are processed.
 
         Raises:
             ConnectionFailed: the thread has ended because the connection was lost.

@@ -198,7 +198,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
             may be a second copy.
 
     Raises:
-        FlowControlTimeout: a row was held for `max_producer_flow_control_wait`. It and later rows were not sent.
+        FlowControlTimeout: a row was held for `max_producer_flow_control_wait`, and it and later rows were not sent.
         ConfirmTimeout: rows are unconfirmed, and no confirm came within `max_producer_flow_control_wait` seconds.
         CreditError: the credit queue was deleted, has credits for another capacity, or has other messages.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.

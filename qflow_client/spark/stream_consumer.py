@@ -1,6 +1,6 @@
 """Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads ranges of offsets.
 
-The module uses pika's event loop. pika's `BlockingConnection` is not suitable, because it rejects deliveries that
+The module uses pika's event loop. The `BlockingConnection` of pika is not suitable, because it rejects deliveries that
 arrive while it closes. Streams do not support rejects, so RabbitMQ would close the connection with an error.
 """
 
@@ -37,7 +37,7 @@ class StreamError(QflowError):
 
 
 class Cursor:
-    """Decides which deliveries of a stream belong to a range of offsets. It also finds the missing offsets.
+    """Decides which deliveries of a stream belong to a range of offsets, and finds the missing offsets.
 
     A chunk may begin before the requested offset. A gap does not prove a loss, because some entries of a stream are not
     messages. For example, consumers store their offsets in the stream.
@@ -65,7 +65,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection and its state. pika passes errors to callbacks, and the constructor raises them."""
+    """A connection and its state. The constructor raises the errors that pika passes to callbacks."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -97,7 +97,7 @@ class _Opened:
 
 
 class StreamConsumer:
-    """A connection that consumes a stream. It is a context manager. Use it on only one thread.
+    """A connection that consumes a stream. Use it as a context manager, and on only one thread.
 
     Args:
         urls: URLs of the brokers to try.

@@ -53,8 +53,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. In this case no messages are added. Otherwise the next
-                attempt would treat them as the messages of the checkpoint.
+            SpoolError: the offset does not belong to this spool. No messages are added, because the next attempt would
+                treat them as the messages of the checkpoint.
         """
         options = self._options
         assert options.most is not None
@@ -145,7 +145,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
-        # Whether the query ends by itself. If it does, `_end` does not change after the start.
+        # Whether the query ends by itself. If the query ends by itself, `_end` does not change after the start.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:

@@ -1,4 +1,4 @@
-"""An inbox in the consumer's database. It records the handled messages, in the transactions that handle them.
+"""An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
 
 So even if a process is killed, exactly the handled messages are recorded. A producer with an outbox loses no message,
 and second copies have the same message id. Together with an inbox, each message is handled effectively once.
@@ -61,11 +61,11 @@ class Inbox:
     ) -> bool | Awaitable[bool]:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction is handling a copy of the message, wait until that transaction ends. If it is rolled
-        back, the result is True. First commit, and then acknowledge the message, even if the result is False.
+        If another transaction is handling a copy of the message, wait until that transaction ends. If that transaction
+        is rolled back, the result is True. First commit, and then acknowledge the message, even if the result is False.
 
         Args:
-            session: session or connection of the caller. If it is asynchronous, await the result.
+            session: session or connection of the caller. If the session is asynchronous, await the result.
             consumer: name of the consumer. Consumers of the same messages in one database need different names.
 
         Raises:

@@ -129,7 +129,7 @@ class Outbox:
         """Add a message in the caller's transaction. The message is published if and only if the transaction commits.
 
         Args:
-            session: session or connection of the caller. If it is asynchronous, await the result.
+            session: session or connection of the caller. If the session is asynchronous, await the result.
             message: the body, or a `Message` with properties.
             exchange: exchange of the message. The default is that of a `RoutedMessage`, or ``""`` for other messages.
             routing_key: routing key of the message. The default is that of a `RoutedMessage`, or ``""`` for other

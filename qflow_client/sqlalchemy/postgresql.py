@@ -1,22 +1,22 @@
-"""The session of a relay with PostgreSQL. It locks partitions, and reads and writes rows.
+"""The session of a relay with PostgreSQL, which locks partitions, and reads and writes rows.
 
-**Partitions.** Each relay holds a shared advisory lock, which makes the relay a member, and an exclusive lock on each
-partition on which it works. Members are ordered by the pid of their server process. Partition ``p`` belongs to member
-``p mod n`` of ``n`` members. A relay locks each partition that belongs to it, as soon as no other relay holds the lock.
-A relay unlocks all other partitions. If two relays see different members, a partition may have no relay for a moment,
-but it never has two relays.
+**Partitions.** Each relay holds a shared advisory lock, which makes the relay a member. A relay also holds an exclusive
+lock on each partition on which it works. Members are ordered by the pid of their server process. Partition ``p``
+belongs to member ``p mod n`` of ``n`` members. A relay locks each partition that belongs to it, as soon as no other
+relay holds the lock. A relay unlocks all other partitions. If two relays see different members, a partition may have no
+relay for a moment, but it never has two relays.
 
 The locks end with the session. If the relay is killed, the session ends immediately. If the relay is suspended or cut
 off from the database, the session ends within the lease. The server measures how long a session is idle
 (``idle_session_timeout``), so no clocks are compared. A killed relay leaves nothing to clean up.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
-their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
-has a snapshot. A sweep reads the new rows in the order of ids. These rows are visible in the snapshot of the sweep and
-were not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the previous
+their ids. A reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep has
+a snapshot. A sweep reads the new rows in the order of ids. New rows are visible in the snapshot of the sweep and were
+not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the previous
 snapshot, or was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
 
-- Each row is in exactly one sweep. If its transaction commits late, the row is in a later sweep.
+- Each row is in exactly one sweep. A row whose transaction commits late is in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
   that shows the later row also shows the earlier row, and a sweep reads rows in the order of ids. An application can
   observe only this order.
@@ -24,9 +24,9 @@ snapshot, or was in progress in the previous snapshot. Both conditions select sh
   deleted rows. But a relay does not visit the deleted rows again, because each page begins after the last row of the
   previous page.
 
-**Writing.** A commit that waits for the disk permits rows to be published. It permits `AHEAD` more rows than were read.
-So at a low rate most pages need no wait for the disk. Confirmed rows are deleted together with the next read, without a
-wait for the disk.
+**Writing.** A commit that waits for the disk permits rows to be published. Such a commit permits `AHEAD` more rows than
+were read. So at a low rate most pages need no wait for the disk. Confirmed rows are deleted together with the next
+read, without a wait for the disk.
 
 The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows after a
 minute. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.

@@ -166,7 +166,7 @@ class Tenure:
         self._aside: list[Aside] = []
         # The first failure that ends the tenure.
         self._failure: str | None = None
-        # Whether all existing rows have been read. If they have, the next read is at `_read_at`.
+        # Whether all existing rows have been read. If all rows have been read, the next read is at `_read_at`.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
