@@ -47,8 +47,8 @@ VARYING_BARS = (
 
 
 # RabbitMQ gets slower as a queue without consumers fills, and then limits all peers. In runs of 2,000 messages a plain
-# socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to about 5,000 messages the clients make
-# the difference. The rates of such short runs vary, so there are many runs.
+# socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to about 5,000 messages, the rates depend
+# more on the clients. The rates of such short runs vary, so there are many runs.
 _MESSAGES_HELP = "per run, of which a queue of its own is filled; slow peers get fewer (%(default)s)"
 
 # Interval of timed messages. This is a prime, so that timed messages are not always the first of a batch.

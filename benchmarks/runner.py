@@ -135,7 +135,7 @@ def within_bytes(size: int) -> int:
 def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
     count = min(_PROBE, plan.messages, within_bytes(size))
     rate = _run(plan, wire, "", peer, size, -1, count).rate
-    # Such a short try is not meaningful for fast peers.
+    # A first try is too short for fast peers.
     if count < plan.messages <= rate * _TOO_LONG * 2:
         count = min(20 * count, plan.messages, within_bytes(size))
         rate = _run(plan, wire, "", peer, size, -1, count).rate

@@ -102,7 +102,7 @@ class Channel(pyamqp.Channel):
         If the broker blocks the connection, ``Channel.Close`` is sent when the program opens another channel.
 
         Raises:
-            OperationalError: the same as for `wait_for_confirms`. The channel is closed nevertheless.
+            OperationalError: the same as for `wait_for_confirms`. The channel is closed even if this error is raised.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:

@@ -81,7 +81,7 @@ class OffsetOptions:
         """Read a job's options. Call this on the driver.
 
         Args:
-            given: texts of the options, from Spark.
+            given: texts of the options, as Spark passes them.
             streaming: whether the job is a streaming query.
             slots: number of tasks that run at the same time; ``None`` if it is unknown.
 

@@ -159,7 +159,7 @@ class SinkOptions:
         """Read a job's options. Call this on the driver.
 
         Args:
-            given: texts of the options, from Spark.
+            given: texts of the options, as Spark passes them.
             slots: number of tasks that run at the same time; ``None`` if it is unknown. The option
                 ``maxConcurrentTasks`` has priority over this argument.
 

@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 # A query that ends by itself stops waiting for messages if none comes for this number of seconds.
 _END_TIMEOUT = 2.0
-# Seconds for which the known end of a RabbitMQ stream is used. Spark requests the end a hundred times per second.
+# Seconds for which the end of a RabbitMQ stream is not requested again. Spark asks for the end a hundred times per
+# second.
 _END_CACHE_SECONDS = 0.1
 
 

@@ -225,9 +225,9 @@ class PostgresqlSession:
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
         """Delete the confirmed rows `gone`, and read and permit the next rows, in one commit.
 
-        When the method returns, the permissions are on disk. The deletes may not be on disk yet. If the server crashes,
-        deleted rows may come back, and are sent again as second copies. `has_more` is True if the sweep may have
-        further rows.
+        When the method returns, the permitted ids are on disk. The deletes may not be on disk yet. If the server
+        crashes, deleted rows may come back, and are sent again as second copies. `has_more` is True if the sweep may
+        have further rows.
         """
         begins = not self._in_sweep
         xmax, xip = self._before

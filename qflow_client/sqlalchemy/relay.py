@@ -83,7 +83,7 @@ class OutboxRelay:
         database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.
         url: URL of the broker, or several URLs; the setting ``url``.
         outbox: outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
-        lease: seconds after which another relay takes the partitions of a suspended or disconnected relay. The
+        lease: maximum seconds until another relay takes the partitions of a suspended or disconnected relay. The
             partitions of a killed relay are free immediately. The default of the setting ``liveness`` is a sixth of the
             lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.

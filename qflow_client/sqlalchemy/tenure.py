@@ -362,7 +362,7 @@ class Tenure:
         self._counts.count(marked=marked)
 
     def _write(self) -> None:
-        """Delete or set aside the settled rows."""
+        """Delete the confirmed rows, and move refused rows to the table of failed rows."""
         began = _monotonic()
         if self._aside:
             self._session.set_aside(self._aside)
