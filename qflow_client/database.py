@@ -118,14 +118,14 @@ class Database:
                 "must open it again"
             )
 
-    def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:
-        """Execute a statement. `values` replace each ``?`` in order, or `named` replaces each ``:name``."""
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        """Execute a statement with a value for each ``?``."""
         self._check_process()
         try:
-            return self._file.execute(statement, named or values)
+            return self._file.execute(statement, values)
         except _FAILURES as failure:
             if _is_locked(failure):
-                return self._execute_when_free(statement, named or values, failure)
+                return self._execute_when_free(statement, values, failure)
             raise self._error(f"{self.path}: {failure}") from failure
 
     def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:

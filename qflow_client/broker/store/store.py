@@ -14,6 +14,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 from struct import error as struct_error
@@ -92,22 +93,10 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement inserts many rows. With one statement for each row, this thread would release the GIL between two
-# statements, and wait long for the GIL if the event loop is busy. One parameter has the bytes of all rows. The other
-# parameter is JSON with the positions of each row in these bytes.
-_PUT = """INSERT INTO message
-    SELECT number, queues, queues_checksum, at, checksum,
-        substr(:parts, start, names),
-        substr(:parts, start + names, header),
-        substr(:parts, start + names + header, body)
-    FROM (
-        SELECT json_extract(value, '$[0]') AS number, json_extract(value, '$[1]') AS queues,
-            json_extract(value, '$[2]') AS at, json_extract(value, '$[3]') AS start,
-            json_extract(value, '$[4]') AS names, json_extract(value, '$[5]') AS header,
-            json_extract(value, '$[6]') AS body, json_extract(value, '$[7]') AS checksum,
-            json_extract(value, '$[8]') AS queues_checksum
-        FROM json_each(:rows)
-    )"""
+# One statement inserts many rows. After each statement this thread waits for the GIL, and the wait is long if the event
+# loop is busy.
+_PUT = "INSERT INTO message VALUES "
+_ROW = "(?, ?, ?, ?, ?, ?, ?, ?)"
 _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_checksum = json_extract(value, '$[2]')
     FROM json_each(?) WHERE number = json_extract(value, '$[0]')"""
 _REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?))"
@@ -127,9 +116,10 @@ _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
 # Minimum size of an SQLite file in bytes.
 _MIN_FILE_SIZE = 512
-# Maximum bytes of the messages in one statement, except for a single larger message. An SQLite value has at most 10**9
-# bytes.
-_PORTION = 16 << 20
+# Maximum number of messages, and of bytes of messages, in one statement. The module sqlite3 keeps up to 128 prepared
+# statements, each with up to 1 KB for each row.
+_PORTION = 128
+_PORTION_BYTES = 16 << 20
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
 # Number of messages that one statement reads.
@@ -190,8 +180,7 @@ class Store:
             for change in batch.changes:
                 self._change(change)
             for puts in _portions(batch.puts):
-                rows, parts = _packed(puts)
-                file.execute(_PUT, rows=rows, parts=parts)
+                file.execute(_PUT + ", ".join([_ROW] * len(puts)), *chain.from_iterable(map(_row, puts)))
             if batch.moves:
                 moves = [(number, *_listed(number, queues)) for number, queues in batch.moves.items()]
                 file.execute(_MOVE, json.dumps(moves))
@@ -374,28 +363,19 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
     """Divide messages into portions. One statement writes one portion."""
     portion: list[Put] = []
-    size = 0
+    total = 0
     for put in puts:
-        size += len(put.names) + len(put.header) + len(put.body)
-        if portion and size > _PORTION:
+        size = len(put.names) + len(put.header) + len(put.body)
+        if portion and (len(portion) == _PORTION or total + size > _PORTION_BYTES):
             yield portion
-            portion, size = [], len(put.names) + len(put.header) + len(put.body)
+            portion, total = [], 0
         portion.append(put)
+        total += size
     if portion:
         yield portion
 
 
-def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """Return the rows to insert as JSON, and the bytes of all rows. Positions in the JSON start at 1."""
-    rows: list[tuple[object, ...]] = []
-    parts: list[bytes] = []
-    at = 1
-    for put in puts:
-        names, header, body = put.names, put.header, put.body
-        checksum = _message_checksum(put.number, put.at, names, header, body)
-        queues, queues_checksum = _listed(put.number, put.queues)
-        sizes = len(names), len(header), len(body)
-        rows.append((put.number, queues, put.at, at, *sizes, checksum, queues_checksum))
-        parts += (names, header, body)
-        at += len(names) + len(header) + len(body)
-    return json.dumps(rows), b"".join(parts)
+def _row(put: Put) -> tuple[object, ...]:
+    number, at, names, header, body = put.number, put.at, put.names, put.header, put.body
+    checksum = _message_checksum(number, at, names, header, body)
+    return (number, *_listed(number, put.queues), at, checksum, names, header, body)

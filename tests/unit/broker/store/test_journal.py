@@ -491,7 +491,7 @@ def test_A2_a_message_that_leaves_while_its_body_is_read_uses_no_memory(world):
 
 
 def test_sqlite_gets_no_value_larger_than_its_limit(world, monkeypatch):
-    monkeypatch.setattr(store, "_PORTION", 50_000)
+    monkeypatch.setattr(store, "_PORTION_BYTES", 50_000)
     client = declared(world, confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     world.host.declare_queue("q", durable=True)
