@@ -1,11 +1,11 @@
 """All checks that must pass before a change is accepted. `.ci/run` runs them from a fresh clone.
 
     .ci/run                 # every stage
-    .ci/run pyright docs    # these stages, and those that they need
+    .ci/run pyright docs    # these stages, and the stages that they need
 
-Two lanes run at the same time. `python` needs only Python. `brokers` installs everything else that the tests need, and
-mostly waits. A stage uses what an earlier stage of its lane has installed. Stages without a lane install all that they
-need, and run in the lane that has finished first.
+Two lanes run at the same time. The lane `python` needs only Python. The lane `brokers` installs everything else that
+the tests need, and mostly waits. A stage uses what an earlier stage of its lane has installed. Stages without a lane
+install all that they need, and run in the lane that has finished first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).parents[1]
 PYTHON: Final = "python"
 BROKERS: Final = "brokers"
 
-#: Settings that forbid leaving out tests because of missing programs.
+#: Environment variables of all stages. They forbid leaving out tests because of missing programs.
 _REQUIRED: Final = {
     "CI": "true",
     "QFLOW_REQUIRE_BROKERS": "1",
@@ -36,11 +36,11 @@ _REQUIRED: Final = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_INPUT": "1",
     "PYTHONUNBUFFERED": "1",
-    # uv must not download a missing interpreter; its stage is then not run.
+    # uv must not download a missing interpreter. The stage of a missing interpreter is not run.
     "UV_PYTHON_DOWNLOADS": "never",
 }
 
-# A required command, and the Debian package that contains it.
+# Required commands, and the Debian packages that contain them.
 _PACKAGES: Final = {
     "rabbitmq-server": "rabbitmq-server",
     "javac": "default-jdk-headless",
@@ -84,7 +84,7 @@ def claimed_pythons(pyproject: str) -> list[str]:
 
 
 def find_python(version: str) -> str | None:
-    """Return an interpreter of this version from pyenv or from the path, or None."""
+    """Return the path of an interpreter of this version, from pyenv or from PATH, or None."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     if installed := sorted(pyenv.glob(f"versions/{version}.*/bin/{name}")):
@@ -116,7 +116,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     """Return the stages of a run.
 
     Args:
-        folder: folder for files of the stages outside the repository
+        folder: folder outside the repository for the files of the stages
     """
     demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
     oldest, *others = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     yield Stage("machine", ".ci/machine " + " ".join(missing_packages()), BROKERS)
     yield Stage("containers", ".ci/containers start && .ci/containers images", BROKERS, ("machine",))
     pythons = [(version, path) for version in others if (path := find_python(version))]
-    # Coverage is measured with the newest Python. The stage of this Python leaves out the same tests.
+    # The stage `coverage` uses the newest Python. So the stage of this Python leaves out the tests of `coverage`.
     covered = [f"tests/unit/{name}" for name in ("core", "flow", "frames")]
     newest, python_of_newest = pythons[-1] if pythons else ("{}.{}".format(*sys.version_info), sys.executable)
     yield Stage(
@@ -161,7 +161,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     if found := find_python(oldest):
         yield Stage(
             "lowest",
-            # This pass leaves out tests/unit/core, whose code imports no dependencies.
+            # This stage leaves out tests/unit/core, because the code under test imports no dependencies.
             f"{tox} -e lowest -- tests/unit/aio {deciding}",
             PYTHON,
             ("tests",),
@@ -254,7 +254,7 @@ def chosen(every: list[Stage], names: Sequence[str]) -> list[Stage]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the stages with these names, or all, and return the exit code."""
+    """Run the stages with these names, or all stages, and return the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(_REQUIRED)
     begun = time.monotonic()

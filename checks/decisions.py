@@ -2,9 +2,9 @@
 
     python -m checks.decisions
 
-A decision is a file `NNNN-title.md`. It has its number and title, then status, date and topic, then context, decision
-and consequences. The index has a table for each topic. The line of a decision is the first sentence of its section
-"Decision".
+A decision is a file `NNNN-title.md`. The file has the number and the title, then status, date and topic, then context,
+decision and consequences. The index has a table for each topic. Each line of a table has the first sentence of the
+section "Decision" of a file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Decision:
 
 
 def read(path: Path) -> Decision:
-    """Read a decision. Raise ValueError if the structure, the name or the topic of the file is wrong."""
+    """Read the file of a decision. Raise ValueError if the structure, the name or the topic of the file is wrong."""
     found = _SHAPE.fullmatch(path.read_text(encoding="utf-8"))
     if found is None or found["topic"] not in _TOPICS or not path.name.startswith(f"{found['number']}-"):
         raise ValueError(f"{path.name} has not the shape of a decision; see checks/decisions.py")

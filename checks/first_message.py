@@ -5,8 +5,8 @@
 The limit is 90 seconds of wall-clock time. If the machine is busy at the start, the limit applies to CPU time instead,
 and the wall-clock time may be five times as long.
 
-RabbitMQ runs before the clock starts. It is a private node on its own port. The commands get it from `QFLOW_URL`, and
-the URL in the program is replaced.
+RabbitMQ is a private node on its own port, and starts before the measurement. The commands get the URL of the node from
+`QFLOW_URL`. In the program, the URL of the node replaces the URL of README.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
 ROOT: Final = Path(__file__).parents[1]
-#: Maximum seconds of all steps.
+#: Maximum seconds of all steps together.
 LIMIT: Final = 90.0
 
 _URL: Final = "amqp://guest:guest@localhost:5672/%2F"
@@ -36,7 +36,7 @@ def commands_and_program(readme: str) -> tuple[str, str]:
     """Return the commands that README shows for a first message, and the program after them.
 
     Raises:
-        ValueError: README does not show them
+        ValueError: README does not show the commands and the program
     """
     section = readme.partition("\n## Send\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```(sh|python)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
@@ -49,7 +49,7 @@ def run(script: str, cwd: Path, url: str) -> str:
     """Run commands like a user's shell, and return their output.
 
     Raises:
-        RuntimeError: a command fails, or its output contains an error
+        RuntimeError: a command fails, or its output contains an error or a warning
     """
     # The environment has neither the settings nor the virtual environment of the caller.
     names = [name for name in os.environ if name.startswith(("QFLOW_", "PYTHON", "VIRTUAL_ENV"))]
@@ -76,7 +76,7 @@ def main() -> int:
     if shutil.which("git") is None:
         raise SystemExit("there is no git")
     commands, program = commands_and_program((ROOT / "README.md").read_text(encoding="utf-8"))
-    # Other processes make the wall-clock time meaningless.
+    # On a busy machine the wall-clock time is meaningless.
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     with RabbitMQNode() as node, tempfile.TemporaryDirectory() as name:
         clone = Path(name) / "clone"
@@ -87,7 +87,7 @@ def main() -> int:
         (clone / "first.py").write_text(program.replace(_URL, node.url), encoding="utf-8")
         confirmed = run(". .venv/bin/activate && python first.py", clone, node.url)
         took = time.monotonic() - begun
-        # The time is read before the node ends, because the node's CPU time would be included.
+        # Read the CPU time before the node ends. After its end, the CPU time of the node would be included.
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     print(f"A first message was confirmed {first:.1f} s after git clone began, one of a program after {took:.1f} s.")

@@ -35,20 +35,20 @@ TARGETS: Final = {
     "qflow_client/amqp/coalescing.py": ("tests/unit/core/test_coalescing.py",),
     "qflow_client/amqp/tap.py": ("tests/unit/core/test_tap.py", "tests/unit/fuzz/test_client.py"),
 }
-# Seconds after which a run of the tests hangs, and the fault counts as caught.
+# If the tests run longer than this number of seconds, the fault counts as caught.
 _LIMIT: Final = 300.0
 
 
 @dataclass(frozen=True, order=True)
 class Mutant:
-    """A fault.
+    """A fault to plant.
 
     Args:
-        path: the source file, relative to the root
+        path: the source file, relative to the root of the repository
         operator: cosmic-ray's name of the replacement
-        occurrence: number of the place in the file, from 0
-        line: line of the place
-        tests: paths of the tests for it
+        occurrence: number of the fault among those with the same operator in the file, from 0
+        line: line of the fault
+        tests: paths of the tests that must catch the fault
     """
 
     path: str
@@ -107,7 +107,7 @@ def try_mutant(mutant: Mutant, clone: Path) -> str:
 
 
 def _work(mutants: Sequence[Mutant], clone: Path, record: Path) -> None:
-    """Test faults in one clone, and write a line for each."""
+    """Test faults in one clone, and write a line for each fault to the file `record`."""
     for mutant in mutants:
         begun = time.monotonic()
         outcome = try_mutant(mutant, clone)

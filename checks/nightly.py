@@ -8,7 +8,7 @@ A part takes at most two hours and is a list of steps. A step that has passed is
 interrupted part continues at the next step. The record of a part has the date, the commit, and the last output line of
 each step. `docs/nightly.md` is created from the records.
 
-Code is the same if two commits differ only in `docs/`. So a record can be committed without a new run.
+Two commits have the same code if they differ only in `docs/`. So a record can be committed without a new run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from checks.stages import PASSED, Stage, run_stage
 ROOT: Final = Path(__file__).parents[1]
 RECORDS: Final = ROOT / "docs" / "nightly"
 PAGE: Final = ROOT / "docs" / "nightly.md"
-#: Records of parts that have not ended.
+#: Folder for the records of parts that have not passed yet.
 UNFINISHED: Final = ROOT / "build" / "nightly"
 
 _TOX: Final = f"{sys.executable} -m tox"
 _PYTHON: Final = ".tox/interop/bin/python"
 _HOUR: Final = 3600.0
-# A test with this effort takes longer than in CI.
+# With these variables a test makes more effort than in CI, and may take longer.
 _NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
 _COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
 _SUITES: Final = ("amqplib", "amqp091-go", "aio-pika", "py-amqp")
@@ -63,7 +63,7 @@ def _step(name: str, script: str, environment: Mapping[str, str] | None = None, 
 
 
 def _pythons() -> Iterator[Stage]:
-    """Yield a step for each Python on this machine, and for one in a Debian container."""
+    """Yield a step for each Python on this machine. If Python 3.14 is missing, its step uses a Debian container."""
     for version in ("3.11", "3.12", "3.13", "3.14"):
         name = f"py{version.replace('.', '')}"
         if (found := find_python(version)) is not None:
@@ -196,7 +196,7 @@ class Record:
 
     Args:
         commit: tested commit
-        date: UTC date of its last step
+        date: UTC date of the last step
         machine: description of the machine
         steps: name, script, outcome, seconds and last line of each step
     """
@@ -266,9 +266,9 @@ def run_part(name: str) -> Record:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a step's output that describes its result."""
+    """Return the line of a step's output that describes the result: the last line, or tox's last line of counts."""
     lines = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]
-    # The last lines of tox only have the durations of its environments.
+    # The last lines of tox have only the durations of its environments.
     told = [line for line in lines if " passed" in line and " in " in line]
     return (told or lines or [""])[-1]
 

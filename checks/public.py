@@ -51,7 +51,7 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def find(module: str, name: str) -> tuple[str, _Definition] | None:
-    """Return the definition of a name of a module, and the module that defines it. ``None`` if a library defines it."""
+    """Return the module that defines a name, and the definition, or ``None`` if a library defines the name."""
     tree = _parse(module)
     if tree is None:
         return None

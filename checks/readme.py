@@ -2,7 +2,7 @@
 
     python readme.py README.md
 
-It needs only the installed package, pytest, and a README without source code beside it.
+This program needs only the installed package, pytest and a README. No source code may be in the folder of the README.
 """
 
 from __future__ import annotations

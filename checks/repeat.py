@@ -4,8 +4,8 @@
     python -m checks.repeat interop --times 5
     python -m checks.repeat --totals
 
-Each run is one line of a file, so an interrupted series can continue. A run counts for its commit. The suites use the
-interpreter of this process.
+Each run is one line of a file, so an interrupted series can continue. A run counts only for the commit that it has
+tested. The suites use the interpreter of this process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Run:
     Args:
         commit: commit of the work tree; with ``+`` if tracked files were changed
         begun: start time in seconds since 1970
-        seconds: duration
+        seconds: duration in seconds
         load: number of processes that kept the cores busy
         outcome: ``passed``, or the failure
         passed: number of passed tests
@@ -64,7 +64,7 @@ class Run:
 
 
 def commit_of(root: Path, *, but: str = "") -> str:
-    """Return the short commit of a work tree, with ``+`` if a tracked file was changed.
+    """Return the short id of a work tree's commit, with ``+`` if a tracked file was changed.
 
     Args:
         but: folder whose changes do not matter
@@ -92,12 +92,12 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, root: Path = ROOT) -> Run:
-    """Run a suite once under load; its output goes to the file `log`.
+    """Run a suite once under load. The output of the suite goes to the file `log`.
 
     Args:
         command: command for bash
         load: number of processes that keep the cores busy
-        limit: maximum seconds
+        limit: maximum seconds of the run
     """
     commit, begun = commit_of(root), time.time()
     with busy(load):
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{len(before) + 1} of {options.times}: {run.outcome}, {run.seconds:.0f} s", *run.failures, flush=True
             )
             if run.outcome != "passed":
-                # The next run writes a new log.
+                # Rename the log, because the next run overwrites it.
                 log.rename(record.with_suffix(f".{options.suite}.{run.begun:.0f}.log"))
     runs = load_runs(record)
     print(totals(runs) or f"{record} holds no run")

@@ -35,12 +35,12 @@ WANTED: Final = {
 #: Number of results that a reader looks at.
 FIRST: Final = 5
 _TAG: Final = re.compile(r"<[^>]+>")
-# As in Material for MkDocs.
+# The fields and weights of Material for MkDocs.
 _FIELDS: Final = ({"field_name": "title", "boost": 1000}, "text")
 
 
 def pages(sections: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
-    """Return the pages of the found sections, the best first, each once."""
+    """Return each page of the found sections once, the best page first."""
     known = {section["location"] for section in sections}
     return list(dict.fromkeys(each["ref"].partition("#")[0] for each in found if each["ref"] in known))
 

@@ -22,7 +22,7 @@ ROOT: Final = Path(__file__).parents[1]
 #: Pages that are generated, or that describe the history.
 _LEFT_OUT: Final = ("changelog.md", "compatibility.md", "nightly.md", "decisions/")
 
-# A part of a page that a program makes stands between two comments.
+# Text that a program has inserted into a page stands between two comments.
 _NO_PROSE: Final = re.compile(
     r"^(```|~~~).*?^\1|^---\n.*?^---$|^\|.*?$|^:::.*?(?=^\S|\Z)|^#.*?$"
     r"|<!-- \w+: made by .*?<!-- end of \w+ -->|<!--.*?-->|<a id=.*?</a>",
@@ -32,7 +32,7 @@ _LINK: Final = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
 _ITEM: Final = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"^\s*(?:\w+: |Args:|Raises:|Returns:|Yields:|Attributes:)", re.MULTILINE)
 _END: Final = re.compile(r"(?<=[.!?])[)\"”]?\s+(?=[`A-Z\"(])")
-# A shorter sentence is a heading or a label.
+# Minimum number of words of a sentence. A shorter text is a heading or a label.
 _SHORTEST: Final = 4
 
 

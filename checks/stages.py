@@ -1,12 +1,12 @@
-"""Runs commands in lanes, and reports the duration and result of each.
+"""Runs commands in lanes, and reports the duration and the result of each command.
 
 A stage is a command. The stages of a lane run one after the other; lanes run at the same time. A stage starts when all
-stages that it needs have passed. If one of them has not passed, the stage is left out. Stages without a lane come last:
-the lane that has finished its own stages first takes the next of them. The output of a stage goes to a file, and is
-printed at the end of the stage. So the output of two lanes is never mixed.
+stages that it needs have passed. If a needed stage has not passed, the stage is left out. Stages without a lane come
+last: when a lane has finished its own stages, it takes the next stage without a lane. The output of a stage goes to a
+file, and is printed at the end of the stage. So the output of two lanes is never mixed.
 
-A stage runs in its own process group. If its time is over, or if this process is interrupted, the whole group is
-killed. So no stage outlives the run.
+A stage runs in its own process group. If the stage takes too long, or if this process is interrupted, the whole group
+is killed. So no stage outlives the run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ class Stage:
     Args:
         name: name in the output and in `needs` of other stages
         script: script for bash, with `set -euo pipefail`
-        lane: stages of one lane never run at the same time. A lane without waiting stages runs stages that have no
-            lane
-        needs: names of stages that must have passed before
-        limit: seconds after which it is killed and has failed
-        environment: variables to add to those of this process
+        lane: name of a lane; empty for a stage without a lane. Stages of one lane never run at the same time
+        needs: names of stages that must have passed before this stage starts
+        limit: maximum seconds. A stage that takes longer is killed, and has failed
+        environment: variables to add to the environment of this process
     """
 
     name: str
@@ -57,7 +56,7 @@ class Ended:
 
     Args:
         outcome: `PASSED`, `LEFT_OUT`, or the failure
-        seconds: duration
+        seconds: duration in seconds
     """
 
     stage: Stage
@@ -90,7 +89,7 @@ class _Groups:
         return process
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the rest of a group, even if its leader has ended."""
+        """Kill the process group of `process`, even if `process` has ended."""
         with self._lock:
             self._running.discard(process.pid)
         _kill(process.pid)
@@ -112,7 +111,7 @@ def _kill(group: int) -> None:
 
 
 def run_stage(stage: Stage, cwd: Path, log: Path, groups: _Groups | None = None) -> Ended:
-    """Run one stage; its output goes to the file `log`."""
+    """Run one stage. The output of the stage goes to the file `log`."""
     groups = groups or _Groups()
     begun = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -131,8 +130,8 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
     """Run stages in their lanes, and return the results in the order of the stages.
 
     Args:
-        stages: the stages; each must come after those that it needs
-        out: file to print to; standard output if None
+        stages: the stages; each must come after the stages that it needs
+        out: file to print to; None for standard output
 
     Raises:
         ValueError: as for `check`
@@ -185,7 +184,7 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
             while thread.is_alive():
                 thread.join(1.0)
     except BaseException:
-        # A lane that continues after this starts no more stages.
+        # After this call, a lane that still runs starts no more stages.
         groups.kill_all()
         for thread in threads:
             if thread.is_alive():
@@ -195,7 +194,7 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
 
 
 def check(stages: Sequence[Stage]) -> None:
-    """Raise ValueError if a name is used twice, or a stage needs one that comes after it or runs after all lanes."""
+    """Raise ValueError if a name is used twice, or if a stage needs another stage that is listed or runs later."""
     before: dict[str, Stage] = {}
     for stage in stages:
         if stage.name in before:

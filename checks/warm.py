@@ -4,7 +4,7 @@
 
 pytest compiles each test file with rewritten assertions, and caches the result. In a fresh clone this takes longer than
 the collection of the tests, and every process of pytest-xdist does all of it. This program divides the files among as
-many processes as there are cores. Another process makes the table of characters of hypothesis, which takes two seconds.
+many processes as there are cores. Another process creates hypothesis's table of characters, which takes two seconds.
 If only a few files are new, the program does nothing.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-#: For fewer new files than this, the start of processes takes longer than the compilation.
+#: If there are fewer new files than this, the start of processes takes longer than the compilation.
 _FEW: Final = 50
-#: Makes the table of characters of hypothesis where the tests look for it.
+#: A program that creates hypothesis's table of characters in the folder where the tests look for the table.
 _CHARACTERS: Final = "from hypothesis import strategies; strategies.text().validate()"
 
 

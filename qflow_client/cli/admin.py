@@ -28,7 +28,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# If the broker sends no byte for this number of seconds, it is unreachable. An idle broker sends a comment every 15 s.
+# If the broker sends no byte for this number of seconds, the command fails. An idle broker sends a comment every 15 s.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -94,7 +94,7 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Return the answer, or ``None`` if it has no body.
+        """Send a request. Return the parsed answer, or ``None`` if the answer has no body.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -104,7 +104,7 @@ class _Broker:
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """The caller reads the answer from the response.
+        """Send a request, and return the response. The caller reads the answer from the response.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -382,7 +382,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change. The first state of an object is reported only if the object is flowed."""
+    """Yield a line for each change. The first state of a queue or producer is reported only if it is ON or flowed."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -421,7 +421,7 @@ def _steer(
     *,
     say: Callable[[Any], None] | None = None,
 ) -> None:
-    """Print the answer as JSON or with `say`.
+    """Send a request, and print the answer as JSON or with `say`.
 
     Raises:
         CommandError: the broker refuses the change, or cannot be reached.
@@ -434,7 +434,7 @@ def _steer(
 
 
 def _each_producer(context: typer.Context, what: str, names: list[str] | None, as_json: bool) -> None:
-    # Print only the last answer, so that the output is one JSON value.
+    # Print only the answer for the last producer, so that the output is one JSON value.
     *others, last = [f"/{quote(name, safe='')}" for name in names or ()] or [""]
     for name in others:
         _broker(context).ask("POST", f"/api/producers{name}/{what}")

@@ -26,7 +26,7 @@ from qflow_client.redaction import printable
 
 __all__ = ["app", "run"]
 
-# Typer raises this exception for an invalid command line. Its class is in typer's private copy of click.
+# The exception that typer raises for an invalid command line. The class is in typer's private copy of click.
 _UsageError: Any = typer.BadParameter.__base__
 
 _NO_COLOR = "--no-color"
@@ -34,7 +34,7 @@ _NO_COLOR = "--no-color"
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
-    # `run` prints a `CommandError` as one line. Python shows all other errors with a traceback.
+    # `run` prints an expected error as one line. Python shows all other errors with a traceback.
     pretty_exceptions_enable=False,
     # Rich's tables would cut off names and examples at 80 columns.
     rich_markup_mode=None,
@@ -75,7 +75,7 @@ def _qflow(
             level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))]
         )
     else:
-        # The commands print these messages themselves.
+        # Do not print log messages, because the commands report the errors themselves.
         for name in ("qflow_client", "pika"):
             logging.getLogger(name).addHandler(logging.NullHandler())
 
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
-        # The reader has closed the pipe. Without this line, Python would flush again at exit and fail.
+        # The reader has closed the pipe. Python flushes standard output again at exit, and must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:
@@ -129,5 +129,5 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
-    # The exit code of `typer.Exit`.
+    # The command returned an exit code if it raised `typer.Exit`.
     return code if isinstance(code, int) else ExitCode.OK

@@ -1,4 +1,4 @@
-"""``qflow broker``: runs the broker of this repository in the foreground."""
+"""``qflow broker``: runs the broker of this package in the foreground."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ except ImportError:
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# Number of file descriptors for the HTTP API, and for everything else except AMQP connections.
+# Numbers of file descriptors for the HTTP API, and for all other purposes except AMQP connections.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
@@ -152,7 +152,7 @@ def hash_password(as_json: AsJson = False) -> None:
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
-    """Print a notice if the limit cannot be raised to the number that the settings need."""
+    """Raise the limit of file descriptors to the number that the settings need. If it stays too low, print a notice."""
     if resource is None:
         return
     needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES
@@ -633,7 +633,7 @@ def broker(
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
-        # With --quiet, `console` does not even print warnings.
+        # With --quiet, `console` prints nothing, so warnings need another console.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
@@ -668,7 +668,7 @@ def broker(
 def seldom_collected() -> Iterator[None]:
     """Make the garbage collector check only young objects during the block, in small batches.
 
-    A full check would visit every message, and stop all threads during this time.
+    A check of all objects would visit every message, and stop all threads during this time.
     """
     before = gc.get_threshold()
     # The objects of the imported modules stay until the end, so the collector need not check them.
@@ -688,7 +688,7 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting. This setting may come from the file.
+        # The error text begins with the name of the wrong setting. This setting may be from the configuration file.
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error

@@ -16,7 +16,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """Return the character that shows one row of a bar."""
+    """Return the character that shows one row of a bar. `step` is the depth that one row stands for."""
     filled = value / step - row
     # A value above 0 is always visible.
     return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]
@@ -26,8 +26,8 @@ class DepthChart:
     """Draws the depths of a queue. The latest depth is on the right.
 
     Args:
-        depths: minimum and maximum for each column. If there are too many columns, the oldest ones are not drawn.
-        marks: names of the thresholds, by depth.
+        depths: minimum and maximum depth of each column. If there are too many columns, the oldest ones are not drawn.
+        marks: depths of the thresholds, each with the name of the threshold.
         resume: depth up to which a bar is green.
         stop: depth up to which a bar is yellow. Higher bars are red.
     """

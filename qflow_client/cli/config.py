@@ -14,14 +14,14 @@ from qflow_client.cli.errors import CommandError, ExitCode
 
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
-#: The settings that a file can have. Settings that are only for programs are left out.
+#: Settings of the broker that a configuration file can have. The other settings are only for Python programs.
 SETTINGS = tuple(
     field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
 )
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
 #: The thresholds of a queue.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
-# The keys of a policy that are not in its definition.
+# Keys of a policy, besides its name, that are not in its definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
 _FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
 
@@ -32,8 +32,8 @@ class Config:
 
     Attributes:
         path: the file; ``None`` if no file was read.
-        settings: settings of the broker by name, and `tls_certificate`, `tls_key` and `tls_client_ca`. The value of
-            `flow_log` is the path of a folder.
+        settings: names and values of the broker's settings, and of `tls_certificate`, `tls_key` and `tls_client_ca`.
+            The value of `flow_log` is the path of a folder.
         queues: queues to declare at the start, with their thresholds.
     """
 
@@ -46,7 +46,7 @@ def read_config(path: Path | None) -> Config:
     """Read a configuration file. Without a path the configuration is empty.
 
     Raises:
-        CommandError: the file is not TOML, or has an unknown option. The text names the option and a similar one.
+        CommandError: the file is not TOML, or an option is unknown or invalid. The text names the option.
         OSError: the file cannot be read.
     """
     if path is None:

@@ -167,7 +167,7 @@ def _whole(stored: StoredMessage) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Bytes become text if they are UTF-8, and ``{"base64": …}`` if they are not."""
+    """Return a value as JSON types. Bytes become text if they are UTF-8, and otherwise ``{"base64": …}``."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -211,7 +211,7 @@ def drain(
     wrong; 3 if the producer was blocked (flowed) for longer than the setting max_producer_flow_control_wait; 130 or 143
     after Ctrl-C or SIGTERM.
     """
-    # Ignore the user's values of these two settings, because this command handles the outbox itself.
+    # Ignore the user's values of `when_flowed` and `outbox`, because this command handles the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
@@ -219,7 +219,7 @@ def drain(
         warn_of_url(url, "QFLOW_URL")
     if not ProducerSettings.load(url, **given).confirms:
         raise SettingsError("confirms=False: qflow outbox drain removes only confirmed messages; set confirms=True")
-    # This call fails if the file does not exist. Without it, the next call would create an outbox.
+    # Fail if the file does not exist, because `Outbox(path)` would create the file.
     Outbox.look(path, limit=1)
     with ExitStack() as stack:
         store = stack.enter_context(Outbox(path))
@@ -259,7 +259,7 @@ def _left(store: Outbox) -> str:
 
 
 def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> CommandError | None:
-    """Return ``None`` if the outbox is empty."""
+    """Return the error with which the command ends, or ``None`` if the outbox is empty."""
     left = _left(store)
     if stopping.signal is not None:
         return CommandError(f"interrupted by {stopping.signal.name}; {left}", stopping.exit_code)
@@ -290,7 +290,7 @@ def drop(
     Exit codes: 0 if the messages are removed; 1 if nothing is removed, because a message does not exist or you answered
     no.
     """
-    # This call fails if the file does not exist. Without it, the next call would create an outbox.
+    # Fail if the file does not exist, because `Outbox(path)` would create the file.
     damaged = Outbox.look_damaged(path)
     with Outbox(path) as store:
         wanted = sorted(set(sequences))
@@ -327,7 +327,7 @@ class _Draining:
         self.confirmed = 0
         # Texts about the messages that were not confirmed.
         self.failures: list[str] = []
-        # The error that ended the run early.
+        # The error that ended the run early; None if there was no error.
         self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
 
     def send_all(self, producer: Producer) -> None:

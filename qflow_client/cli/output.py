@@ -19,6 +19,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = None) -> None:
     """Print a value as JSON, and flush, because programs may read the output while the command runs.
 
-    The output is ASCII. A terminal or a pipe may have any encoding, and a name may contain control characters.
+    The output is ASCII, because a terminal or a pipe may have any encoding, and a name may contain control characters.
     """
     print(json.dumps(value, indent=indent), file=file, flush=True)

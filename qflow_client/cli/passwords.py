@@ -1,4 +1,4 @@
-"""Warnings about passwords on the command line, and other ways to pass them.
+"""Warnings about passwords on the command line, and other ways to pass a password.
 
 Every user of a machine can read the arguments of every process (``ps``). So a command prints a warning if an option has
 a password. The warning names an alternative: an environment variable, a file or standard input.
@@ -25,12 +25,12 @@ _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """Replace the passwords of the arguments in a text."""
+    """Replace each password that an argument contains, and that occurs in a text."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
             if hidden != given:
-                # A `Path` shortens two slashes to one, so replace this form too.
+                # A `Path` shortens two slashes to one, so replace the shortened argument too.
                 text = text.replace(given, hidden).replace(str(Path(given)), hidden)
     return text
 
@@ -48,21 +48,21 @@ def warn_of_url(url: str | None, instead: str) -> None:
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:
-        # The URL is invalid. The code that uses it raises the error.
+        # The URL is invalid. The code that uses the URL raises the error.
         return
     if not is_public:
         warn_of_option("--url", instead)
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
-    """Parse lines with users, and return the passwords by user name.
+    """Parse lines with users, and return a mapping from user names to passwords.
 
     Args:
         lines: lines of the form ``NAME:PASSWORD``; empty lines are skipped.
         where: source of the lines, for the error text.
 
     Raises:
-        CommandError: a line has another form. The text does not contain the line, because it may be a password.
+        CommandError: a line has another form. The error does not contain the line, because the line may be a password.
     """
     users = {}
     for number, line in enumerate(lines, 1):
@@ -83,10 +83,10 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
         file: file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
 
     Returns:
-        The passwords by user name; ``None`` if there are no users.
+        A mapping from user names to passwords; ``None`` if no users are given.
 
     Raises:
-        CommandError: a line is not a user, the file has no user, or the command line has both options and a file.
+        CommandError: a line is not a user, the file has no user, or both ``--user`` and ``--users-file`` are given.
         OSError: the file cannot be read.
     """
     if options and file is not None:

@@ -1,8 +1,8 @@
 """An HTTP readiness probe for a command that runs until it is stopped.
 
-The answer is 200 or 503 for every path; see `qflow_client.health.wsgi_readiness`. Each connection gets one answer and
-lasts at most five seconds. At most 50 connections are open at the same time. So idle connections cannot block probes
-for long.
+Every path has the same answer, 200 or 503; see `qflow_client.health.wsgi_readiness`. Each connection gets one answer
+and lasts at most five seconds. At most 50 connections are open at the same time. So idle connections cannot block
+probes for long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Server(ThreadingTCPServer):
         return self._free.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Close the connection if no thread can be started."""
+        """Do not count the connection if no thread can be started. The base class then closes the connection."""
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -52,7 +52,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_MAX_SECONDS, self._end, (request,))
         end.daemon = True
         try:
-            # The timer limits the time of the connection. If its thread cannot be started, the connection is closed.
+            # The timer ends a connection that lasts too long. If the timer cannot start, close the connection.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:

@@ -46,7 +46,7 @@ _FORMATS = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
 
 
 class BadRecord(CommandError):
-    """A record cannot be read. The text contains the file and the line."""
+    """A record cannot be read. The text names the file, and the line if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Record:
 
     Attributes:
         number: number of the record in the file, from 1.
-        line: number of its last line, from 1.
+        line: number of the record's last line in the file, from 1.
     """
 
     number: int
@@ -69,10 +69,10 @@ class Place:
 
     Attributes:
         number: number of the record; 0 for the start of the file.
-        line: number of its last line.
+        line: number of the record's last line in the file.
         offset: bytes of the decompressed file up to the end of the record.
-        last_line: length of its last line in bytes.
-        checksum: CRC-32 of that line.
+        last_line: length of the record's last line in bytes.
+        checksum: CRC-32 of the record's last line.
     """
 
     number: int = 0
@@ -118,7 +118,7 @@ class Reading:
 
         Args:
             content_type: content type of the body; ``None`` if it is unknown.
-            values: the record as a mapping of its columns or keys.
+            values: the record as a mapping from column names or JSON keys to values; ``None`` for a line.
 
         Raises:
             ValueError: the record has no message id.
@@ -140,13 +140,14 @@ class RecordSource:
     Args:
         file: path of the file; ``-`` for `standard_input`. A ``.gz`` file is decompressed, and so is a ``.zip`` file
             that contains one file.
-        format: format of the records. ``None`` for the format of the file name's ending.
+        format: format of the records. ``None`` to derive the format from the ending of the file name.
         standard_input: stream for the path ``-``; ``None`` if standard input is closed.
         reading: how records are converted to messages.
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: the compressed file is invalid, standard input is closed, or the format has no message ids.
+        CommandError: a ``.zip`` file is invalid, standard input is closed, or `reading` has a column for the message id
+            but the format has no columns.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class RecordSource:
         self._reading = reading or Reading()
         #: Name of the source, for people.
         self.name = "standard input" if file == "-" else file
-        #: Size of the stored file in bytes; ``None`` if it is unknown.
+        #: Size of the file on disk in bytes, before decompression; ``None`` if it is unknown.
         self.size: int | None = None
         self._stack = ExitStack()
-        # The stored file; None for standard input.
+        # The file on disk, before decompression; None for standard input.
         self._stored: IO[bytes] | None = None
         # Number of the last record that this run or an earlier run has read.
         self._number = 0
-        # The column names of a CSV file if reading was resumed.
+        # The column names of a CSV file; empty if reading starts at the start of the file.
         self._names: list[str] = []
         inner = file
         if file == "-":
@@ -204,12 +205,12 @@ class RecordSource:
 
     @property
     def position(self) -> int:
-        """How many bytes of the stored file have been read; 0 if the size of the file is unknown."""
+        """How many bytes of the file on disk have been read; 0 if the size of the file is unknown."""
         return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
     @property
     def can_resume(self) -> bool:
-        """Whether reading can start after a given record. It cannot for standard input and pipes."""
+        """Whether reading can start after a given record. Standard input and pipes can only be read from the start."""
         return self.size is not None
 
     @property
@@ -222,7 +223,7 @@ class RecordSource:
         """Start after a given record. Call this method before reading.
 
         Args:
-            place: end of the record, stored by an earlier run.
+            place: end of the record, as an earlier run has stored it.
 
         Raises:
             CommandError: the file has changed since the earlier run.
@@ -277,7 +278,7 @@ class RecordSource:
         except OSError as error:
             raise BadRecord(f"{self.name}: cannot read further: {error.strerror or error}") from error
 
-    # Each method `_read_…` yields the number of the last line of a record, and the message of the record.
+    # `_read_lines`, `_read_jsonl` and `_read_csv` yield the number of a record's last line, and the record's message.
 
     def _message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
         try:
@@ -318,8 +319,8 @@ class RecordSource:
             yield lines.number, self._message(encode(values).encode(), _JSON, values)
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
-        """Skip empty rows."""
-        # A record may be as large as a message. This limit applies to the whole process.
+        """Yield the rows of a CSV file, except the empty rows."""
+        # A record may be as large as a message, so allow large fields. The limit applies to the whole process.
         csv.field_size_limit(sys.maxsize)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
@@ -328,7 +329,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Return an empty list if there is no row."""
+        """Return the column names from the first row, or an empty list if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -337,21 +338,21 @@ class RecordSource:
 
 
 class _Lines:
-    """The lines of a file, and the position in it.
+    """Yields the lines of a file, and remembers the position in the file.
 
     Args:
         number: number of lines before the position of `content`.
-        offset: number of bytes before this position.
-        last: the line before this position.
+        offset: number of bytes before the position of `content`.
+        last: the line before the position of `content`.
     """
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._content = iter(content)
         #: Number of the last line that was read.
         self.number = number
-        #: Number of bytes up to the end of that line.
+        #: Number of bytes up to the end of the last line that was read.
         self.offset = offset
-        #: That line, including its line end.
+        #: The last line that was read, including its line end.
         self.last = last
 
     def __iter__(self) -> Self:
@@ -364,8 +365,8 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        # Only the first line may start with a byte order mark. An encoding has several names; `codecs.lookup` returns
-        # the main name.
+        # Only the first line may start with a byte order mark. UTF-8 has several names, and `codecs.lookup` returns the
+        # main name.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

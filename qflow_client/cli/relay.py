@@ -152,7 +152,7 @@ def run(
         with made:
             seen: str | None = ""
             while not ended.wait(_CHECK_PERIOD):
-                # Print each new error once.
+                # Print a line only when the relay has a new error, or works again.
                 error = made.error
                 now = None if error is None else str(error).partition("\n")[0]
                 if now != seen and (now is not None or made.is_ready):
@@ -199,7 +199,7 @@ def status(
     if seconds:
         before = now.relayed
         threading.Event().wait(seconds)
-        # Use a new transaction, because SQLite would show the same state again in the old one.
+        # Use a new transaction, because SQLite would show the same state again in the first transaction.
         with _connection(database) as connection:
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds

@@ -1,7 +1,7 @@
 """Checks how much memory the process of `qflow broker` really uses.
 
-The memory account of the broker includes messages and clients. It does not include memory that libraries use, or that
-the allocator keeps.
+The broker counts the memory of its messages and clients. It does not count the memory that libraries use, or the freed
+memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 #: Name of the alarm.
 ALARM: Final = "resident"
 
-# Above its idle size the process may use this factor times `memory_limit`. The allocator keeps some freed memory. So
-# the alarm also ends when the memory account is low, because then blocking publishers frees no more memory.
+# The process may use its idle size plus `memory_limit` times this factor. The allocator keeps some freed memory. So the
+# alarm also ends when the counted memory is low, because blocking publishers longer would free no more memory.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
@@ -39,20 +39,20 @@ class ResidentWatch:
 
     def __init__(self, idle: int, limit: int) -> None:
         self._limit = limit
-        #: Maximum resident bytes. If the process has more, publishers are blocked.
+        #: Maximum resident bytes. If the process uses more, publishers are blocked unless the counted memory is low.
         self.most = idle + int(_FACTOR * limit)
-        #: Whether publishers are blocked.
+        #: Whether the process is too large, so that publishers are blocked.
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
         """Update the decision, and return whether it has changed.
 
         Args:
-            resident: current resident bytes.
-            counted: current bytes of the memory account.
+            resident: current resident bytes of the process.
+            counted: bytes that the broker counts for its messages and clients now.
         """
         before = self.is_over
-        # Hysteresis: the alarm ends an eighth of the limit lower than it starts, so that it does not switch often.
+        # Hysteresis: the alarm ends at lower values than it starts at, so that it does not switch often.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

@@ -17,7 +17,7 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """Return the name of a stored position. It contains the file's path, the exchange and the routing key."""
+    """Return the name of a stored position. The name contains the file's path, the exchange and the routing key."""
     # A path may contain bytes that are not valid text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"
@@ -29,8 +29,8 @@ class Reached:
 
     Attributes:
         place: end of the last record that need not be sent again.
-        sent: number of the last record that was sent. Records up to this number may be in the broker. Such records are
-            marked if they are sent again.
+        sent: number of the last record that was sent. Records up to this number may be in the broker. If such a record
+            is sent again, it is marked as a possible copy.
     """
 
     format: Format
@@ -49,10 +49,10 @@ class Reached:
         """Parse a stored position. The result is the start of the file if no position is stored.
 
         Args:
-            text: the stored value; ``None`` if there is none.
+            text: the stored position; ``None`` if no position is stored.
 
         Raises:
-            CommandError: the value is invalid, or the records were read in another format.
+            CommandError: the stored position is invalid, or the earlier run read the file in another format.
         """
         if text is None:
             return cls(format, Place())

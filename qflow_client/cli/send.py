@@ -44,7 +44,8 @@ _NAME = 40
 class _Bar(Progress):
     """Two lines that fit into 80 columns: a progress bar for the file, and the counts with the flow state.
 
-    The bar reads the position in the file whenever it is drawn. The code that reads the file need not report it.
+    The bar reads the position in the file each time it is drawn. So the code that reads the file need not report the
+    position.
 
     Args:
         started: start of the run in seconds of `time.monotonic`.
@@ -71,7 +72,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # A window is often full for a moment. After a second show the hold in red. The rate is old then.
+        # A window is often full for a moment, so show a hold in red only after a second. Then the rate is outdated.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
@@ -92,7 +93,7 @@ def _shown(source: RecordSource, sending: Sending, console: Console, started: fl
             yield bar
         return
 
-    # Without a terminal there is no bar. But the user must see that the command waits for the broker.
+    # Without a terminal there is no bar. But the user must notice that the command waits for the broker.
     def tell(event: FlowEvent) -> None:
         if event.kind is FlowEventKind.WAITING:
             waiting = f"qflow: still waiting after {text.seconds(event.seconds)}: {printable(str(event))}"
@@ -268,9 +269,9 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # Pass only the options of the command line. The environment or the URL sets the others, except for two settings.
-    # The command always waits for the broker. The outbox keeps each record until it is delivered, so that a kill loses
-    # no record.
+    # The environment or the URL may set the options that are not on the command line. The first two settings are fixed:
+    # the command always waits for the broker, and the outbox keeps each record until it is delivered, so that a kill
+    # loses no record.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -334,8 +335,8 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Update the tally before the close. Until then only refused records stay in the outbox. The close also
-            # leaves other records there.
+            # Update the tally before the close, when only refused records stay in the outbox. After the close, records
+            # without an answer also stay in the outbox.
             sending.account()
             sending.close()
         sending.account()
@@ -359,9 +360,9 @@ def _summarise(
     """Print the result of a run.
 
     Args:
-        took: duration in seconds.
-        failure: error that ended the run early; ``None`` if there is none.
-        before: number of the last record that an earlier run has sent; ``None`` if no position is stored.
+        took: duration of the run in seconds.
+        failure: error with which the run ended; ``None`` if there was no error.
+        before: number of the record after which the run continued an earlier run; ``None`` if no position is stored.
     """
     if as_json:
         print_json(

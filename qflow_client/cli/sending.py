@@ -1,4 +1,4 @@
-"""One run of ``qflow send``: sends records, and tracks the result of each.
+"""One run of ``qflow send``: sends records, and tracks the outcome of each record.
 
 If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). One
 commit stores the record and the position in the file (E13). So if a run is killed, each sent record is confirmed or in
@@ -40,9 +40,9 @@ __all__ = ["Sending", "Tally"]
 _GRACE = 2.0
 # Maximum number of failed records that are reported one by one.
 _MAX_REPORTED = 5
-# Number of records that are sent in one batch.
+# Maximum number of records in one batch.
 _MAX_BATCH = 64
-# With a rate limit, the maximum seconds for one batch, so that its results are known soon.
+# Maximum seconds that a batch lasts at the rate limit. The outcomes of a short batch are known soon.
 _MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
 
@@ -53,13 +53,13 @@ class Tally:
 
     Attributes:
         admitted: number of records that the producer accepted.
-        confirmed_up_to: all records up to this number are skipped, confirmed or in an outbox.
-        confirmed_later: number of confirmed records after the first record that is not confirmed.
-        failures: texts about the first records that were not delivered.
-        failures_left_out: number of further records that were not delivered.
+        confirmed_up_to: number of a record. This record and all before it are skipped, confirmed or in an outbox.
+        confirmed_later: number of confirmed or stored records after the first failed record.
+        failures: error texts of the first undelivered messages.
+        failures_left_out: number of undelivered messages whose texts are not in `failures`.
         left_failed: number of undelivered messages that an earlier run had left in the outbox.
         times_flowed: how often the producer was blocked (flowed).
-        seconds_flowed: seconds for which the producer was held, by kind of hold.
+        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
     admitted: int = 0
@@ -84,12 +84,12 @@ class Tally:
 
     @property
     def not_confirmed(self) -> dict[str, int]:
-        """The number of records that are not confirmed, by outcome."""
+        """The number of records with each outcome, except the confirmed records."""
         return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
 
     @property
     def failed(self) -> int:
-        """The number of accepted records that are neither confirmed nor in the outbox."""
+        """The number of settled records that are neither confirmed nor in the outbox."""
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
@@ -121,7 +121,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record to send, and the position in the file after it. There is no position if positions are not stored."""
+    """A record to send, and the position in the file after this record. None if positions are not stored."""
 
     record: Record
     message: bytes | Message
@@ -133,7 +133,7 @@ class Sending:
 
     Args:
         producer: the producer, which `close` closes.
-        skip: number of records to leave out at the start.
+        skip: number of records to skip at the start of the file.
         source: name of the file's position in the outbox; ``None`` if no position is stored.
         begins_anew: whether to start after `skip` records even if a position is stored.
     """
@@ -143,18 +143,18 @@ class Sending:
     ) -> None:
         self.producer = producer
         self.tally = Tally(confirmed_up_to=skip)
-        #: Number of the last record that an earlier run has sent; 0 if there is none.
+        #: Number of the record after which this run continues an earlier run; 0 for the start of the file.
         self.resumed_behind = 0
         self._source = source
         self._skip = skip
         self._begins_anew = begins_anew
-        # Number of the last record that was read, and of the last record that an earlier run may have sent.
+        # Number of the last record that this run has read, and of the last record that an earlier run may have sent.
         self._found = self._sent_before = 0
-        # Records that are not in the tally yet, in order.
+        # Sent records whose outcomes are not in the tally yet, in order.
         self._pending: deque[tuple[Record, Receipt]] = deque()
-        # Receipts that are in the tally and were not delivered.
+        # Receipts of undelivered messages whose outcomes are in the tally.
         self._failed: list[Receipt] = []
-        # Locked while the producer is closed, so that a second close waits for the first.
+        # Locked while `close` runs, so that a second call waits for the end of the first call.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
@@ -184,7 +184,7 @@ class Sending:
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state
-            # The close waits for the remaining answers.
+            # This call waits for the remaining answers.
             self.close()
             if self.account():
                 flowed = f", {text.flow_line(state)}" if state.flowed else ""
@@ -201,7 +201,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records that an earlier run may have sent get a mark. If the position cannot be read, no record gets it.
+            # Records that an earlier run may have sent get a mark. If the position cannot be read, none gets the mark.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -221,8 +221,8 @@ class Sending:
     ) -> tuple[list[_Item], BadRecord | None]:
         """Return the next records, and an error if the record after them cannot be read.
 
-        Records of a file are read in batches, because the outbox stores a batch with one commit. Other sources may be
-        slow, so their records are read one by one.
+        If positions are stored, the records are read in batches, because the outbox stores a batch with one commit.
+        Otherwise the records are read one by one, because the source may be slow.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _MAX_BATCH
@@ -249,7 +249,7 @@ class Sending:
         return items, None
 
     def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:
-        """Raise the errors of `send_all`."""
+        """Send some records. The errors are those of `send_all`."""
         while items:
             error: Exception | None = None
             try:
@@ -257,7 +257,7 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last receipt belongs to the message that is not on disk. It will have the outcome of this message.
+                # The last receipt is for the message that is not on disk. The message will be sent, and get an outcome.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure
@@ -286,7 +286,7 @@ class Sending:
         )
 
     def account(self) -> int:
-        """Update the tally from settled receipts, and return the number of undelivered messages so far."""
+        """Add settled receipts to the tally, and return the number of undelivered messages so far."""
         pending = self._pending
         while pending and pending[0][1].done:
             receipt = pending[0][1]
@@ -297,7 +297,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Return an error if the confirms do not arrive in time."""
+        """Wait for the confirms. Return an error if they do not arrive in time."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:
@@ -308,7 +308,7 @@ class Sending:
 
     def _of_earlier_runs(self, error: UndeliveredMessages) -> list[Receipt]:
         """Return the receipts of messages that an earlier run had left in the outbox."""
-        # Read `_pending` before `_failed`, because the other thread moves receipts from the first to the second.
+        # Read `_pending` before `_failed`, because another thread may move a receipt from `_pending` to `_failed`.
         ours = {id(receipt) for _, receipt in tuple(self._pending)}
         ours.update(map(id, self._failed))
         return [receipt for receipt in error.receipts if id(receipt) not in ours]
@@ -330,7 +330,7 @@ class Sending:
 
 
 def _marked(message: bytes | Message) -> Message:
-    """Return the message with a header that shows that the broker may already have a copy."""
+    """Return the message with the header `_MARK`, because the broker may already have a copy of the message."""
     if isinstance(message, Message):
         return replace(message, headers={**(message.headers or {}), _MARK: True})
     return Message(message, headers={_MARK: True})

@@ -18,10 +18,10 @@ class Stopped(BaseException):
 
 
 class Stopping:
-    """Handles SIGINT and SIGTERM during a `with` block in the main thread. It does nothing in other threads.
+    """Handles SIGINT and SIGTERM during a `with` block in the main thread. In other threads the block has no effect.
 
-    If a signal handler raises an exception, the result of a call may be lost. So this handler raises only in a
-    `breakable` block. Outside of such a block it calls the function of `on_stop` on a separate thread.
+    If a signal handler raises an exception, the result of the interrupted call may be lost. So this handler raises only
+    in a `breakable` block. In all cases a separate thread calls the function that was given to `on_stop`.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Stopping:
         self.signal: signal.Signals | None = None
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
-        # A signal handler may call its `put` at any time, because `put` is reentrant. Other ways to wake a thread are
-        # not.
+        # A signal handler may call `SimpleQueue.put` at any time, because this method is reentrant. Other methods that
+        # wake a thread, such as `threading.Event.set`, are not reentrant.
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 128 plus the number of the signal, as in shells. It is 0 if no signal came."""
+        """The exit code: 128 plus the number of the signal, as in shells, or 0 if no signal came."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:

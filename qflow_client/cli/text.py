@@ -1,4 +1,4 @@
-"""Formats numbers and flow states for people. It also has help texts that several commands share."""
+"""Formats numbers and flow states for people, and defines a help text that several commands share."""
 
 from __future__ import annotations
 

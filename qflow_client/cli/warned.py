@@ -13,9 +13,9 @@ from rich.text import Text
 
 __all__ = ["warnings_shown"]
 
-#: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
+#: Maximum number of log records that wait for a slow terminal or pipe. If there are more, new records are dropped.
 _MAX_WAITING = 1000
-#: Maximum seconds that the command waits at its end for records that are not shown yet.
+#: Maximum seconds to wait for room in the queue, and then for the thread to show the remaining records.
 _AT_EXIT = 1.0
 
 
@@ -35,10 +35,10 @@ class _Handler(logging.Handler):
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
     """Show the warnings and errors of a logger during the block.
 
-    If the log already has a handler, as with ``--debug``, this function shows nothing.
+    If the root logger already has a handler, as with ``--debug``, this function shows nothing.
 
     Args:
-        console: console for the records. Its other output stays intact.
+        console: console that shows the records. A live display on this console stays intact.
     """
     if logging.getLogger().handlers:
         yield
@@ -60,7 +60,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # A client may have chosen a name in the record. Remove control characters, which would control the terminal.
+        # A client may have chosen a name in the record. Escape control characters, which would control the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

@@ -42,7 +42,7 @@ def add(
     Args:
         message: the body, or a `Message` with properties.
         exchange: the exchange. The default is the exchange of a `RoutedMessage`, and ``""`` for other messages.
-        routing_key: the routing key, with the same default.
+        routing_key: the routing key. The default is that of a `RoutedMessage`, and ``""`` for other messages.
         ordering_key: messages with the same key are published in the order in which they were added. The messages of
             transactions that run at the same time have no order. ``None`` for a message without an order.
         using: alias of the database.
@@ -103,11 +103,13 @@ def add_many(
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
     """Remember a message in the current transaction. Return True if the message was not handled before.
 
-    If another transaction is handling a copy, the function waits for its end. Call it in the transaction that handles
-    the message. Acknowledge the message after the commit, even if the result is False.
+    Call the function in the transaction that handles the message. If another transaction is handling a copy, the
+    function waits for the end of that transaction. Acknowledge the message after the commit, even if the result is
+    False.
 
     Args:
-        consumer: name of the consumer. Consumers of the same messages in one database need different names.
+        consumer: name of the consumer. If two consumers with one database handle the same messages, each needs its own
+            name.
         using: alias of the database.
 
     Raises:
@@ -137,7 +139,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
         using: alias of the database.
     """
     connection = connections[using]
-    # Use the clock of the database, because it wrote the times.
+    # Use the clock of the database, because the stored times are from this clock.
     before = (
         "datetime('now', %s || ' seconds')" if connection.vendor == "sqlite" else "now() + make_interval(secs => %s)"
     )

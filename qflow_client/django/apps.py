@@ -1,4 +1,4 @@
-"""The application for ``INSTALLED_APPS``."""
+"""The Django application for ``INSTALLED_APPS``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["OutboxConfig"]
 
 
 class OutboxConfig(AppConfig):
-    """The application, which has tables but no models."""
+    """The Django application. It has tables but no models."""
 
     name = "qflow_client.django"
     label = "qflow_outbox"

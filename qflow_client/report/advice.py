@@ -1,4 +1,4 @@
-"""Finds thresholds and capacities for a maximum depth (C6) or delay, and tests them on recorded messages."""
+"""Finds thresholds and capacities that keep a maximum depth (C6) or delay, and tests them on recorded messages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Maximum number of replayed samples, and maximum number of messages in them. They are around the greatest depth.
+#: Maximum number of replayed samples. The samples around the greatest depth are replayed.
 SAMPLES = 2000
+#: Maximum number of messages in the replayed samples.
 MESSAGES = 20_000
 #: Maximum number of round trips of a replay. If the samples last longer, the round trips become longer.
 ROUNDS = 20_000
 
-# The tested sums of the capacities are the maximum divided by these numbers. The tested resume thresholds are these
-# fractions (numerator, denominator) of the stop threshold.
+# The tested sums of all capacities are the maximum depth divided by these numbers.
 _CAPACITY_PARTS = (16, 8, 4, 2)
+# The tested resume thresholds are these fractions (numerator, denominator) of the stop threshold.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds keep the requested limits. The text contains the limits."""
+    """No thresholds keep the requested limits, or the log has no messages for the queue. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,10 @@ class Advice:
         stop: stop threshold in messages.
         resume: resume threshold in messages.
         capacities: capacities of the publishers.
-        drain_rate: messages per second that its consumers took while the queue was not empty.
-        expected: result of the replay with these settings.
-        recorded: result of the same replay with the recorded thresholds; ``None`` if there were none.
-        tried: results of all replays.
+        drain_rate: recorded messages per second that left the queue while consumers were busy.
+        expected: result of the replay with the recommended settings.
+        recorded: result of a replay with the recorded thresholds; ``None`` if the queue had no stop threshold.
+        tried: results of the replays with all tested settings.
     """
 
     queue: str
@@ -56,12 +57,12 @@ class Advice:
 
     @property
     def worst_case(self) -> int:
-        """The maximum number of messages in the queue (C6)."""
+        """The maximum number of messages in the queue with the recommended settings (C6)."""
         return self.stop + sum(self.capacities.values())
 
     @property
     def longest_delay(self) -> float:
-        """How many seconds a message waits in a queue with this maximum depth, at the recorded drain rate."""
+        """How many seconds a message waits if the queue has `worst_case` messages, at the recorded drain rate."""
         return self.worst_case / self.drain_rate if self.drain_rate else inf
 
     def row(self) -> Row:
@@ -112,7 +113,7 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """Return a time window in microseconds for each queue, around its greatest depth. Samples in it are replayed."""
+    """For each queue, return the start and end of a time window around its greatest depth, in microseconds."""
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -128,7 +129,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
 
     Args:
         lines: lines of a flow log, in any order. Only lines of the kind ``depth`` are used.
-        wanted: time windows, see `windows`.
+        wanted: time window of each queue, as `windows` returns it.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
@@ -145,7 +146,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """If there are too many samples, keep those around the greatest depth."""
+    """Return the samples in order. If there are too many samples, keep only those around the greatest depth."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
@@ -178,13 +179,13 @@ def advise(
 
     Args:
         publishers: number of messages from each publisher to the queue.
-        capacities: recorded capacities, for publishers whose capacity is known.
+        capacities: recorded capacities of the publishers whose capacity is known.
         maximum: maximum number of messages in the queue.
         delay: maximum seconds that a message may be in the queue.
         round_trip: seconds from a published message to its confirm.
 
     Raises:
-        AdviceError: no settings keep the limits.
+        AdviceError: no settings keep the limits, or there are no samples or publishers.
         ValueError: both limits are missing, or a value is not more than 0.
     """
     if maximum is None and delay is None:
@@ -229,7 +230,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide in proportion to the messages of each publisher. Each publisher gets at least 1."""
+    """Divide a total capacity among the publishers, in proportion to their messages. Each publisher gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

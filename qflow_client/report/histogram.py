@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
-Each number is counted in a bucket. The width of a bucket is at most 1/32 of its numbers, so a percentile is at most 3 %
-too high. Percentiles up to 63 are exact. Histograms of parts of the data can be added in any order.
+Each number is counted in a bucket. The width of a bucket is at most 1/32 of its smallest number. So a percentile is too
+high by at most 1/32, and is exact if it is below 64. Histograms of parts of the data can be added in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: Number of leading bits that are equal in all numbers of a bucket. The numbers also have the same length.
+#: Number of leading bits that are equal in all numbers of a bucket. All these numbers have the same number of bits.
 BITS = 6
 
 
@@ -31,12 +31,12 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """Return a percentile: at least `percent` percent of all numbers are not larger than this number.
+    """Return a percentile: a number that at least `percent` percent of all numbers do not exceed.
 
     Args:
         buckets: how many numbers are in each bucket.
-        percent: from 1 to 100.
-        largest: the largest of all numbers.
+        percent: the percentage, from 1 to 100.
+        largest: the largest of all counted numbers.
     """
     left = -(-sum(buckets.values()) * percent // 100)
     for bucket in sorted(buckets):

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-# Maximum number of rows of a table, and of charts. The Parquet files have all rows.
+# Maximum number of rows of a table. The Parquet files have all rows.
 _ROWS = 50
+# Maximum number of queues with a chart.
 _CHARTS = 12
 
 _HOLDS = (

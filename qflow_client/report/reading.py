@@ -20,7 +20,7 @@ _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _TAIL = 64 << 10
 # Bytes that are read in one call.
 _BLOCK = 1 << 20
-# Rows of a Parquet file that are in memory at the same time.
+# Maximum number of rows of a Parquet file that are in memory at the same time.
 _ROWS = 20_000
 
 
@@ -37,23 +37,23 @@ _loads = _parser()
 
 
 class FlowLogError(QflowError):
-    """A flow log cannot be read. The text contains its path."""
+    """A flow log cannot be read. The text contains the path of the flow log."""
 
 
 class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. All flow logs in a folder are read, including unfinished ones.
+        paths: folders and files. All flow logs in a folder are read, including files that are still being written.
 
     Raises:
-        FlowLogError: there are no flow logs, or a file has an unknown type.
+        FlowLogError: a path does not exist, a file name has an unknown ending, or a folder has no flow logs.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        #: The files, sorted by name.
+        #: The files in the order of `paths`. The files of one folder are sorted by name.
         self.files: list[Path] = []
-        #: Number of lines that could not be read so far. A killed process may leave such a line.
+        #: Number of invalid lines so far. A killed process may leave an incomplete line.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():
@@ -75,7 +75,7 @@ class FlowLogs:
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """Return the approximate times of the first and last line in microseconds. Read only both ends of each file."""
+        """Return the approximate times of the first and last line in microseconds, from both ends of each file."""
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 
@@ -143,7 +143,7 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield blocks of the lines that begin in a part. The lines are not parsed."""
+    """Yield the lines that begin in a part, in several lists. The lines are not parsed."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:
@@ -152,7 +152,7 @@ def raws(part: Part) -> Iterator[list[bytes]]:
             at += len(file.readline()) - 1
         while part.end is None or at < part.end:
             wanted = _BLOCK if part.end is None else min(_BLOCK, part.end - at)
-            # Read up to the end of the last line.
+            # Read to the end of the line that is incomplete in the block.
             block = file.read(wanted - 1) + file.readline()
             if not block:
                 return
@@ -181,7 +181,7 @@ def _ends(path: Path) -> list[int]:
         if path.suffix == ".gz":
             # To find the end of a compressed file, the whole file must be read.
             last = b""
-            for last in file:  # noqa: B007  # the last one is what is wanted
+            for last in file:  # noqa: B007  # only the last line is used
                 pass
             found.append(_at(last))
         else:
@@ -208,7 +208,7 @@ def parquet_schema(pyarrow: Any) -> Any:
     return pyarrow.schema([(name, {"text": text, "number": number, "counts": counts}[kind]) for name, kind in COLUMNS])
 
 
-#: The fields of lines, and their types.
+#: The fields that lines of a flow log can have, and the types of these fields.
 COLUMNS = (
     ("at", "number"),
     ("kind", "text"),
@@ -277,7 +277,7 @@ def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
     """Write flow logs to one Parquet file, and return the number of lines.
 
     Args:
-        target: path of the new file. An incomplete file never has this path.
+        target: path of the new file. While the file is incomplete, it has another name.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

@@ -2,8 +2,8 @@
 
 Time advances in round trips. In each round trip, a publisher that is not held sends as many messages as its capacity
 allows. A stop takes effect in the next round trip. So the queue may exceed its stop threshold, by at most the
-capacities of its publishers (C6). Then the consumer takes as many messages as it can. Confirms that the queue does not
-delay arrive at the end of the round trip.
+capacities of its publishers (C6). Then the consumer takes as many messages as it can. A confirm arrives at the end of
+the round trip, unless the queue delays the confirm.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Sample:
     """The activity of a queue during a short time.
 
     Attributes:
-        seconds: length of this time.
+        seconds: length of the sample in seconds.
         arrivals: number of messages that arrived from each publisher.
-        left: number of messages that left.
-        was_busy: whether the queue was never empty. In this case the consumers could not take more messages than
-            `left`.
+        left: number of messages that left the queue.
+        was_busy: whether the queue had messages at the start and at the end of the sample. The replay then assumes that
+            the consumers could not take more messages than they took.
     """
 
     seconds: float
@@ -53,11 +53,11 @@ class ReplayResult:
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
         seconds_flowed: total seconds that publishers with messages to send were held by the queue.
-        seconds_full: total seconds that these publishers were held only by their capacity.
+        seconds_full: total seconds that publishers with messages to send were held only by their capacity.
         delay: maximum seconds that a message was in the queue.
         sent: number of published messages.
-        unsent: number of messages that still waited at the end.
-        seconds: length of the replay.
+        unsent: number of messages that the publishers had not published at the end.
+        seconds: length of the replay in seconds of simulated time.
     """
 
     stop: int
@@ -91,12 +91,12 @@ class Sender(FlowSource):
         self.to_send = 0
         #: Published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Round trips for which the publisher was held by the queue, and round trips for which only its capacity held
-        #: it.
+        #: Number of round trips in which the queue held the publisher, and number of round trips in which only the
+        #: capacity held the publisher.
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
-        """Handle the confirm of one of its messages."""
+        """Handle the confirm of a message of this publisher."""
         self.unconfirmed -= 1
 
 
@@ -106,7 +106,7 @@ class _Alone:
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: No messages are read before their delivery.
+    #: Bytes of bodies that the queue may read ahead from a store. There is no store.
     window: int = 0
 
     def clock(self) -> float:
@@ -159,23 +159,24 @@ class Replay:
         self.delay = 0
         self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
-        # The round in which each message in the queue arrived, and the senders whose confirms arrive at the end of this
-        # round.
+        # For each message in the queue, the number of the round trip in which it arrived.
         self._came: deque[int] = deque()
+        # The senders of the messages whose confirms arrive at the end of the current round trip.
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
-        """Simulate one round trip. The consumers can take `credit` messages.
+        """Simulate one round trip.
 
         Args:
             arrivals: number of new messages that each publisher has to send.
+            credit: number of messages that the consumers can take in one round trip; may be a fraction.
         """
         queue = self.queue
         self.around.now += self.round_trip
         for name, count in arrivals.items():
             self.senders[name].to_send += count
         senders = list(self.senders.values())
-        # Each round starts with another sender, so that no sender has an advantage.
+        # Each round trip starts with another sender, so that no sender has an advantage.
         first = self.round % len(senders)
         told = [(sender, sender.is_blocked) for sender in (*senders[first:], *senders[:first])]
         for sender, is_blocked in told:
@@ -241,13 +242,13 @@ def replay(
 ) -> ReplayResult:
     """Replay recorded messages through a queue.
 
-    The messages of a sample arrive evenly over its time. If the queue was never empty in a sample, the consumers take
-    as many messages as recorded. If it was empty, they take up to `drain_rate` messages per second.
+    The messages of a sample arrive evenly over its time. If the sample was busy (`Sample.was_busy`), the consumers can
+    take as many messages as recorded. Otherwise the consumers can take `drain_rate` messages per second.
 
     Args:
-        samples: samples in order.
-        drain_rate: messages per second that the consumers can take.
-        round_trip: seconds of a round trip; at most the length of the sample.
+        samples: samples in the order of their times.
+        drain_rate: messages per second that the consumers can take in samples that were not busy.
+        round_trip: seconds of a round trip; should not exceed the length of a sample.
     """
     run = Replay(marks, capacities, round_trip=round_trip)
     for sample in samples:

@@ -21,15 +21,15 @@ class FlowReport:
     """Shows which producers were held, where, why and for how long, and recommends settings.
 
     Attributes:
-        tables: the rows of each table, by its name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
-            ``held_over_time`` and ``depth_over_time``. If there is advice, also ``advice``, ``capacities`` and
-            ``replays``. Durations are in seconds, and times in seconds since 1970.
-        lines: number of lines read, by kind.
+        tables: the rows of each table. The tables are ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
+            ``held_over_time`` and ``depth_over_time``. If advice was requested, there are also ``advice``,
+            ``capacities`` and ``replays``. Durations are in seconds, and times in seconds since 1970.
+        lines: number of read lines of each kind.
         lost: number of lines that a flow log dropped because the disk was too slow.
-        unreadable: number of lines that could not be read. A killed process may leave such a line.
+        unreadable: number of invalid lines. A killed process may leave an incomplete line.
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
-        last: time of the last line, in the same form.
-        advice: recommended settings of each queue.
+        last: time of the last line in seconds since 1970; ``None`` if there are no lines.
+        advice: recommended settings for each queue.
         no_advice: for each queue without advice, the reason.
     """
 
@@ -52,7 +52,8 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder to write to. It is created if it does not exist. Files of an earlier report are removed.
+            folder: folder to write to, which is created if it does not exist. Files of an earlier report are replaced
+                or removed.
 
         Returns:
             The paths of the files. The first one is the page.
@@ -88,7 +89,7 @@ def make_report(
     """Create a report from tables.
 
     Args:
-        samples: samples to replay, by queue; ``None`` for no advice.
+        samples: samples to replay for each queue; ``None`` for no advice.
     """
     advice: dict[str, Advice] = {}
     no_advice: dict[str, str] = {}
@@ -126,9 +127,9 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Create a report on flow logs, in this process and in constant memory.
+    """Create a report on flow logs. The used memory does not depend on the number of lines.
 
-    The function reads the logs once. For advice it reads them a second time.
+    The function reads the logs once. If advice is requested, it reads the logs a second time.
 
     Args:
         paths: folders of `FlowLog`, or files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
@@ -138,8 +139,8 @@ def flow_report(
         round_trip: seconds from a published message to its confirm in the replays.
 
     Raises:
-        FlowLogError: there are no flow logs.
-        ValueError: the maximum or the delay is not more than 0.
+        FlowLogError: there are no flow logs, or a path is wrong.
+        ValueError: `maximum`, `delay` or `round_trip` is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     tables = sum_up(logs.lines(), bin_width(*logs.span()))

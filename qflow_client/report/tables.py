@@ -1,7 +1,7 @@
 """Creates tables from the lines of flow logs.
 
 All values are sums, maxima and histograms of whole numbers, so the order of the lines does not matter. `Tables.add`
-adds a line, and `Tables.merge` adds a fact of other tables. The memory grows with the number of producers and queues,
+adds a line, and `Tables.merge` adds a `Fact` of other tables. The memory grows with the number of producers and queues,
 not with the number of lines.
 """
 
@@ -18,17 +18,17 @@ __all__ = ["SERIES_LENGTH", "Fact", "HoldKey", "HoldTotals", "QueueTotals", "Row
 
 #: A row of a table.
 Row = dict[str, Any]
-#: Origin (``"producer"`` or ``"broker"``), producer, connection, queue, reason.
+#: The key of a hold: origin (``"producer"`` or ``"broker"``), producer, connection, queue, reason.
 HoldKey = tuple[str, str, str, str, str]
 
-#: Approximate number of points of a series over time.
+#: Approximate maximum number of points of a series over time.
 SERIES_LENGTH = 400
 _PERCENTS = (50, 90, 99)
 _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """Return the width of a bin in microseconds, for time series of lines from `first` to `last`."""
+    """Return the width of the bins of a time series in microseconds. `first` and `last` are the times of its ends."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -37,7 +37,7 @@ def bin_width(first: int, last: int) -> int:
 
 @dataclass(slots=True)
 class Spread:
-    """The number, sum, maximum and histogram of durations."""
+    """The number, sum, maximum and histogram of values, such as durations in microseconds."""
 
     count: int = 0
     total: int = 0
@@ -52,35 +52,35 @@ class Spread:
         self.buckets[bucket_of(value)] += 1
 
     def add_all(self, bucket: int, count: int, total: int, largest: int) -> None:
-        """Add several durations of one bucket."""
+        """Add several values of one bucket."""
         self.count += count
         self.total += total
         self.largest = max(self.largest, largest)
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """Yield the facts for `add_all`. Only the first fact has the sum and the maximum."""
+        """Yield the facts for `add_all`. Only the first fact has the sum, but every fact has the maximum."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
             total = 0
 
     def columns(self, name: str, scale: int = _SECOND) -> Row:
-        """Return columns with the percentiles and the maximum."""
+        """Return columns with the percentiles and the maximum, divided by `scale`."""
         percents = {f"{name}_p{each}": percentile(self.buckets, each, self.largest) / scale for each in _PERCENTS}
         return percents | {f"{name}_max": self.largest / scale}
 
 
 @dataclass(slots=True)
 class HoldTotals:
-    """The totals of one producer for one hold reason."""
+    """The totals of all holds that have the same `HoldKey`."""
 
     raised: int = 0
     # Microseconds for which the producer was held, including holds that have not ended.
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # Time and messages of the periods in which the producer was unflowed: before a hold with this reason, and after it.
+    # Microseconds and published messages in the unflowed periods before these holds, and in those after these holds.
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -94,27 +94,27 @@ class QueueTotals:
 
     samples: int = 0
     us: int = 0
-    # Sum of depth times microseconds.
+    # For all samples, the sum of the depth multiplied by the microseconds of the sample.
     depth_us: int = 0
     peak: int = 0
     peak_bytes: int = 0
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Time in which the queue was never empty, and messages that left it in this time.
+    # Microseconds of the samples that start and end with messages in the queue, and messages that left in this time.
     busy_us: int = 0
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
     overshoot_bytes: int = 0
-    # The time of the latest recorded thresholds, and the thresholds.
+    # Time of the latest recorded thresholds, stop and resume thresholds in messages, and stop and resume in bytes.
     marks: tuple[int, int, int, int, int] = (-1, 0, 0, 0, 0)
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue, in the samples in which the queue was never empty.
+        """The messages per second that left the queue, in the samples that start and end with messages in the queue.
 
-        If there is no such sample, this is the rate over all samples.
+        If there is no such sample, this is the rate in all samples.
         """
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
@@ -123,15 +123,15 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """The sum of several lines.
+    """The sums and maxima of several lines. The meaning of the numbers depends on `table`.
 
     Attributes:
-        table: name of the fact's table.
-        keys: keys of the row. Their number depends on the table.
+        table: name of the table to which the fact belongs.
+        keys: keys of the row in the table. The number of keys depends on the table.
         bucket: bucket of a histogram, or start of a bin in microseconds.
-        total: a sum.
-        most: a maximum.
-        most_2: a second maximum.
+        total: first sum, such as microseconds.
+        most: first maximum, such as a depth.
+        most_2: second maximum.
         more: further sums.
     """
 
@@ -162,13 +162,13 @@ class Tables:
         self.holds: dict[HoldKey, HoldTotals] = defaultdict(HoldTotals)
         self.episodes: dict[str, Spread] = defaultdict(Spread)
         self.queues: dict[str, QueueTotals] = defaultdict(QueueTotals)
-        # Messages by queue and producer.
+        # Number of messages. The keys are the queue and the producer.
         self.arrivals: dict[tuple[str, str], int] = defaultdict(int)
-        # Microseconds by queue, reason, waiting producer, and producer that had filled the queue.
+        # Microseconds. The keys are the queue, the reason, the waiting producer, and a producer that filled the queue.
         self.waits: dict[tuple[str, str, str, str], int] = defaultdict(int)
-        # Microseconds by origin, queue, reason and bin.
+        # Microseconds of holds. The keys are the origin, the queue, the reason and the start of the bin.
         self.held: dict[tuple[str, str, str, int], int] = defaultdict(int)
-        # Peak, arrivals and departures by queue and bin.
+        # Greatest depth, arrived messages and messages that left. The keys are the queue and the start of the bin.
         self.depths: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield all facts in any order. Other tables can `merge` them."""
+        """Yield these tables as facts, in any order. `merge` adds the facts to other tables."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -373,8 +373,8 @@ class Tables:
     def widen(self) -> None:
         """Adapt the width of the bins to the exact times of all lines.
 
-        The first width comes from the first and last lines of the files, so it depends on how the lines are stored. The
-        new width is the same or larger, and each new bin consists of whole old bins.
+        The initial width comes from the first and last lines of the files, so it depends on how the lines are stored.
+        The new width is the same or larger, and each new bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -389,7 +389,7 @@ class Tables:
     # Results.
 
     def capacities(self) -> dict[str, int]:
-        """Return the capacity of each producer, if a line of the log contains it."""
+        """Return the capacities of the producers whose capacity is in the log."""
         found: dict[str, int] = {}
         for (_, producer, _, _, _), hold in self.holds.items():
             if hold.capacity:
@@ -401,7 +401,7 @@ class Tables:
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
-        """The rows have a fixed order."""
+        """Return the rows of each table, in a fixed order."""
         return {
             "holds": list(self._hold_rows()),
             "producers": list(self._producer_rows()),
@@ -476,7 +476,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each bin: the depth, and the time for which the queue held its publishers."""
+        """Yield a row for each queue and bin, with the depth and the time for which the queue held its publishers."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":
@@ -493,7 +493,7 @@ class Tables:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first line to the last."""
+        """The seconds from the first line to the last line."""
         return 0.0 if self.first is None or self.last is None else (self.last - self.first) / _SECOND
 
 
@@ -549,7 +549,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
     """Return the tables of all lines.
 
     Args:
-        width: width of the bins in microseconds; at most the `bin_width` of all lines.
+        width: initial width of the bins in microseconds; at most the `bin_width` for the times of all lines.
     """
     tables = Tables(width)
     add = tables.add

@@ -1,7 +1,7 @@
 """Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
 
 A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
-ports, folder, configuration and password. All its data is in memory. It listens only on the loopback interface.
+ports, folder, configuration and password. It keeps all data in memory, and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qflow_client.testing.node import HOST, Node, free_port
 
 __all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
 
-#: The latest version of each release line.
+#: The latest version of each release series of Broker-J.
 VERSIONS = ("9.2.1", "10.1.0")
 
 _USER = "guest"
@@ -40,7 +40,7 @@ _PLUGINS = (
     "management-http",
     "memory-store",
 )
-# qpid-broker has the main class. Without the exclusions, Maven would also download every plugin.
+# The artifact qpid-broker has the main class. Without the exclusions, Maven would also download every plugin.
 _POM = """\
 <project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -74,14 +74,14 @@ class BrokerJError(RuntimeError):
 
 
 class BrokerJNotInstalled(BrokerJError):
-    """This machine has no Broker-J, and cannot download it."""
+    """This machine has no Java, or has no jars of Broker-J and cannot download them."""
 
 
 class BrokerJ:
     """A running Broker-J and its REST API. Any program may have started the broker.
 
     Args:
-        url: AMQP URL of a virtual host. Its user and password are also used for the REST API.
+        url: AMQP URL of a virtual host. The user and the password of this URL are also used for the REST API.
         management_url: HTTP URL of the REST API.
         virtual_host_node: node of the virtual host. ``None`` for the node with the name of the virtual host.
     """
@@ -98,7 +98,7 @@ class BrokerJ:
 
     @property
     def url(self) -> str:
-        """AMQP URL of its virtual host."""
+        """The AMQP URL of the virtual host."""
         return self._url
 
     @property
@@ -138,7 +138,7 @@ class BrokerJ:
         """Set the context variables of the virtual host. The errors are those of `make_queue`.
 
         Args:
-            variables: all context variables of the virtual host by name, such as ``queue.defaultOverflowPolicy``.
+            variables: names and values of all context variables, such as ``queue.defaultOverflowPolicy``.
         """
         context = {name: str(value) for name, value in variables.items()}
         self._request("POST", f"virtualhost/{self._parent}", {"context": context})
@@ -168,7 +168,7 @@ class BrokerJ:
 class BrokerJNode(Node, BrokerJ):
     """A private Broker-J. Its only virtual host has the name ``default``, and is in memory.
 
-    As a context manager it starts on entry and is closed on exit::
+    The context manager starts the broker on entry and closes it on exit::
 
         with BrokerJNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
@@ -176,8 +176,8 @@ class BrokerJNode(Node, BrokerJ):
     Args:
         version: version of the broker. When a version is first used, Maven downloads the jars into the folder of the
             environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
-        flow_enforcement_timeout: if a channel still publishes this number of seconds after a stop, the broker closes
-            the channel. ``None`` for the broker's default, 5.
+        flow_enforcement_timeout: seconds after a stop. If a channel publishes later than that, the broker closes the
+            channel. ``None`` for the broker's default of 5 seconds.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
@@ -215,7 +215,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """The log since the start. ``QUE-1003``: a queue is too full. ``QUE-1004``: the queue has room again."""
+        """The log since the broker's start. ``QUE-1003``: a queue is too full. ``QUE-1004``: the queue has room."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:
@@ -240,7 +240,7 @@ class BrokerJNode(Node, BrokerJ):
         ]
 
     def _environment(self) -> dict[str, str]:
-        # Environment variables for other brokers must not affect this one.
+        # Remove environment variables that are for other brokers.
         return {name: value for name, value in os.environ.items() if not name.startswith("QPID_")}
 
     def _is_ready(self) -> bool:

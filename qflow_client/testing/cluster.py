@@ -1,9 +1,9 @@
 """A private cluster of three RabbitMQ nodes. Tests can cut the links between the nodes.
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
-links. A cut link is an iptables rule that drops the packets between two addresses. As in a broken network, a node
-detects the cut only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients connect
-from 127.0.0.1, so they stay connected.
+links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
+only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients connect from 127.0.0.1,
+so the cuts do not affect them.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -26,14 +26,14 @@ from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
 
 __all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
 
-#: If a node receives nothing from another node for this number of seconds, it considers the other node lost.
+#: If a node receives nothing from a second node for this number of seconds, it considers the second node lost.
 NET_TICK_TIME: Final = 8
 
 _START_TIMEOUT = 300.0
 
 
 class _ClusterNode(RabbitMQNode):
-    """`epmd_port` is the port of the cluster's port mapper, and `peers` has the names of all nodes."""
+    """One node. `epmd_port` is the port of the cluster's port mapper, and `peers` has the names of all nodes."""
 
     _ctl_options = ("--longnames",)
 
@@ -89,7 +89,7 @@ def _name(host: str) -> str:
 
 
 class RabbitMQCluster:
-    """Three RabbitMQ nodes that form a cluster. The context manager starts it on entry and closes it on exit.
+    """RabbitMQ nodes that form a cluster. The context manager starts the cluster on entry and closes it on exit.
 
     Example::
 
@@ -119,7 +119,7 @@ class RabbitMQCluster:
         self.nodes: tuple[_ClusterNode, ...] = tuple(
             _ClusterNode(host, self._epmd_port, cookie, names, Path(self._folder.name) / host) for host in self._hosts
         )
-        # The iptables rules that cut links now.
+        # The current iptables rules, two for each cut link.
         self._rules: list[tuple[str, ...]] = []
 
     @property
@@ -129,7 +129,7 @@ class RabbitMQCluster:
 
     @staticmethod
     def can_partition() -> bool:
-        """Whether this process can cut links. It needs root and iptables."""
+        """Whether this process can cut links, which needs root and iptables."""
         return os.geteuid() == 0 and shutil.which("iptables") is not None
 
     def start(self) -> None:
@@ -155,7 +155,7 @@ class RabbitMQCluster:
 
     @property
     def running(self) -> int:
-        """The number of running nodes as the first node sees them, including itself."""
+        """The number of running nodes that the first node knows, including the first node."""
         return int(self.nodes[0].evaluate("length(rabbit_mnesia:cluster_nodes(running))."))
 
     @staticmethod
@@ -198,10 +198,10 @@ class RabbitMQCluster:
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut one node off from all others during the block. The node pauses, and rejoins the cluster afterwards.
+        """Cut all links of one node during the block. The node pauses, and rejoins the cluster after the block.
 
         Raises:
-            RabbitMQError: as for `cut`.
+            RabbitMQError: this machine has no iptables, or the process is not root.
         """
         try:
             for other in range(len(self.nodes)):

@@ -1,4 +1,4 @@
-"""Records the depth of a queue of an embedded broker over time, and draws it with its thresholds."""
+"""Records the depth of a queue of an embedded broker over time, and draws the depth with the queue's thresholds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["DepthPanel", "DepthRecorder", "DepthSample", "draw_depth"]
 
 @dataclass(frozen=True, slots=True)
 class DepthSample:
-    """A queue at one moment.
+    """The state of a queue at one moment.
 
     Attributes:
         at: time in seconds since the start of the recording.
         depth: number of ready and unacked messages.
-        bytes: body bytes of these messages.
+        bytes: body bytes of the ready and unacked messages.
         on: whether the flow state is ON.
     """
 
@@ -33,11 +33,11 @@ class DepthSample:
 
 
 class DepthRecorder:
-    """Records a queue during the block, on a separate thread. It takes a sample after each change of the broker.
+    """Records a queue during a `with` block. A separate thread takes a sample after each change of the broker.
 
     Args:
         broker: a running embedded broker.
-        queue: name of one of its queues.
+        queue: name of a queue of the broker.
     """
 
     #: Maximum seconds between two samples if nothing changes.
@@ -51,7 +51,7 @@ class DepthRecorder:
         self._thread = threading.Thread(target=self._run, name=f"depth of {queue}", daemon=True)
         #: The samples, oldest first.
         self.samples: list[DepthSample] = []
-        #: Maximum number of messages and body bytes. The queue itself counts them, so no peak is missed.
+        #: Maximum number of messages, and of body bytes. The queue records both maxima, so no peak is missed.
         self.peak_depth = 0
         self.peak_bytes = 0
 
@@ -73,7 +73,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # Nothing has changed.
+                # The broker has not changed for `PERIOD` seconds.
                 continue
 
     def _look(self, broker: Broker) -> bool:
@@ -86,13 +86,13 @@ class DepthRecorder:
 
 @dataclass(frozen=True, slots=True)
 class DepthPanel:
-    """One run in a drawing.
+    """One run to draw.
 
     Attributes:
         title: title of the run.
         samples: samples, oldest first.
         peak: maximum value of the run; ``None`` for the maximum of the samples.
-        marks: values to draw as lines, by name. The lines ``highest``, ``stop`` and ``resume`` have colours.
+        marks: names and values of lines to draw. The lines ``highest``, ``stop`` and ``resume`` have colours.
         of_bytes: whether to draw body bytes instead of messages.
     """
 
@@ -132,7 +132,7 @@ text.highest { fill: #c297ff } text.stop { fill: #ff7b72 } text.resume { fill: #
 .depth { stroke: #79c0ff }
 .on { fill: #ff7b72; opacity: 0.16 }"""
 
-# Minimum distance between two lines of text.
+# Minimum distance between two lines of text in pixels.
 _LINE_HEIGHT = 14
 
 # Possible distances between two ticks of the time axis in seconds.
@@ -192,7 +192,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     for name, value in sorted(panel.marks.items(), key=lambda mark: -mark[1]):
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
-        # The names need more distance than the lines may have.
+        # The lines may be close together, but the names need a minimum distance.
         above = max(y(value) + 4, above + _LINE_HEIGHT)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')

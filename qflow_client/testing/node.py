@@ -31,16 +31,16 @@ _LAST_LINES = 30
 
 
 class Node(ABC):
-    """A private broker. The context manager starts it on entry and closes it on exit.
+    """A private broker. The context manager starts the broker on entry and closes it on exit.
 
     Args:
-        title: name in error messages, such as ``"RabbitMQ node on port 5672"``.
-        directory: working folder. It also contains the console log.
-        temporary: the same folder if `close` has to remove it; ``None`` otherwise.
+        title: name of the broker in error messages, such as ``"RabbitMQ node on port 5672"``.
+        directory: working folder of the broker. It also contains the console log.
+        temporary: the working folder as an object, if `close` has to remove this folder; ``None`` otherwise.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
     """
 
-    #: The class of exceptions for failed actions.
+    #: The class of the exceptions that failed actions raise.
     _error: type[Exception] = RuntimeError
 
     def __init__(
@@ -54,7 +54,7 @@ class Node(ABC):
         self._directory = directory
         self._temporary = temporary
         self._start_timeout = start_timeout
-        # Set while the broker runs. If the broker ends by itself, it stays set until stop() or kill().
+        # None if the broker has not been started. If the broker ends by itself, this attribute is not changed.
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,7 +72,7 @@ class Node(ABC):
 
         Raises:
             RabbitMQError, BrokerJError: the broker ends or does not answer within `start_timeout`. The text contains
-                the last lines of its log.
+                the last lines of the broker's log.
         """
         if self.running:
             return
@@ -108,7 +108,7 @@ class Node(ABC):
         """Stop the broker cleanly. Do nothing if it does not run.
 
         Args:
-            timeout: maximum seconds. After this time the broker is killed, and a warning is logged.
+            timeout: maximum seconds to wait for the end. After this time the broker is killed, and a warning is logged.
         """
         process = self._process
         if process is not None and process.poll() is None:
@@ -127,7 +127,7 @@ class Node(ABC):
         self._reap()
 
     def pause(self) -> None:
-        """Suspend the broker (SIGSTOP). Its connections stay open, but it reads nothing until `resume`.
+        """Suspend the broker (SIGSTOP). Its connections stay open, but the broker reads nothing before `resume`.
 
         Raises:
             RabbitMQError, BrokerJError: the broker does not run.
@@ -136,11 +136,11 @@ class Node(ABC):
         if pid is None:
             raise self._error(f"cannot pause the {self._title}: it is not running; call start() first")
         os.killpg(pid, signal.SIGSTOP)
-        # The signal may take effect only after kill() has returned. So wait until the process is stopped.
+        # The signal may take effect only after `os.killpg` has returned. So wait until the process is stopped.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Continue the broker after `pause` (SIGCONT). Do nothing if it is not suspended."""
+        """Continue the broker after `pause` (SIGCONT). Do nothing if the broker is not suspended."""
         pid = self.pid
         if pid is not None:
             os.killpg(pid, signal.SIGCONT)
@@ -192,11 +192,11 @@ class Node(ABC):
         """Return the user of the process, as arguments of ``subprocess.Popen``."""
         return {}
 
-    def _start_helpers(self) -> None:  # noqa: B027 - most need none
+    def _start_helpers(self) -> None:  # noqa: B027 - most brokers need no other processes
         """Start other processes that the broker needs."""
 
     def _reap(self) -> None:
-        """Wait for the ended processes, so that no zombies are left."""
+        """Wait for the processes that have ended or were killed, so that no zombies remain."""
         if self._process is not None:
             self._process.wait()
             self._process = None
@@ -205,8 +205,8 @@ class Node(ABC):
 def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     """Return a port that has no listener and is not in `taken`.
 
-    Nodes and proxies use different ranges. A node listens on its port only seconds after the choice. Until then a proxy
-    of another process could use the same port.
+    Nodes and proxies use different ranges of ports. A node listens on its port only seconds after this call. In the
+    meantime, a proxy of another process could otherwise get the same port.
     """
     # The ranges are below the range that systems use for outgoing connections. Otherwise, while the broker is down, a
     # client could get the broker's port as its own and connect to itself.

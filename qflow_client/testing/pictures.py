@@ -34,7 +34,7 @@ def svg(
         title: description for screen readers.
         made_by: name of the program that creates the drawing, for a comment.
         light: additional rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
-        dark: additional rules for dark pages.
+        dark: additional rules of the style sheet that apply only to dark pages.
     """
     body = "\n".join(parts)
     style = f"{_LIGHT}\n{light}\n@media (prefers-color-scheme: dark) {{\n{_DARK}\n{dark}\n}}"

@@ -41,11 +41,11 @@ def qflow_broker_settings() -> Mapping[str, Any]:
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
     """A new broker on a free port of the loopback interface. It is closed at the end of the test."""
-    # Import it here, because pytest loads this module in every run, even if no test needs a broker.
+    # Import `Broker` here, because pytest loads this module in every run, even if no test needs a broker.
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
-    # The nearest marker comes first, and has priority.
+    # The nearest marker comes first. Apply it last, so that it has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
             raise pytest.UsageError(f"@pytest.mark.{_MARKER} accepts only keyword arguments, not {marker.args[0]!r}")
@@ -56,7 +56,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
 
 @pytest.fixture(scope="session")
 def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
-    """Create brokers that end with the session. Call it with settings, for example in a fixture with a wider scope."""
+    """A function that creates a broker with the given settings. The broker is closed at the end of the session."""
     from qflow_client.broker import Broker
 
     with ExitStack() as brokers:
@@ -69,7 +69,7 @@ def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
 
 @pytest.fixture
 def qflow_proxy(qflow_broker: Broker) -> Iterator[FaultProxy]:
-    """A proxy in front of the test's `qflow_broker`. It passes all bytes on until the test sets a fault."""
+    """A proxy in front of the test's `qflow_broker`. The proxy passes all bytes on until the test sets a fault."""
     from qflow_client.testing.proxy import FaultProxy
 
     with FaultProxy(qflow_broker.url) as proxy:

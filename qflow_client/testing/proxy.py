@@ -1,8 +1,8 @@
 """A proxy that simulates network faults between clients and any broker.
 
 The proxy passes all bytes on unchanged until a method or a schedule sets a fault. A fault applies to one connection, or
-to all current and future connections. Random values come from a seed. Connections may use TLS. The proxy cannot see the
-frames of a TLS connection, so it cannot inject or count frames there.
+to all current and future connections. Random values come from a seed. Connections can use TLS. The proxy cannot see the
+frames of a TLS connection, so it cannot inject or count frames in such a connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECEIVE_BUFFER = 1 << 18
 
 
 class Schedule:
-    """Steps that a proxy executes at given times. `FaultProxy.schedule` creates it."""
+    """Steps that a proxy executes at given times. `FaultProxy.schedule` creates a schedule."""
 
     def __init__(self, proxy: FaultProxy, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> None:
         self._proxy = proxy
@@ -52,18 +52,18 @@ class Schedule:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done."""
+        """Whether the schedule has ended: all steps are done, a step has failed, or the schedule was cancelled."""
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last step is done, or until the schedule is cancelled.
+        """Wait until the last step is done, or the schedule is cancelled.
 
         Args:
-            timeout: maximum seconds; ``None`` for no limit.
+            timeout: maximum seconds to wait; ``None`` for no limit.
 
         Raises:
-            TimeoutError: not all steps are done.
-            Exception: a step has raised it. Later steps are not executed.
+            TimeoutError: the schedule has not ended after `timeout` seconds.
+            Exception: the error that a step has raised. Later steps are not executed.
         """
         self._done.result(timeout)
 
@@ -106,8 +106,8 @@ class Schedule:
 class FaultProxy:
     """A TCP proxy in front of a broker. It cuts, stalls, delays and splits connections, and injects frames.
 
-    ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. It listens on a free port of the
-    loopback interface. Any thread may call its methods.
+    ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. The proxy listens on a port of the
+    loopback interface. Any thread may call the methods of the proxy.
 
     Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With the
     argument `connection` they apply to one connection, and without it to all current and future connections.
@@ -135,20 +135,20 @@ class FaultProxy:
         self._port = port
         self._relays = Relays(self.target, seed, self._has_changed)
         self._accepted = 0
-        # None while connections are refused.
+        # The listening socket; None while the proxy refuses connections.
         self._listener: socket.socket | None = None
         self._schedules: list[Schedule] = []
         # Tasks of accepted connections that have no transport yet.
         self._greeting: set[asyncio.Task[None]] = set()
-        # The event loop, for code on the loop.
+        # The event loop. Only code that runs on this loop uses this attribute.
         self._running: asyncio.AbstractEventLoop
-        # The event loop, for other threads. None while the loop accepts no calls. Protected by the lock.
+        # The event loop for calls from other threads; None while the loop accepts no calls. `_loop_lock` protects it.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Incremented at each change while a thread waits. Protected by the condition.
+        # Number of changes of connections. Changes count only while a thread waits. `_changed` protects this number.
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0
@@ -203,8 +203,8 @@ class FaultProxy:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-            # Do not use a port for outgoing connections. While the proxy refuses connections, a client could get the
-            # same port as its own and connect to itself.
+            # Do not use a port that the system uses for outgoing connections. While the proxy refuses connections, a
+            # client could get the same port as its own and connect to itself.
             self._port = self._port or free_port(set(), for_proxy=True)
             listener.bind((_HOST, self._port))
             listener.listen(128)
@@ -260,7 +260,7 @@ class FaultProxy:
     # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function on the proxy's loop. If this thread runs the loop, call the function directly."""
+        """Run a function on the proxy's loop, and return its result. On the loop's thread, call the function here."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -326,11 +326,11 @@ class FaultProxy:
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait until a condition is true. It is checked after each transfer of bytes and each change of a connection.
+        """Wait until a condition is true. Check it after each transfer of bytes and each change of a connection.
 
         Args:
             predicate: function that gets the proxy and returns the condition. It runs on the calling thread.
-            timeout: maximum seconds.
+            timeout: maximum seconds to wait.
 
         Raises:
             TimeoutError: the condition did not become true in time. The text lists the connections.
@@ -391,8 +391,8 @@ class FaultProxy:
     ) -> None:
         """Insert a frame after the current frame, as if the broker or the client had sent it.
 
-        The frame overtakes stalled and delayed bytes. It may come between the frames of one message. To avoid this,
-        inject a frame only while no message is transferred.
+        The frame overtakes stalled and delayed bytes. If a message is being transferred, the frame may come between two
+        frames of this message.
 
         Args:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or bytes.
@@ -442,9 +442,9 @@ class FaultProxy:
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
         """Read all bytes and discard them. The end of a connection is not passed on either.
 
-        After bytes of a direction were discarded, no more bytes of it are passed on, even after `heal`. While both
-        directions are black holes, the proxy accepts a new client without connecting to the broker, and the client
-        never gets an answer.
+        When bytes of a direction have been discarded, no more bytes of this direction are passed on, even after `heal`.
+        While both directions are black holes, the proxy accepts a new client without connecting to the broker. This
+        client never gets an answer.
 
         Args:
             direction: affected direction; ``None`` for both.
@@ -468,7 +468,7 @@ class FaultProxy:
         Args:
             seconds: delay in seconds.
             jitter: maximum additional random delay in seconds.
-            direction: affected direction. ``None`` for both. Then a round trip is delayed twice.
+            direction: affected direction; ``None`` for both, so that a round trip is delayed twice.
             connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
@@ -511,7 +511,7 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Pass all bytes on in small writes.
+        """Split all bytes into small writes.
 
         Args:
             lowest: minimum bytes of a write, if at least this number of bytes was received.
@@ -543,7 +543,7 @@ class FaultProxy:
 
         Args:
             size: bytes of a write.
-            wait: maximum seconds to collect bytes. After this time fewer bytes are passed on.
+            wait: maximum seconds to collect bytes. After this time the proxy passes on the bytes that it has.
             direction: affected direction; ``None`` for both.
             connection: number of the connection; ``None`` for all current and future connections.
 
@@ -585,7 +585,7 @@ class FaultProxy:
         self._call(self._stop_listening)
 
     def heal(self, connection: int | None = None) -> None:
-        """End all lasting faults. Pass stalled and delayed bytes on, and accept connections again.
+        """End all lasting faults. Pass on the stalled and delayed bytes, and accept connections again.
 
         Args:
             connection: number of the connection; ``None`` for all current and future connections.
@@ -602,12 +602,12 @@ class FaultProxy:
         """Execute steps at given times, such as ``[(0.5, FaultProxy.cut), (2.0, lambda proxy: proxy.delay(0.1))]``.
 
         Args:
-            steps: pairs of a time and a function. The time is in seconds from now on, and must not decrease. The
-                function is called with the proxy on the proxy's thread, and must not block. The next step is read after
-                the previous one was executed, so `steps` may be endless.
+            steps: pairs of a time and a function. The times are in seconds after this call, and must not decrease. The
+                proxy's thread calls the function with the proxy as its argument. The function must not block. Each step
+                is read after the previous step was executed, so `steps` may be endless.
 
         Returns:
-            The schedule. It ends with the proxy.
+            The schedule, which is cancelled at the end of the proxy.
         """
         schedule = Schedule(self, steps)
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# All nodes can have the same name, because each node has its own epmd. A data folder can be used with only one name.
+# All nodes can have the same name, because each node has its own epmd. A data folder belongs to one node name.
 _NODE_NAME = "qflow@localhost"
 
-# Folders with scripts that are not in the PATH of an ordinary user.
+# Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
 # The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts do not.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
@@ -41,8 +41,8 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-# An alarm command returns before RabbitMQ has informed the connections. The process that informs them answers this call
-# when it has done so.
+# An alarm command returns before RabbitMQ has informed the connections. The Erlang process that informs the connections
+# answers this call afterwards.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -62,7 +62,7 @@ class _Tools:
     server: Path
     ctl: Path
     epmd: Path
-    # Some systems have an Erlang without this tool.
+    # None if Erlang is installed without this tool, as on some systems.
     erl_call: str | None
 
     @classmethod
@@ -81,7 +81,7 @@ class _Account:
 
     @classmethod
     def find(cls) -> _Account | None:
-        """Return None if nodes run as the user of this process."""
+        """Return the user rabbitmq, or None if nodes run as the user of this process."""
         if os.geteuid() != 0:
             return None
         try:
@@ -115,7 +115,7 @@ class RabbitMQ(ABC):
         This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
 
         Args:
-            expression: the expression with its full stop. After an error it may be evaluated a second time.
+            expression: Erlang expression with its full stop. After an error, it may be evaluated a second time.
 
         Raises:
             RabbitMQError: the node does not answer, or the expression fails.
@@ -123,7 +123,7 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes from now on.
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that then publishes.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -155,7 +155,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
-        """Flush declarations to disk. RabbitMQ 3 answers before it writes them, so a crash could lose them.
+        """Flush declarations to disk. RabbitMQ 3 answers a declaration before writing it, so a crash could lose it.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -166,7 +166,7 @@ class RabbitMQ(ABC):
 class RabbitMQNode(Node, RabbitMQ):
     """A private RabbitMQ node.
 
-    As a context manager it starts on entry and is closed on exit::
+    The context manager starts the node on entry and closes it on exit::
 
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
@@ -175,9 +175,10 @@ class RabbitMQNode(Node, RabbitMQ):
     the node runs as the user rabbitmq, if this user exists.
 
     Args:
-        directory: folder for data, logs and configuration. It is created if it does not exist. `close` keeps it, and a
-            later node uses its data. If root starts the node, the user rabbitmq becomes the owner of the folder, and
-            must have access to its path. ``None`` for a temporary folder, which `close` removes.
+        directory: folder for data, logs and configuration, which is created if it does not exist. `close` keeps the
+            folder, and a later node with the same folder uses its data. If root starts the node, the user rabbitmq
+            becomes the owner of the folder, and must have access to its path. ``None`` for a temporary folder, which
+            `close` removes.
         port: AMQP port; ``None`` for a free port.
         start_timeout: maximum seconds that `start` waits for an answer of the node.
 
@@ -187,7 +188,7 @@ class RabbitMQNode(Node, RabbitMQ):
 
     _error = RabbitMQError
 
-    # The Erlang name of the node, and its address.
+    # The Erlang name and the address of the node.
     _name = _NODE_NAME
     _host = HOST
     _ctl_options: tuple[str, ...] = ()
@@ -236,13 +237,13 @@ class RabbitMQNode(Node, RabbitMQ):
 
         Args:
             args: command and its arguments, such as ``"list_queues", "name", "messages"``.
-            timeout: maximum seconds.
+            timeout: maximum seconds to wait for the end of the command.
 
         Returns:
             The output, without headers and surrounding white space.
 
         Raises:
-            RabbitMQError: the command fails or takes too long. The text has the error output of the command.
+            RabbitMQError: the command fails or takes too long. The text has the error output of a failed command.
         """
         words = " ".join(args)
         try:
@@ -258,7 +259,7 @@ class RabbitMQNode(Node, RabbitMQ):
         """Evaluate an Erlang expression in the node. This takes milliseconds if ``erl_call`` of Erlang is installed.
 
         Args:
-            expression: the expression with its full stop. After an error it may be evaluated a second time.
+            expression: Erlang expression with its full stop. After an error, it may be evaluated a second time.
             timeout: maximum seconds for all evaluations together.
 
         Returns:
@@ -275,11 +276,11 @@ class RabbitMQNode(Node, RabbitMQ):
                 raise RabbitMQError(f"{self._title} did not evaluate {expression} within {timeout:g} s") from None
             if (result := result_of_erl_call(done.stdout)) is not None:
                 return result
-        # Evaluate it again, because rabbitmqctl explains errors better.
+        # Evaluate the expression again with rabbitmqctl, because its error messages are better.
         return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
-        """Use the environment and the user of the node."""
+        """Run a command with the environment and the user of the node."""
         return subprocess.run(
             command,
             cwd=self._directory,
@@ -321,8 +322,8 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # With this variable the start script replaces itself by the Erlang process. So signals of this process
-            # reach Erlang, and this process sees the end of Erlang.
+            # With this variable the start script replaces itself by Erlang. So the process that `start` creates is
+            # Erlang itself, and the signals of `stop`, `pause` and `kill` reach it.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -386,7 +387,7 @@ class RabbitMQNode(Node, RabbitMQ):
     def _reap(self) -> None:
         super()._reap()
         if self._epmd is not None:
-            # Kill epmd, because it does not end normally while a node is registered. It has no data to lose.
+            # Kill epmd, because it does not end normally while a node is registered. epmd has no data to lose.
             self._epmd.kill()
             self._epmd.wait()
             self._epmd = None

@@ -1,4 +1,4 @@
-"""The connections of a `FaultProxy`. Each has two ends, and two directions with rules."""
+"""The connections of a `FaultProxy`. Each connection has two ends, and two directions with rules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rul
 
 _log = logging.getLogger(__name__)
 
-# Maximum bytes that the proxy keeps for one direction before it stops reading. The second number is for a delayed
-# direction, because a delay must not limit the bandwidth.
+# Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
+# The same maximum for a delayed direction. It is larger, because a delay must not limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, the bytes of this number of seconds are sent together. If the loop is late, it makes up for at
-# most this time.
+# With a limited rate, the proxy sends the bytes of this number of seconds together. If the event loop is late, it
+# catches up on at most the bytes of this number of seconds.
 _RATE_SLICE = 0.01
-# Maximum seconds to connect to the broker.
+# Maximum seconds that connecting to the broker may take.
 _CONNECT_TIMEOUT = 30.0
 
 _HEAD = struct.Struct(">BHI")
@@ -49,13 +49,13 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProxiedConnection:
-    """A connection at one moment.
+    """The state of a connection at one moment.
 
     Attributes:
         number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
         name_at_broker: address and port of the connection as the broker sees them. `Broker` and RabbitMQ use this text
-            as the name of the connection. Empty if there is no connection to the broker.
+            as the name of the connection. It is empty if there is no connection to the broker.
         bytes_to_broker: number of bytes passed on to the broker.
         bytes_to_client: number of bytes passed on to the client.
         bytes_swallowed: number of discarded bytes in both directions.
@@ -77,7 +77,7 @@ class Rules:
     jitter: float = 0.0
     # Bytes per second; 0 for no limit.
     rate: float = 0.0
-    # Minimum and maximum bytes of a write; 0 for unchanged writes.
+    # Minimum and maximum bytes of a write; zeros if writes are not split.
     split: tuple[int, int] = (0, 0)
     pause: float = 0.0
     # Number of bytes to collect, and maximum seconds to collect them.
@@ -99,8 +99,9 @@ class Borders:
     __slots__ = ("_head", "_left", "is_amqp")
 
     def __init__(self) -> None:
-        # The received part of a frame header. After the header, the number of missing bytes of the frame.
+        # The received part of the header of the current frame.
         self._head = b""
+        # After the header, the number of bytes of the frame that have not been processed.
         self._left = 0
         # False after bytes that are not AMQP frames.
         self.is_amqp = True
@@ -122,7 +123,7 @@ class Borders:
                 return at
             kind, _, size = _HEAD.unpack(self._head)
             if self._head.startswith(_GREETING):
-                # A protocol header has eight bytes.
+                # A protocol header has eight bytes, one more than a frame header.
                 self._left = 1
             elif kind in _FRAME_KINDS:
                 self._left = size + 1
@@ -171,9 +172,9 @@ class Way:
         self.borders = Borders()
         # Bytes to insert at the next frame boundary.
         self._injected: list[bytes] = []
-        # Methods to remove once, each as a channel and pamqp's index.
+        # Methods to remove once, each as a channel number and pamqp's index of the method.
         self._unwanted: list[tuple[int, int]] = []
-        # The received part of a method to remove.
+        # The received part of a method frame that may have to be removed.
         self._undecided = b""
         # Received bytes with the times at which to pass them on. Empty bytes stand for the end of the stream.
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -201,13 +202,13 @@ class Way:
         self.pump()
 
     def _swallow(self, count: int) -> None:
-        # Without these bytes, later bytes have no meaning.
+        # Without the discarded bytes, later bytes of the stream have no meaning.
         self.is_dead = True
         self.swallowed += count
         self.relays.changed()
 
     def receive(self, data: bytes) -> None:
-        """Empty bytes mean the end."""
+        """Handle received bytes. Empty bytes mean the end of the stream."""
         if self.rules.swallows or self.is_dead:
             self._swallow(len(data))
             return
@@ -217,7 +218,7 @@ class Way:
         now = self.relays.loop.time()
         due = now + self.rules.latency + (self.rules.jitter and self.rules.jitter * self.connection.random.random())
         if self._pieces:
-            # Keep the order.
+            # Keep the order of the bytes.
             due = max(due, self._pieces[-1][0])
         self._pieces.append((due, data))
         self._size += len(data)
@@ -227,7 +228,7 @@ class Way:
             self.look()
 
     def pump(self) -> None:
-        """Pass on the bytes whose time has come."""
+        """Pass on the bytes that have been delayed long enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -325,7 +326,7 @@ class Way:
         return b"".join(kept)
 
     def take_out(self, method: type[pamqp.base.Frame], channel: int) -> None:
-        """Remove the next method of this type on this channel."""
+        """Remove the next method of the given type on the given channel from the stream."""
         self._unwanted.append((channel, method.index))
 
     def _write(self, data: bytes) -> None:
@@ -358,7 +359,7 @@ class Way:
 
 
 class End(asyncio.Protocol):
-    """One end of a connection."""
+    """The socket to the client, or the socket to the broker, of a connection."""
 
     def __init__(self, connection: Relay, incoming: Way, outgoing: Way) -> None:
         self._connection = connection
@@ -392,7 +393,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # If there is no error, this proxy has closed the end.
+        # Without an error, the proxy has closed this socket.
         if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
             self._connection.cut(reset=True)
         self._connection.end_lost(self)
@@ -441,7 +442,7 @@ class End(asyncio.Protocol):
 class Relays:
     """The shared state of a proxy's connections.
 
-    `changed` is called on the loop after bytes were passed on, or a connection was added or removed.
+    The loop calls `changed` after bytes were passed on or discarded, and after a connection was added or removed.
     """
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
@@ -452,12 +453,12 @@ class Relays:
         self.rules = dict.fromkeys(Direction, NO_RULES)
         #: Current connections by number.
         self.connections: dict[int, Relay] = {}
-        #: The event loop; set once the proxy runs.
+        #: The event loop. The proxy sets this attribute when it starts.
         self.loop: asyncio.AbstractEventLoop
 
 
 class Relay:
-    """A connection of a client, and its connection to the broker."""
+    """A connection of a client to the proxy, and the proxy's connection to the broker for this client."""
 
     def __init__(self, relays: Relays, number: int) -> None:
         self.relays = relays

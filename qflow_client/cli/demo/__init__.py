@@ -33,22 +33,22 @@ ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
 # At this rate the consumer needs one minute for all flights.
 RATE = 5_600.0
-# Seconds between two checks of the queue, between two frames, between two columns of the chart, and (without a
-# terminal) between two lines of text.
+# Seconds between two checks of the queue, two updates of the display, two columns of the chart, and (without a
+# terminal) two lines of text.
 _CHECK_PERIOD, _FRAME_PERIOD, _COLUMN_PERIOD, _LINE_PERIOD = 0.02, 0.1, 0.2, 5.0
-# If nothing changes for the first number of seconds, the producers cannot fill the queue further. If nothing changes
-# for the second number of seconds, the run fails.
+# If nothing changes for this number of seconds, the producers cannot fill the queue further.
 _UNCHANGED_FOR = 0.5
+# If nothing changes for this number of seconds, the run fails.
 _FAIL_AFTER = 30.0
 
 
 @dataclass(slots=True)
 class _Actor:
-    """A process, and the pipe to it."""
+    """A process of the demonstration, and the pipe to the process."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
-    # Whether the last report has arrived.
+    # Whether the process has closed the pipe after its last report.
     ended: bool = False
 
     def latest(self) -> Any:
@@ -70,7 +70,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Terminate the process at the end of the block if it still runs."""
+    """Run `body` in a new process. Terminate the process if it still runs one second after the end of the block."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -115,7 +115,7 @@ class _Stage:
         """Read new reports and the state of the queue.
 
         Raises:
-            CommandError: a process has failed, or nothing has changed for too long.
+            CommandError: a process has failed, or nothing has changed for `_FAIL_AFTER` seconds.
         """
         producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
         consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
@@ -128,11 +128,11 @@ class _Stage:
             raise CommandError(f"nothing has changed for {_FAIL_AFTER:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """Each step of this generator makes one check."""
+        """Play the demonstration. The generator reads the reports and the state of the queue before each yield."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
-        # Start the consumer now, when the queue is above its stop threshold and every producer is blocked.
+        # The queue is above its stop threshold, and every producer is blocked. Start the consumer.
         self._tell_consumer("begin")
         self.note = "the slow consumer takes what the broker lets the producers send"
         while not self._producers.ended or self.run.queue.depth:
@@ -157,14 +157,14 @@ class _Stage:
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
-        # A window that is full only for a moment does not count.
+        # Wait a while, because a producer's window may be full only for a moment.
         return held and time.monotonic() - self._moved_at >= _UNCHANGED_FOR
 
 
 def _perform(
     messages: int, enforcement: Enforcement, rate: float, console: Console, stopping: Stopping
 ) -> tuple[Run, float]:
-    """Return the result and the duration in seconds."""
+    """Run the demonstration, and return its result and its duration in seconds."""
     started = time.monotonic()
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(enforcement=enforcement))
@@ -247,7 +247,7 @@ def demo(
     """
     console = Console(stderr=True, quiet=as_json)
     with Stopping() as stopping:
-        # Fail before anything starts if the data does not exist.
+        # If the data is not installed, fail before anything starts.
         open_flights().__exit__(None, None, None)
         try:
             run, took = _perform(messages, enforcement, consumer_rate, console, stopping)

