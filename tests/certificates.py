@@ -9,7 +9,7 @@ OF_LOCALHOST = "IP:127.0.0.1,DNS:localhost"
 
 
 def certify(folder: Path, name: str = "localhost", subject: str = OF_LOCALHOST) -> tuple[Path, Path]:
-    """Make a certificate that vouches for itself, and its key."""
+    """Create a self-signed certificate and its key. Return the paths of both files."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName={subject}"]

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def collect() -> None:
-    """Collect all garbage that there is now. `gc.collect` has no effect while another thread collects garbage."""
+    """Collect all current garbage. Repeat `gc.collect`, which does nothing while another thread collects garbage."""
     found = 0
     while not found:
         cycle: list[Any] = []

@@ -18,20 +18,20 @@ load_profile()
 trust_nobody()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Until all is collected: what is imported stays until the end.
+    # Pause the collector until pytest has collected the tests, because all imported objects stay until the end.
     gc.disable()
-    # Coverage is of the tests' own processes, and costs nothing in the programs that they start.
+    # Measure the coverage only in the processes of pytest, because it would slow the programs that tests start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have ``-n auto`` start two processes more than there are cores, because many tests wait."""
+    """For ``-n auto``, return the number of cores plus two, because many tests wait."""
     return cores() + 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that start whole programs, unless they are to run or ``-m`` chooses tests."""
+    """Leave out the tests that start whole programs, if the effort is `quick` and there is no option ``-m``."""
     if COMPLETE or config.option.markexpr:
         return
     programs = [item for item in items if item.get_closest_marker("program")]
@@ -44,19 +44,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Have the summary count what the workers left out. Each of them left out the same tests."""
+    """Count the tests that the workers left out in pytest's summary. All workers left out the same tests."""
     if node.gateway.id == "gw0":
         count = getattr(node, "workeroutput", {}).get("programs", 0)
-        # What only has to be countable.
+        # pytest only counts these items, so any objects will do.
         node.config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(count)])
 
 
-#: How many objects the garbage collector ignores: none before the collection of tests has finished.
+#: Number of objects that the garbage collector ignores; 0 before pytest has collected the tests.
 _ignored = 0
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector ignore what the test modules consist of: a full collection takes 0.2 s with it."""
+    """Make the garbage collector ignore the objects of the test modules. With them, a full collection takes 0.2 s."""
     global _ignored
     gc.collect()
     gc.freeze()
@@ -66,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _modules_are_ignored() -> None:
-    """Have the collector ignore them again after a test that called `gc.unfreeze`, as `qflow broker` does."""
+    """Make the garbage collector ignore the modules again if a test called `gc.unfreeze`, as `qflow broker` does."""
     if gc.get_freeze_count() < _ignored // 2:
         gc.collect()
         gc.freeze()
@@ -74,7 +74,7 @@ def _modules_are_ignored() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _manager_is_its_own() -> None:
-    """What another module's tests have left, such as the connections that Celery keeps, is not in the way."""
+    """Unregister the resources that tests of other modules have left in the flow manager, such as Celery's."""
     for each in flow_manager.resources:
         flow_manager.unregister(each)
     flow_manager.start_all()
@@ -82,26 +82,26 @@ def _manager_is_its_own() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """pytest's own, once the log lines of earlier tests are written."""
+    """pytest's fixture `caplog`. The log lines of earlier tests are written before the test starts."""
     assert flush_logs(20)
     return caplog
 
 
 @pytest.fixture
 def one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Producers end with their first connection, unless a test sets it otherwise."""
+    """By default, producers do not reconnect."""
     monkeypatch.setenv("QFLOW_RECONNECT_TIMEOUT", "0")
 
 
 @pytest.fixture
 def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Producers settle what the broker refuses, unless a test sets it otherwise."""
+    """By default, producers do not retry messages that the broker refuses."""
     monkeypatch.setenv("QFLOW_ON_REFUSED", "fail")
 
 
 @pytest.fixture
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the settings that the environment has."""
+    """Remove all settings from the environment."""
     for name in os.environ:
         if name.startswith("QFLOW_"):
             monkeypatch.delenv(name)

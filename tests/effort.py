@@ -1,15 +1,15 @@
-"""How much the tests try of what has no end: examples of a property, seeds of a simulation, kills of a process.
+"""The effort of the tests: how many examples of a property, seeds of a simulation and kills of a process they try.
 
-`QFLOW_EFFORT` chooses one of three:
+`QFLOW_EFFORT` chooses one of three efforts:
 
-- `quick`, the default: a few of each, for an editor and a newcomer
-- `ci`, the default where `CI` is set: what decides about a change
-- `nightly`: many, and other ones every time
+- `quick`, the default: few rounds, for use in an editor
+- `ci`, the default if `CI` is set: the rounds that a change must pass
+- `nightly`: many rounds, with other random values in each run
 
-A test says how many it wants in CI; `rounds` returns how many there are to be.
+A test gives the number of its rounds in CI. `rounds` returns the number for the chosen effort.
 
-Where `CI` is not set, `quick` leaves out tests that start whole programs, which have the mark `program`, and tests on
-uvloop that run on asyncio's own loop as well.
+If `CI` is not set, `quick` leaves out the tests that start whole programs, which have the mark `program`. It also
+leaves out the tests on uvloop that also run on asyncio's own loop.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ COMPLETE: Final = EFFORT != "quick" or bool(os.environ.get("CI"))
 
 
 def rounds(in_ci: int, *, least: int = 1) -> int:
-    """Return how many rounds to run of something that runs `in_ci` rounds in CI, and never fewer than `least`."""
+    """Return the number of rounds of a test that has `in_ci` rounds in CI. The number is at least `least`."""
     return max(least, round(in_ci * _TIMES[EFFORT]))
 
 
 def load_profile() -> None:
     """Load the hypothesis profile of this effort.
 
-    A busy machine must not fail a property that holds, so no example has a deadline. Except at night every run tries
-    the same examples, so that a failure belongs to the change that it appears with.
+    Examples have no deadline, because a busy machine must not fail a property. Except with `nightly`, every run tries
+    the same examples, so that a change causes the failures that appear with it.
     """
     settings.register_profile(
         EFFORT,

@@ -1,9 +1,9 @@
-"""J5: every order in which publishers and consumers can come in between each other around a mark, step by step.
+"""J5: tries every order of the atomic steps of publishers and consumers at a queue whose depth is near a threshold.
 
-Publishers and consumers run as the atomic steps of a `Stepwise` controller. Every order of
-these steps is walked: from every state that can be reached, each of them that is not done goes next once. What happens
-from a state on depends neither on how it was reached nor on which of the like publishers or consumers is which, so such
-states are walked on from once only, however many orders lead to them.
+Publishers and consumers run as the atomic steps of a `Stepwise` controller. From every reachable state, each publisher
+or consumer that is not done makes the next step once. The rest of a run depends only on its state. The state does not
+contain the order that led to it, or the names of publishers and consumers. So each state is continued only once, even
+if several orders lead to it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 
 
 class Stepwise(FlowController):
-    """A controller whose `offer` and `release` can be done one atomic step at a time.
+    """A controller whose `offer` and `release` can be executed in single atomic steps.
 
-    Each yield is a point at which another thread may come in between. Its value is the name of the step that was done.
+    At each yield, another thread could run. The yielded value is the name of the executed step.
     """
 
     __slots__ = ()
@@ -44,7 +44,7 @@ class Stepwise(FlowController):
             super()._look_again(source, now)
 
     def _look_again(self, source: FlowSource, now: float | None) -> None:
-        """Do nothing, because the second look is a step of its own."""
+        """Do nothing, because `offer_steps` makes this check as a separate step."""
 
     def release_steps(self, size: int) -> Iterator[str]:
         self.limiter.remove(size)
@@ -53,7 +53,7 @@ class Stepwise(FlowController):
             self.resume()
 
 
-#: Makes the controller of a queue with these marks, in which there are so many messages of so many bytes.
+#: Creates the controller of a queue. The arguments are the thresholds, the number of messages, and their total bytes.
 Make = Callable[[Thresholds, int, int], Stepwise]
 
 #: The body bytes of every message.
@@ -61,12 +61,12 @@ SIZE = 10
 
 
 def made_of(controller_type: type[Stepwise]) -> Make:
-    """Makes controllers of a type that is handed its limiter."""
+    """Return a function that creates controllers of a type. The type gets its limiter as an argument."""
     return lambda thresholds, count, size: controller_type(ThresholdLimiter(thresholds, count=count, size=size))
 
 
 class World:
-    """A queue at a depth, with publishers of one message each and consumers of one message each."""
+    """A queue with a given depth. Each publisher publishes one message, and each consumer consumes one message."""
 
     def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
         self.controller = make(thresholds, depth, depth * SIZE)
@@ -86,7 +86,7 @@ class World:
             del self.running[who]
 
     def state(self) -> tuple[object, ...]:
-        """All on which the rest of a run depends, with no names in it."""
+        """Return everything on which the rest of a run depends, without the names of publishers and consumers."""
         publishers = len(self.sources)
         return (
             (self.queue.count, self.queue.size, self.queue.on),
@@ -98,7 +98,7 @@ class World:
         )
 
     def is_wrong(self) -> bool:
-        """Whether somebody is blocked for nothing, or the two sides disagree on who is."""
+        """Whether a source is blocked without a reason, or controller and sources disagree on the blocked sources."""
         blocked = [source for source in self.sources if source.is_blocked]
         return set(blocked) != set(self.controller.blocked) or (bool(blocked) and self.queue.resumable)
 
@@ -118,10 +118,10 @@ class Scenario:
         return world
 
     def walk(self, make: Make) -> tuple[int, int, list[tuple[int, ...]]]:
-        """Walk every order.
+        """Try every order of the steps.
 
         Returns:
-            How many orders there are, how many of them end wrong, and the first order that led to each wrong end.
+            The number of orders, the number of orders with a wrong end, and for each wrong end its first order.
         """
         known: dict[str, tuple[int, int]] = {}
         examples: list[tuple[int, ...]] = []
@@ -154,27 +154,27 @@ MARKS: dict[str, Thresholds] = {
     "capacity, wide gap": Capacity(30, 10),
 }
 
-#: One below the mark, at it, and one above.
+#: Depths in messages: one below the threshold, at the threshold, and one above it.
 DEPTHS = (2, 3, 4)
 
 
 def assert_nobody_is_blocked_for_nothing(
     marks: str, counts: Iterable[tuple[int, int]], make: Make, world_type: type[World] = World
 ) -> None:
-    """Walk every order from one below the mark, from the mark, and from one above it.
+    """Try every order of the steps from each depth of `DEPTHS`.
 
-    A quick run leaves out the longest walks, those of six.
+    With the effort `quick`, scenarios with six publishers and consumers are left out.
 
     Args:
-        marks: the name of the queue's marks.
-        counts: of publishers and of consumers, for each walk.
-        make: makes the controller of the queue.
-        world_type: in which they run.
+        marks: name of the queue's thresholds in `MARKS`.
+        counts: number of publishers and number of consumers for each scenario.
+        make: function that creates the controller of the queue.
+        world_type: class of the queue with its publishers and consumers.
     """
     for (publishers, consumers), depth in product(counts, DEPTHS):
         if EFFORT == "quick" and publishers + consumers > 5:
             continue
-        # Only what is there can be consumed.
+        # Consumers can consume only the messages that the queue has at the start.
         scenario = Scenario(MARKS[marks], depth, publishers, min(consumers, depth), world_type)
         orders, wrong, examples = scenario.walk(make)
         assert orders > 1

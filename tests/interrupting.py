@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of a call."""
+"""Simulates Ctrl-C at each point of a call at which Python may run a signal handler."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import qflow_client
 from tests.effort import EFFORT
 
-#: The step from one line at which a call is interrupted to the next, where all of them together take long.
+#: Distance between two points at which a test interrupts a call, if a test of all points would take too long.
 EVERY = 61 if EFFORT == "quick" else 1
 
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 
 
-# CPython (3.11 to 3.13) looks whether a signal has come where a function begins, which is at `RESUME`, and goes on
-# behind a `yield`, but not behind an `await`; where a loop turns; and at the end of a call of a built-in function.
+# CPython (3.11 to 3.13) checks for signals at `RESUME`, which is at the start of a function and after a `yield`. It does
+# not check after an `await`. It also checks at the jump back of a loop, and after a call of a built-in function.
 _LOOKS = {"JUMP_BACKWARD", "RESUME"}
 _IS_RESUMED = CO_ASYNC_GENERATOR | CO_COROUTINE | CO_GENERATOR
 
@@ -34,7 +34,7 @@ def _is_ours(code: CodeType) -> bool:
 
 @cache
 def _instructions(code: CodeType) -> dict[int, str]:
-    """Return the instructions by offset; none if the code looks only where it begins, so that they need no tracing."""
+    """Return the instructions with their offsets, or nothing if the code checks for signals only at its start."""
     instructions = {
         each.offset: "" if each.opname == "RESUME" and (each.arg or 0) >= 2 else each.opname
         for each in dis.get_instructions(code)
@@ -43,7 +43,7 @@ def _instructions(code: CodeType) -> dict[int, str]:
 
 
 def press() -> None:
-    """What a signal handler does that nobody has set."""
+    """Do the same as Python's default handler for Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -55,24 +55,24 @@ def interrupted(
     again: int = 0,
     handler: Callable[[], object] = press,
 ) -> int:
-    """Call, with Ctrl-C at the so many-th point of ours on this thread at which Python runs signal handlers.
+    """Call a function, and simulate Ctrl-C at one point of the package at which Python runs signal handlers.
 
     Args:
-        call: what to call.
-        at: at which point.
-        only: the ends of the names of the files whose points count; empty for all.
-        again: how many points of ours after that it comes a second time; 0 for never.
-        handler: what handles it.
+        call: function to call on this thread.
+        at: number of the point at which Ctrl-C comes, from 1.
+        only: endings of the names of the files whose points count; empty for all files of the package.
+        again: number of points from the first Ctrl-C to a second one; 0 for no second Ctrl-C.
+        handler: function that handles Ctrl-C.
 
     Returns:
-        How often it came.
+        How often Ctrl-C came.
     """
     points = 0
-    # By frame, its instructions and the last one.
+    # For each traced frame, its instructions and the last executed instruction.
     frames: dict[FrameType, tuple[dict[int, str], str]] = {}
 
     def counts(code: CodeType) -> bool:
-        # What puts right what the first has left is to be interrupted wherever it is.
+        # After the first Ctrl-C, the points of all files count, because the cleanup may be in any file.
         return _is_ours(code) and (points >= at or not only or code.co_filename.endswith(only))
 
     def come() -> None:
@@ -80,7 +80,7 @@ def interrupted(
         points += 1
         if points == at or (again and points == at + again):
             if points == at + again:
-                # Nothing depends on later points.
+                # Later points are not used, so stop tracing.
                 sys.settrace(None)
                 sys.setprofile(None)
             handler()
@@ -104,7 +104,7 @@ def interrupted(
             return None
         # Python 3.13 reports opcodes only if `f_trace` is set first.
         frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = trace_instructions, True, False
-        # The first opcode that is reported comes after RESUME.
+        # The first reported opcode comes after RESUME.
         frames.setdefault(frame, (instructions, "RESUME"))
         return trace_instructions
 
@@ -113,7 +113,7 @@ def interrupted(
             come()
 
     before, profiled = sys.gettrace(), sys.getprofile()
-    # What other calls have left behind is not to be interrupted instead.
+    # Do not interrupt finalizers of objects that other calls have left.
     gc.disable()
     # Python 3.12 reports opcodes only if a frame has asked for them before `settrace`.
     sys._getframe().f_trace_opcodes = True

@@ -1,4 +1,4 @@
-"""The authorities that the tests trust, by the variables of OpenSSL and Go."""
+"""Sets the variables of OpenSSL and Go for trusted certificate authorities, so that the tests trust no authority."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ TRUSTED = {name: None if os.environ.get(name) == os.devnull else os.environ.get(
 
 
 def trust_nobody() -> None:
-    """Load no certificates of the system. No test needs one, and an SSL context would take 55 ms to load them all."""
+    """Load no certificates of the system. No test needs them, and an SSL context takes 55 ms to load them."""
     for name in _VARIABLES:
         os.environ[name] = os.devnull

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from qflow_client.broker import Broker
 
 HERE = Path(__file__).parent
-#: Seconds that a page may take for anything, and a broker to hear of it, on a busy machine.
+#: Maximum seconds of any wait for a page or for the broker. A busy machine needs this long.
 PATIENCE = 100.0
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
-# It fetches nothing, and asks nobody for updates.
+# With these arguments, Chromium downloads nothing and does not look for updates.
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -57,17 +57,17 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def page(browser: Browser, broker: Broker) -> Iterator[Page]:
-    """The console of the broker; what the page complains of fails the test."""
+    """The console of the broker. An error on the page fails the test."""
     complaints: list[str] = []
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    # Nothing comes from elsewhere.
+    # The page must load everything from the broker.
     page.on("request", lambda request: complaints.append(request.url) if broker.http_url not in request.url else None)
     page.set_default_timeout(PATIENCE * 1000)
     page.goto(broker.http_url)
     yield page
     context.close()
-    # The browser itself complains of a 400, which a test may want.
+    # The browser reports each response with status 400. A test may cause such a response on purpose.
     assert [text for text in complaints if "status of 400" not in text] == []

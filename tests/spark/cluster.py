@@ -25,23 +25,23 @@ _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _SUBMIT = "org.apache.spark.deploy.SparkSubmit"
 
-# Seconds that it may take to come up, on a machine that does something else, too.
+# Maximum seconds that the start of the cluster may take on a busy machine.
 _PATIENCE = 300.0
 
 
 def bare_python(folder: Path) -> Path:
-    """A Python that has all packages of this one, but for this repository's, if that is installed as it is here."""
+    """Create a Python environment with the installed packages of this one, but without an editable `qflow_client`."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     site = Path(pyspark.__file__).parents[1]
-    # What is in the files *.pth there, an editable installation for one, is not looked at.
+    # Python ignores the *.pth files in `site`, such as the file of an editable installation.
     (own,) = folder.glob("lib/python*/site-packages")
     (own / "others.pth").write_text(f"{site}\n")
     return python
 
 
 def zipped(folder: Path) -> Path:
-    """The package as one file for ``--py-files``, compiled, or each of many processes would do it anew."""
+    """Return a zip file of the package for ``--py-files``. It is compiled, so that no process has to compile it."""
     parts = folder / "parts"
     shutil.copytree(ROOT / "qflow_client", parts / "qflow_client", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(parts, quiet=1, legacy=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
@@ -49,13 +49,13 @@ def zipped(folder: Path) -> Path:
 
 
 class Cluster:
-    """A master and workers, on free ports of the loopback interface. A context manager; nothing of it is left.
+    """A context manager that runs a master and workers on free ports of the loopback interface.
 
     Args:
-        folder: for all that it writes.
-        python: what drivers and executors run.
-        workers: how many.
-        cores: of each.
+        folder: folder for all files of the cluster.
+        python: Python interpreter of the drivers and the executors.
+        workers: number of workers.
+        cores: number of cores of each worker.
     """
 
     def __init__(self, folder: Path, python: Path, *, workers: int, cores: int) -> None:
@@ -68,7 +68,7 @@ class Cluster:
             "PYSPARK_PYTHON": str(python),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "256m",
-            # With both, `spark-class` asks nothing else of the machine.
+            # If this variable is set, `spark-class` does not search for Spark.
             "SPARK_HOME": str(_SPARK_CLASS.parents[1]),
         }
 
@@ -99,7 +99,7 @@ class Cluster:
         """Start a process, and return it and its log."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as file:
-            # A group of its own, with all that it starts in it.
+            # Start a process group, which also contains all processes that this process starts.
             process = subprocess.Popen(
                 [_SPARK_CLASS, *command],
                 env=self._environment,
@@ -128,7 +128,7 @@ class Cluster:
     def _stop(self) -> None:
         for process in reversed(self._processes):
             try:
-                # With its executors, and their Python.
+                # Kill the whole group, including executors and their Python processes.
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
@@ -136,13 +136,13 @@ class Cluster:
         self._processes.clear()
 
     def submit(self, program: str, *arguments: str, py_files: Path, cores: int = 1) -> Program:
-        """Run a program by ``spark-submit``.
+        """Run a program with ``spark-submit``.
 
         Args:
-            program: its text.
-            arguments: what it is given.
-            py_files: what goes to the executors with it.
-            cores: of all executors together.
+            program: source text of the program.
+            arguments: arguments of the program.
+            py_files: zip file with modules for the executors.
+            cores: number of cores of all executors together.
         """
         file = self._folder / "program.py"
         file.write_text(program)
@@ -160,15 +160,15 @@ class Cluster:
         return Program(*self._start("driver", _SUBMIT, *command), self.logs)
 
     def executors(self, worker: int) -> Sequence[int]:
-        """The processes of the executors of a worker."""
+        """Return the process ids of the executors of a worker."""
         parent = self._processes[1 + worker].pid
-        # As wide as it needs be, whatever the environment says of columns.
+        # The option -ww prints complete lines, whatever width the environment sets.
         answer = subprocess.run(["ps", "-Aww", "-o", "ppid=,pid=,args="], capture_output=True, text=True, check=True)
         lines = [line.split(None, 2) for line in answer.stdout.splitlines()]
         return [int(pid) for ppid, pid, what in lines if int(ppid) == parent and "CoarseGrainedExecutorBackend" in what]
 
     def logs(self) -> str:
-        """The end of what all processes have said."""
+        """Return the ends of the logs of all processes."""
         files = [*self._folder.glob("*.log"), *self._folder.glob("worker-*/*/*/stderr")]
         return "\n".join(
             f"--- {file.relative_to(self._folder)}\n{file.read_text(errors='replace')[-6000:]}"
@@ -186,11 +186,11 @@ class Program:
 
     @property
     def runs(self) -> bool:
-        """Whether it does."""
+        """Whether the program still runs."""
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> str:
-        """Wait until it has ended well; what it has said."""
+        """Wait until the program has ended with exit code 0, and return its output."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -200,7 +200,7 @@ class Program:
 
 
 def run_python(program: str, *arguments: str, timeout: float) -> str:
-    """Run a program by this Python, with this package; what it has said."""
+    """Run a program with this Python and this package, and return its output."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PYSPARK_PYTHON": sys.executable,

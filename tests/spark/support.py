@@ -1,4 +1,4 @@
-"""What these tests share."""
+"""Tools that the tests of Spark share."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import pika
 
 from qflow_client.broker import Broker
 
-#: The number of files of the stream `lines`, and of rows in each file. Each file is a batch.
+#: Number of files of the stream `lines`, and number of rows in each file. Each file is a batch.
 FILES, ROWS = 3, 1000
 
-#: Seconds that anything may take: the first job of a session, on a busy machine, takes minutes.
+#: Maximum seconds of any wait. On a busy machine, the first job of a session takes minutes.
 PATIENCE = 300.0
 
 
 class SlowConsumer:
-    """Consumes a queue on a thread of its own, only while it may, and keeps what it got. A context manager.
+    """A context manager that consumes a queue on a separate thread while `may` allows it, and keeps the messages.
 
-    It has no rate: on another machine its producers might be slower. While it may not consume, the queue fills.
+    The consumer has no fixed rate, because producers may be slower on another machine. While `may` returns False, the
+    consumer acknowledges nothing, and the queue fills.
 
     Args:
-        url: of the broker.
-        queue: which.
-        may: whether it may, now; asked again and again, on its thread.
+        url: URL of the broker.
+        queue: name of the queue.
+        may: function that returns whether to consume now. The consumer's thread calls it again and again.
     """
 
     PREFETCH = 400
@@ -54,7 +55,7 @@ class SlowConsumer:
             self._ack()
 
     def _ack(self) -> None:
-        # Not all that were delivered: pika may hold some that have not been taken.
+        # Acknowledge only the messages that `_take` has got, because pika may have received more messages.
         if self._unacked and self._may():
             self._unacked = 0
             self._channel.basic_ack(self._last_tag, multiple=True)
@@ -66,7 +67,7 @@ class SlowConsumer:
         self._connection.close()
 
     def wait_for(self, count: int, timeout: float = PATIENCE) -> None:
-        """Wait until it has got so many."""
+        """Wait until the consumer has got `count` messages."""
         deadline = time.monotonic() + timeout
         while len(self.bodies) < count:
             assert time.monotonic() < deadline, f"{len(self.bodies)} of {count} messages arrived in {timeout} s"
@@ -83,7 +84,7 @@ class SlowConsumer:
 
 
 def when_stopped(broker: Broker, queue: str, times: int = 3) -> Callable[[], bool]:
-    """For `SlowConsumer`: only while the queue stops its producers; when it has done so often enough, always."""
+    """Return a `may` of `SlowConsumer`: True while the queue is ON, and always when the queue was ON `times` times."""
 
     def may() -> bool:
         now = broker.queue(queue)
@@ -93,25 +94,25 @@ def when_stopped(broker: Broker, queue: str, times: int = 3) -> Callable[[], boo
 
 
 def write(frame: Any, url: str, **options: object) -> None:
-    """Append a DataFrame to the broker; options by their names in camel case."""
+    """Write a DataFrame to the broker. The names of the options are in camel case."""
     given = {"url": url} | {name: str(value) for name, value in options.items()}
-    # Makes the session the active one of this thread; Spark finds Python's data sources nowhere else.
+    # Make the session the active session of this thread, because Spark finds Python data sources only there.
     frame.sparkSession.createDataFrame([], "nothing int")
     frame.write.format("amqp").options(**given).mode("append").save()
 
 
 def bodies(broker: Broker, queue: str) -> list[bytes]:
-    """Of all messages in a queue."""
+    """Return the bodies of all messages in a queue."""
     return [message.body for message in broker.messages(queue)]
 
 
 def headers_of(properties: Any) -> Mapping[str, object]:
-    """The headers of a message; empty if it has none."""
+    """Return the headers of a message, or an empty mapping if the message has no headers."""
     return properties.headers or {}
 
 
 def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
-    """Wait until something is true."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -119,7 +120,7 @@ def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> No
 
 
 def in_background(function: Callable[..., object], *arguments: Any, **keywords: Any) -> Future[object]:
-    """Run something on a thread of its own; the future has what it returned or raised."""
+    """Run a function on a new thread. The future gets the result or the exception."""
     future: Future[object] = Future()
 
     def run() -> None:
@@ -133,11 +134,11 @@ def in_background(function: Callable[..., object], *arguments: Any, **keywords: 
 
 
 def waiting(folder: Path, at: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """For ``mapInArrow``: passes rows on, and waits before one of them until the folder has a file ``go``.
+    """Return a function for ``mapInArrow`` that passes rows on. Before one row it waits for the file ``go``.
 
     Args:
-        folder: which.
-        at: the row, as for `failing`.
+        folder: folder of the file ``go``.
+        at: number with which the body of the row begins. The row must be the first row of an Arrow batch.
     """
 
     def wait(batches: Iterator[Any]) -> Iterator[Any]:
@@ -150,14 +151,14 @@ def waiting(folder: Path, at: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
 
 
 def failing(folder: Path, url: str, at: int, depth: int, times: int = 1) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """For ``mapInArrow``: passes rows on, and raises when one of them comes; so many times in all.
+    """Return a function for ``mapInArrow`` that passes rows on, and raises an error at one row.
 
     Args:
-        folder: where it keeps in mind how often it has.
-        url: of the broker.
-        at: the row, by the number that its body begins with, which must be the first of a batch of Arrow's.
-        depth: how many messages the queue must hold before it raises for the first time.
-        times: how often.
+        folder: folder for the files that count the errors.
+        url: URL of the broker.
+        at: number with which the body of the row begins. The row must be the first row of an Arrow batch.
+        depth: number of messages that the queue must have before the first error.
+        times: total number of errors.
     """
 
     def fail(batches: Iterator[Any]) -> Iterator[Any]:
@@ -167,7 +168,7 @@ def failing(folder: Path, url: str, at: int, depth: int, times: int = 1) -> Call
                 if not failed:
                     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
                         declare = connection.channel().queue_declare
-                        eventually(lambda: declare("rows", passive=True).method.message_count >= depth)  # noqa: B023  # called at once
+                        eventually(lambda: declare("rows", passive=True).method.message_count >= depth)  # noqa: B023  # called before the loop continues
                 (folder / f"failed-{failed}").touch()
                 raise RuntimeError(f"injected {failed}")
             yield batch

@@ -8,7 +8,7 @@ from qflow_client.amqp.outbound import Outbound
 
 
 class Messages(Outbound):
-    """Messages of one frame each. They are put one by one, and form batches when they are requested."""
+    """Messages of one frame each. `add` adds one message, and `data` combines the waiting messages to a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Messages(Outbound):
 
 
 class WritingChannel:
-    """The channel of a tap, with messages to write."""
+    """The channel of a `Tap`, with messages to write."""
 
     def __init__(self) -> None:
         self.outbound = Messages()

@@ -1,7 +1,7 @@
-"""Has Spark's daemons for Python workers load the package once, before they fork: each worker would take half a second.
+"""Loads the package in Spark's daemon before it forks Python workers. Otherwise each worker needs half a second.
 
-It is on the path of the session of `conftest.py` only. The cluster, Spark Connect's client and the examples load the
-package in each worker, as users do.
+Only the session of `conftest.py` has this module on its path. In the cluster, with Spark Connect and in the examples,
+each worker loads the package, as for users.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CAPABILITIES = {
 
 
 class Client:
-    """A connection without a socket: what a client sends and receives, frame by frame."""
+    """A client of the broker without a socket, which sends and receives single frames."""
 
     def __init__(self, world, name):
         self.world = world
@@ -47,7 +47,7 @@ class Client:
         return data
 
     def received(self):
-        """All frames since the last call, as (channel, frame)."""
+        """Return all frames that came since the last call, as (channel, frame)."""
         data = self.raw_output()
         return [
             (channel, frame.unmarshal(data[start - 7 : stop + 1])[2])
@@ -58,7 +58,7 @@ class Client:
         return [each.name for _, each in self.received()]
 
     def only(self, kind, channel=1):
-        """The one frame received, which is of this kind."""
+        """Return the only frame that came. It must be of this kind."""
         ((number, received),) = self.received()
         assert isinstance(received, kind), (received.name, dict(received))
         assert number == channel
@@ -104,17 +104,17 @@ class Client:
         self.send(channel, commands.Basic.Consume(queue=queue, consumer_tag=tag, **options))
 
     def close_of(self, kind):
-        """The last frame received, which closes."""
+        """Return the last frame that came. It must be of this kind, which closes the channel or the connection."""
         _, received = self.received()[-1]
         assert isinstance(received, kind), received.name
         return received
 
     def deliveries(self):
-        """(delivery tag, body, redelivered) of what was delivered, if nothing else came."""
+        """Return (delivery tag, body, redelivered) of each delivery. No other frames may have come."""
         return self._deliveries([each for _, each in self.received()])
 
     def deliveries_after_ok(self):
-        """The same, if nothing but answers came before them."""
+        """Return the same as `deliveries`. Answers may also have come."""
         received = [each for _, each in self.received()]
         return self._deliveries([each for each in received if not getattr(each, "name", "").endswith("Ok")])
 
@@ -132,16 +132,16 @@ class Client:
 
 
 class Disk:
-    """What is written of a journal, and read again, without a file."""
+    """A disk in memory, which a journal writes to and reads from."""
 
     def __init__(self, journal):
         self.journal = journal
         self.bodies: dict[int, bytes | None] = {}
-        # How many bodies each time.
+        # Number of bodies in each read.
         self.reads: list[int] = []
 
     def write(self):
-        """Everything that is noted is on disk now."""
+        """Write everything that the journal has noted."""
         batches = []
         while self.journal.is_dirty:
             batch = self.journal.take()
@@ -153,14 +153,14 @@ class Disk:
         return batches
 
     def read(self):
-        """Bodies that are wanted are in memory again."""
+        """Read the bodies that the journal wants."""
         while self.journal.wants:
             numbers = self.journal.take_wanted()
             self.reads.append(len(numbers))
             self.journal.came({number: self.bodies[number] for number in numbers})
 
     def check(self, queues):
-        """What is counted is what there is; everything has been written."""
+        """Check that the counts of the journal are right, and that everything is written."""
         journal = self.journal
         messages = {entry.message for queue in queues for entry in queue.contents.oldest_first()}
         records = {message.record for message in messages}
@@ -177,7 +177,7 @@ class Disk:
             assert message.body is None or len(message.body) == message.size
         for queue in queues:
             if queue.pager is not None:
-                # Of what is in several queues another may have evicted the body, or had it read.
+                # If a message is in several queues, another queue may have evicted its body, or read it.
                 assert len(queue.pager) <= queue.depth
                 assert 0 <= queue.pager.size <= queue.size
 
@@ -187,7 +187,7 @@ class World:
 
     def __init__(self, *, journal=None, **options):
         self.now = 0.0
-        # When its clock was at 0, in seconds since 1970.
+        # Wall-clock time at which `now` is 0, in seconds since 1970.
         self.epoch = 0.0
         self.settings = BrokerSettings.of(options)
         has_store = journal is not None and journal.has_store

@@ -1,4 +1,4 @@
-"""What the tests of the queue share."""
+"""Tools that the tests of the queue share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def message(size=1):
 
 
 def limits_of(arguments, **settings):
-    """What comes of the arguments of queue `q` without policies."""
+    """Return the limits that the arguments of a queue `q` have without policies."""
     found = QueueArguments.read("q", arguments)
     return resolve_limits("q", found.definition, BrokerSettings(**settings), overflow=found.overflow)
 
@@ -28,7 +28,7 @@ def make_queue(arguments=None, **settings):
 
 
 class Alone:
-    """What is around a queue that has no virtual host."""
+    """Replaces the virtual host for a queue that has none."""
 
     def __init__(self):
         self.now = 0.0

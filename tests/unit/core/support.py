@@ -43,20 +43,20 @@ def make(
 
 
 def send(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, key: str = "q") -> Receipt:
-    """Send a message that must be admitted at once."""
+    """Send a message that must be admitted immediately, and return its receipt."""
     receipt = protocol.admission.send(payload, "", key, now)
     assert receipt is not None
     return receipt
 
 
 def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, **more: Any) -> SendTicket:
-    """Let a message wait that is not admitted at once."""
+    """Send a message that must not be admitted immediately, and let it wait."""
     assert protocol.admission.send(payload, "", "q", now) is None
     return place(protocol, payload, now, **more)
 
 
 def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **more: Any) -> SendTicket:
-    """Put a message in line, and give it up after an interrupt, as all drivers do."""
+    """Let a message wait. After an interrupt, withdraw the message, as all drivers do."""
     ticket = protocol.line.make_ticket(payload, "", "q", now, **more)
     try:
         protocol.line.stand_in_line(ticket, now)
@@ -67,7 +67,7 @@ def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **mo
 
 
 def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
-    """Write everything that may be written."""
+    """Write all bytes that may be written, and return them."""
     written = b""
     while data := protocol.data_to_write(1 << 20):
         protocol.advance(len(data), now)
@@ -76,7 +76,7 @@ def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
 
 
 def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
-    """Write `count` bytes."""
+    """Write `count` bytes, and return them."""
     written = b""
     while len(written) < count:
         data = protocol.data_to_write(1 << 20)[: count - len(written)]
@@ -87,7 +87,7 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 
 
 def check_order(protocol: ProducerProtocol) -> None:
-    """Check that messages not on the wire are in the order of admission, and those on the wire in the order of tags."""
+    """Check the order of messages: by admission for those not on the wire, and by tag for those on the wire."""
     numbers = [receipt._number for receipt in (*protocol.parts.resending.again, *protocol.admission.unsent)]
     assert numbers == sorted(set(numbers))
     unconfirmed = protocol.parts.unconfirmed
@@ -104,7 +104,7 @@ def holds(protocol: ProducerProtocol) -> list[str]:
 
 
 def logged(protocol: ProducerProtocol) -> list[str]:
-    """Return its log entries: levels and texts."""
+    """Return the log entries of a producer: levels and texts."""
     return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments, *_ in protocol.reports.logs]
 
 
@@ -138,12 +138,12 @@ class Published:
 
 @dataclass
 class Wire:
-    """Bytes as read by the broker: messages and answers to `Channel.Flow`, in order."""
+    """The bytes that the broker reads, as a list of messages and answers to `Channel.Flow`."""
 
     seen: list[Published | bool] = field(default_factory=list)
-    #: The first part of a frame.
+    #: The received part of an incomplete frame.
     rest: bytes = b""
-    #: Whether content of the last message is still to come.
+    #: Whether content of the last message is still missing.
     in_message: bool = False
     _method: pamqp.commands.Basic.Publish | None = None
 
@@ -182,7 +182,7 @@ class Wire:
 
     @property
     def short(self) -> list[bytes | bool]:
-        """Return bodies and answers."""
+        """Return the bodies of the messages, and the answers to `Channel.Flow`."""
         return [each.body if isinstance(each, Published) else each for each in self.seen]
 
     @property
@@ -192,7 +192,7 @@ class Wire:
 
 
 def wire(data: bytes) -> Wire:
-    """Return the content of bytes as read by the broker; they must be complete."""
+    """Return the content of bytes as the broker reads it. The bytes must be complete messages and answers."""
     read = Wire().read(data)
     assert not read.rest
     assert not read.in_message

@@ -1,4 +1,4 @@
-"""Complete frames and messages, as two other decoders read them."""
+"""Reads frames and messages with two other decoders, pamqp and pika, and generates messages for property tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Whole = tuple[int, int, bytes]
 
 
 def split(chunks: list[bytes], frame_max: int = 0) -> tuple[list[Whole], str | None]:
-    """Return all frames of a stream up to its first error, and that error."""
+    """Return the frames of a stream before its first error, and the error. Return None if there is no error."""
     splitter = FrameSplitter(frame_max)
     found: list[Whole] = []
     fed = 0
@@ -146,7 +146,7 @@ HEADER_VALUES = st.recursive(
     | st.decimals(-1_000_000, 1_000_000, places=3)
     | st.text(st.characters(codec="utf-8"), max_size=20)
     | st.binary(max_size=20)
-    # pamqp reads any later time as milliseconds.
+    # pamqp interprets a larger number as milliseconds.
     | st.integers(0, (1 << 32) - 1).map(lambda seconds: datetime.fromtimestamp(seconds, UTC)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
@@ -160,7 +160,7 @@ OLD_PAMQP = pamqp.decode.decimal(b"\0\xff\xff\xff\xff")[1] != -1
 
 
 def as_pika_reads(value: Any) -> Any:
-    """Return a value as pika reads it: it reads every float as an int."""
+    """Return a value as pika reads it. pika reads every float as an int."""
     if isinstance(value, dict):
         return {key: as_pika_reads(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -223,7 +223,7 @@ ALL_PROPERTIES = Message(
 
 
 def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: int | None) -> list[bytes]:
-    """Return the frames of a message; without a number it gets no id."""
+    """Return the frames of a message. Without a number the message gets no id."""
     prepared = encoder.prepare(message, has_id=number is not None)
     pieces = encoder.frames(route, message.body, prepared, number or 0)
     assert sum(map(len, pieces)) == encoder.cost(route, len(message.body), prepared)

@@ -1,4 +1,4 @@
-"""What both sides are fuzzed with: streams, changed and cut."""
+"""Strategies for the fuzzing of the client and the broker: streams of bytes with random changes and cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cut", "mutated"]
 
 @st.composite
 def mutated(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> bytes:
-    """A stream with up to four changes."""
+    """Draw a stream, and make up to four changes to it."""
     data = bytearray(draw(streams))
     for _ in range(draw(st.integers(0, 4))):
         if not data:
@@ -34,7 +34,7 @@ def mutated(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> bytes:
 
 @st.composite
 def cut(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> list[bytes]:
-    """A stream in pieces."""
+    """Draw a stream, and cut it into pieces."""
     data = draw(streams)
     cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=12)))
     return [data[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(data)])]

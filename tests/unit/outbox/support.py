@@ -26,13 +26,13 @@ class SpilledReceipt(Spilled, Receipt):
 
 
 class Kept:
-    """A producer whose writer works in `turn`.
+    """A producer whose `Writer` works only in `turn`.
 
     Args:
-        path: of the outbox.
-        prefix: of the message ids.
-        opened: whether it has a channel.
-        settings: of the producer.
+        path: file of the outbox.
+        prefix: prefix of the message ids.
+        opened: whether the producer has an open channel.
+        settings: settings of the producer.
     """
 
     def __init__(self, path: Path, prefix: str = "p-", *, opened: bool = True, **settings: Any) -> None:
@@ -41,25 +41,25 @@ class Kept:
         self.outbox = Outbox(path, max_bytes=found.outbox_max_bytes)
         offset = time.time() - self.now
         self.protocol = ProducerProtocol(found, id_prefix=prefix, now=self.now, wall_offset=offset)
-        #: The reported commits.
+        #: The commits that the writer has reported.
         self.committed: list[tuple[int, Exception | None]] = []
         self.writer = Writer(self.outbox, found, self.step, lambda *said: self.committed.append(said))
         self.store = OutboxStore(self.protocol, self.outbox, SpilledReceipt, self.writer, self.now)
         self.writer.store = self.store
         self.backlog = self.store.backlog
-        # Whether the writer should repeat a failed commit.
+        # Whether the writer has to repeat a failed commit.
         self._again = False
-        #: The waiters that were woken, without the writer.
+        #: The woken waiters, except the writer.
         self.woken: list[Any] = []
         if opened:
             self.protocol.channel_opened(1, FRAME_MAX, self.now)
 
     def step(self, step: StoreStep) -> None:
-        """Take a step of the store."""
+        """Execute a step of the store."""
         step(self.now)
 
     def turn(self) -> None:
-        """Let the writer do its tasks, and take its results. A failed task is repeated in the next turn."""
+        """Let the writer do its tasks. A failed task is repeated in the next call."""
         rung, self._again = self._again, False
         while self.protocol.reports.wake or rung:
             wake, self.protocol.reports.wake = self.protocol.reports.wake, []
@@ -69,14 +69,14 @@ class Kept:
             rung = False
 
     def send(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
-        """Send a message as the skins do, until it is on disk."""
+        """Send a message, and wait until it is on disk, as the producers do."""
         receipt: Receipt | None = self.store.send(payload, "", key, self.now, spills=spills)
         if receipt is not None:
             self.outbox.wait_durable(self.outbox.last)
         return receipt
 
     def write(self) -> bytes:
-        """Return all bytes that may be written."""
+        """Write all bytes that may be written, and return them."""
         written = b""
         while data := self.protocol.data_to_write(1 << 20):
             self.protocol.advance(len(data), self.now)
@@ -95,12 +95,12 @@ def crash(outbox: Outbox) -> None:
 
 
 def leave(path: Path, *bodies: bytes, permit: bool = False) -> list[int]:
-    """Let messages wait in an outbox. Return their sequences."""
+    """Put messages into an outbox, and return their sequence numbers."""
     with Outbox(path) as outbox:
         return [outbox.put(body, "", "q", f"left-{body.decode():.20}", permit=permit) for body in bodies]
 
 
 def change(path: Path, statement: str) -> None:
-    """Change the file in a way that no outbox does."""
+    """Change the file with an SQL statement that an outbox never executes."""
     with closing(sqlite3.connect(path)) as file, file:
         file.execute(statement)

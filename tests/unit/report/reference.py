@@ -1,4 +1,4 @@
-"""The report's tables as one would write them down first: everything in lists, holds paired line by line."""
+"""A simple implementation of the report's tables, which keeps all lines in lists and pairs holds line by line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ S = 1_000_000
 
 
 def shown(value: int, largest: int) -> int:
-    """A percentile as the report has it: to six leading bits, rounded up, and never above the largest."""
+    """Return a percentile as the report shows it: rounded up to six leading bits, but not above the largest value."""
     digits = max(0, len(f"{value:b}") - 6)
     return int(min(value | (2**digits - 1), largest))
 
@@ -37,7 +37,7 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
     def key(line: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(line[name] for name in ("origin", "producer", "connection", "queue", "reason"))
 
-    # A hold is a raise and the first lift after it, of the same source; what a lift says of that raise is not believed.
+    # A hold is a raise and the next lift of the same source. The time of the raise in the lift's line is not used.
     lasted: dict[Any, list[int]] = defaultdict(list)
     raised: dict[Any, int] = defaultdict(int)
     opened: dict[Any, int] = {}
@@ -132,7 +132,7 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
         busy = [line for line in samples if line["depth"] and line["depth"] - line["arrived"] + line["left"]]
         latest = max(samples, key=lambda line: line["at"])
         left = sum(line["left"] for line in samples)
-        # If the queue was empty at some time in every sample, what left in the whole time is all that is known.
+        # If every sample starts or ends with an empty queue, use the messages that left in all samples.
         drained = busy if sum(line["us"] for line in busy) else samples
         tables["queues"].append(
             {

@@ -1,8 +1,8 @@
-"""A producer's life in simulated time: seeded chance on one side, a plain model of the contract on the other.
+"""Simulates a producer with random events from a seed, and compares it with a simple model of the contract.
 
-The driver does to a `ProducerProtocol` whatever an application, a broker, a socket and a clock can do, in any order.
-The model knows only the contract: who may be admitted, in which order, what may be on the wire, how each message ends.
-After every step both must agree.
+A driver calls a `ProducerProtocol` in any order that an application, a broker, a socket and a clock can cause. The
+model knows only the contract: which messages are admitted, in which order, what is on the wire, and how each message
+ends. After every step, the producer and the model must agree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID_PREFIX = "0123456789abcdef-"
 
 
 class BrokenContract(AssertionError):
-    """The producer did what it must not do."""
+    """The producer has broken its contract."""
 
 
 @dataclass(eq=False)
@@ -62,10 +62,10 @@ class Waiting:
 
 @dataclass(eq=False)
 class Wire:
-    """What has been written, as the broker reads it."""
+    """The bytes that the producer has written, as the broker reads them."""
 
     rest: bytes = b""
-    # Bytes of the message that is being read, and what was read of it.
+    # State of the message that is being read.
     message_id: str | None = None
     body_left: int = 0
     in_message: bool = False
@@ -74,7 +74,7 @@ class Wire:
 
 
 def wire_size(payload: bytes | Message) -> int:
-    """The bytes of a message on the wire, by an encoder that is not ours."""
+    """Return the number of bytes of a message on the wire. pamqp encodes the message."""
     message = payload if isinstance(payload, Message) else Message(payload)
     publish = pamqp.frame.marshal(pamqp.commands.Basic.Publish(exchange="", routing_key="q", mandatory=True), 1)
     header = pamqp.frame.marshal(
@@ -91,10 +91,10 @@ def wire_size(payload: bytes | Message) -> int:
 
 
 class Life:
-    """One producer, from a seed.
+    """One simulated producer with its model.
 
     Args:
-        seed: of everything that happens.
+        seed: seed of all random events.
         protocol_type: the class under test.
     """
 
@@ -117,7 +117,7 @@ class Life:
         self.protocol.channel_opened(1, FRAME_MAX, self.now)
 
         # The model.
-        # None as long as the producer finds its own.
+        # None while the producer chooses its own capacity.
         self.fixed_capacity = None if self.settings.capacity == "auto" else self.settings.capacity
         self.holds: set[tuple[str, str]] = set()
         self.transport = False
@@ -186,7 +186,7 @@ class Life:
             self.transport = True
 
     def line_moves(self) -> None:
-        """Admit in the model whom the contract admits, and see that the producer has done the same."""
+        """Admit the messages that the contract admits, and check that the producer has admitted the same messages."""
         while self.line:
             head = self.line[0]
             size = len(head.payload.body if isinstance(head.payload, Message) else head.payload)
@@ -199,7 +199,7 @@ class Life:
         for waiting in self.line:
             self.check(waiting.ticket.receipt is None, "a message was admitted that may not go, or out of turn")
 
-    # What can happen.
+    # The events.
 
     def payload(self) -> bytes | Message:
         size = self.random.choice([0, 1, 10, 100, 100, 1000, 6000, 9000])
@@ -207,7 +207,7 @@ class Life:
         match self.random.randrange(6):
             case 0:
                 self.custom_ids += 1
-                # Some ids come twice.
+                # Use each of these ids twice.
                 return Message(body, message_id=f"own-{self.custom_ids // 2}", priority=3)
             case 1:
                 return Message(body, priority=7)
@@ -276,7 +276,7 @@ class Life:
             self.peek_begun()
 
     def peek_begun(self) -> None:
-        # A frame that begins outside of a message is a publish, or an answer that is due.
+        # A frame that begins outside of a message is a publish, or an answer to Channel.Flow.
         if not self.flow_oks_due and not self.to_write[0].begun:
             self.check(not self.writing_stopped, "a publish on a channel that is stopped")
             self.to_write[0].begun = True
@@ -336,7 +336,7 @@ class Life:
         nack = self.random.random() < 0.2
         run = [each for each in tags if each <= tag] if multiple else [tag]
         if not multiple and not nack and self.random.random() < 0.7:
-            # Of a run of single acks some may have been answered before.
+            # The broker may already have answered some messages in this range of tags.
             last = self.random.randint(tag, self.wire.publishes)
             self.protocol.on_acks([(tag, last - tag + 1)], self.now)
             self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
@@ -358,7 +358,7 @@ class Life:
         if not tags:
             return
         sent = self.unsettled[self.random.choice(tags)]
-        # Of two messages with one id the broker returns the first first.
+        # If two messages have the same id, the broker returns the first message first.
         twins = [each for each in self.unsettled.values() if each.message_id == sent.message_id and not each.returned]
         sent = twins[0]
         if not any(self.unsettled[tag] is sent for tag in tags):
@@ -445,7 +445,7 @@ class Life:
                     assert again is not None
                     self.check(self.now < again <= waiting.deadline, "the wrong time to look again")
 
-    # All of it.
+    # The simulation.
 
     STEPS: Any = (
         (do_send, 40),
@@ -463,7 +463,7 @@ class Life:
     )
 
     def step(self) -> None:
-        """Let something happen, and compare."""
+        """Simulate one random event, and compare the producer with the model."""
         do = self.random.choices([do for do, _ in self.STEPS], [weight for _, weight in self.STEPS])[0]
         self.counts[do.__name__] = self.counts.get(do.__name__, 0) + 1
         do(self)
@@ -472,7 +472,7 @@ class Life:
         self.compare()
 
     def compare(self) -> None:
-        """See that producer and model agree on everything that can be asked."""
+        """Check that the producer and the model have the same state."""
         protocol = self.protocol
         self.line_moves()
         self.check(protocol.unsettled == len(self.unsettled), "unsettled is wrong")
@@ -480,7 +480,7 @@ class Life:
         if protocol.limits.byte_window is not None:
             self.check(protocol.limits.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
-        # What has no frames yet has no tag.
+        # A message without frames has no tag.
         oldest = min(min(self.unsettled, default=self.next_tag), protocol.parts.unconfirmed.outbound.given + 1)
         self.check(protocol.parts.unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
         own: dict[str, list[Receipt]] = {}
@@ -510,7 +510,7 @@ class Life:
             for waiter in self.unflow_waiters:
                 self.check(waiter in woken or self.rate is not None, "wait_unflowed was not woken")
             self.unflow_waiters.clear()
-        # Only what is still waited for need be remembered.
+        # Forget the woken waiters that no check needs any more.
         self.woken = woken & ({waiter for _, waiter in self.flushes} | set(self.unflow_waiters))
         events = protocol.reports.events
         assert events is not None
@@ -520,7 +520,7 @@ class Life:
         protocol.reports.wake = []
 
     def end(self) -> None:
-        """The broker becomes friendly; everything must come to its end, and nothing be left over."""
+        """Lift all holds, and let the broker confirm everything. All messages must then be settled."""
         self.protocol.on_flow(True, self.now)
         self.flow_oks_due.append(True)
         self.unwritten += FLOW_OK_SIZE
@@ -545,7 +545,7 @@ class Life:
         self.check(self.protocol.window.used == 0, "the window leaks")
 
     def live(self, seconds: float) -> None:
-        """Live so long, in simulated time, and come to an end."""
+        """Simulate events for a number of seconds of simulated time, and then the end."""
         until = self.now + seconds
         while self.now < until:
             self.step()

@@ -1,8 +1,8 @@
-"""A producer's life among lost connections, closed channels and refusals, seen from the broker's queue.
+"""Simulates a producer with lost connections, closed channels and refusals, and checks the broker's queue.
 
-Where `life` compares every step with a model, here only the promises count: what was admitted ends exactly once, what
-is confirmed is in the queue, second copies bear a mark, first copies come in order, and a message that the broker
-cannot bear harms only itself.
+`life` compares every step with a model. This module checks only the guarantees: each admitted message is settled
+exactly once, confirmed messages are in the queue, second copies are marked, first copies come in order, and a message
+that the broker rejects with an error affects no other messages.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .life import FRAME_MAX, ID_PREFIX, BrokenContract
 
 __all__ = ["Outages"]
 
-#: A message over which the broker closes the channel, one over which it drops the connection, and any other.
+#: A message for which the broker closes the channel, a message for which it drops the connection, and a normal message.
 POISON, DEADLY, PLAIN = b"poison", b"deadly", b"plain"
 
 _PUBLISH = (60, 40)
 
 
 class Outages:
-    """One producer, from a seed.
+    """One simulated producer, and the broker's queue.
 
     Args:
-        seed: of everything that happens.
+        seed: seed of all random events.
         protocol_type: the class under test.
     """
 
@@ -57,7 +57,7 @@ class Outages:
         self.waiting: list[SendTicket] = []
         self.given_up: list[SendTicket] = []
         self.settled: set[str] = set()
-        # What the broker has: by message id and whether marked; who was refused once may come out of order.
+        # Messages in the broker's queue: the message id, and whether the message is marked as a possible copy.
         self.queue: list[tuple[str, bool]] = []
         self.refused: set[str] = set()
         self.is_friendly = False
@@ -83,7 +83,7 @@ class Outages:
         self.protocol.connection_lost("the connection is lost", self.now, reconnects=True)
 
     def hear(self) -> None:
-        """Take the whole frames that have come, until one is too much."""
+        """Let the broker read the complete frames, until it closes the channel or the connection."""
         while len(self.on_the_way) >= 7 and self.protocol.channel.number is not None:
             size = int.from_bytes(self.on_the_way[3:7], "big") + 8
             if len(self.on_the_way) < size:
@@ -120,7 +120,7 @@ class Outages:
             self.queue.append((self.coming_id, self.coming_marked))
             self.unconfirmed.append(self.tag)
 
-    # What can happen.
+    # The events.
 
     def do_send(self) -> None:
         kind = self.random.choices([PLAIN, POISON, DEADLY], [200, 4, 3])[0]
@@ -152,14 +152,14 @@ class Outages:
                 at = self.random.randrange(len(self.unconfirmed))
                 self.protocol.on_ack(self.unconfirmed.pop(at), False, self.now)
             elif len(self.unconfirmed) == self.unconfirmed[-1] - self.unconfirmed[0] + 1:
-                # Of refused ones between them, one answer for all would be a lie.
+                # This answer confirms all these messages, so there must be no refused messages between them.
                 self.protocol.on_ack(self.unconfirmed[-1], True, self.now)
                 self.unconfirmed.clear()
 
     def do_lose(self) -> None:
-        # Often in the middle of a batch.
+        # Write before the loss, so that the connection is often lost in the middle of a batch.
         self.do_write()
-        # Of what was on the way, some arrives.
+        # Some of the bytes on the way arrive.
         if self.random.random() < 0.5:
             self.on_the_way = self.on_the_way[: self.random.randint(0, len(self.on_the_way))]
             self.hear()
@@ -173,7 +173,7 @@ class Outages:
     STEPS = ((do_send, 30), (do_write, 30), (do_hear, 20), (do_confirm, 20), (do_lose, 1), (do_connect, 10))
 
     def step(self) -> None:
-        """Let something happen."""
+        """Simulate one random event."""
         do = self.random.choices([do for do, _ in self.STEPS], [weight for _, weight in self.STEPS])[0]
         self.counts[do.__name__] = self.counts.get(do.__name__, 0) + 1
         do(self)
@@ -206,10 +206,10 @@ class Outages:
             self.settled.add(message_id)
         self.check(self.protocol.window.used == self.protocol.unsettled, "the window leaks")
 
-    # All of it.
+    # The end.
 
     def end(self) -> None:
-        """The network holds and the broker has room; everything must come to its end."""
+        """Keep the connection, and accept all messages. All messages must then be settled."""
         self.is_friendly = True
         for _ in range(2000):
             if not self.waiting and not self.protocol.unsettled:
@@ -243,7 +243,7 @@ class Outages:
         self.check(in_order == sorted(in_order), "first copies are out of order")
 
     def live(self, steps: int) -> None:
-        """So many things happen, and all comes to an end."""
+        """Simulate a number of random events, and then the end."""
         for _ in range(steps):
             self.step()
         self.end()

@@ -1,4 +1,4 @@
-"""Flow telemetry of simulated lives: what a `FlowLog` would have written, as fast as it can be lived."""
+"""Creates the lines that a `FlowLog` would write for simulated producers and queues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .life import Life
 
 __all__ = ["BusyLife", "QueueLife", "lines_of"]
 
-#: When all of it begins, in seconds since 1970.
+#: Wall-clock time at which the simulated clock is 0, in seconds since 1970.
 EPOCH = 1_790_000_000.0
 
 _PAYLOADS = (b"x", b"x" * 100, b"x" * 1000)
@@ -24,14 +24,14 @@ Write = Callable[[dict[str, Any]], object]
 
 
 class BusyLife(Life):
-    """A producer whose broker and operator say stop and go on all the time. The model is not asked; it has its tests.
+    """A simulated producer that the broker and an operator often block and unblock. It is not compared with the model.
 
     Args:
-        seed: of everything that happens.
-        write: called with each line.
+        seed: seed of all random events.
+        write: function that gets each line of the flow log.
     """
 
-    #: Sends that wait at the most.
+    #: Maximum number of waiting sends.
     LINE = 2
 
     def do_send(self) -> None:
@@ -75,14 +75,15 @@ class BusyLife(Life):
 
 
 class QueueLife:
-    """A queue of the broker with publishers of bursts and a consumer whose rate changes, in simulated time.
+    """A simulated queue of the broker, with publishers that send bursts, and a consumer whose rate changes.
 
     Args:
-        seed: of everything that happens.
-        write: called with each line.
-        stop: the stop threshold.
-        resume: the resume threshold.
-        capacity: of each publisher.
+        seed: seed of all random events.
+        write: function that gets each line of the flow log.
+        stop: stop threshold in messages.
+        resume: resume threshold in messages.
+        capacity: capacity of each publisher in messages.
+        publishers: number of publishers.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class QueueLife:
 
 
 def lines_of(seeds: range, count: int, *, queues: bool = True) -> Iterator[dict[str, Any]]:
-    """So many lines of lives that are lived side by side, every fourth of them a queue's.
+    """Yield lines of several simulations that run in turn. Every fourth simulation is a queue; the rest are producers.
 
     Args:
-        seeds: one for each life.
-        count: of lines.
-        queues: whether there are queues among them.
+        seeds: a seed for each simulation.
+        count: number of lines to yield.
+        queues: whether to simulate queues.
     """
     lines: list[dict[str, Any]] = []
     lives: list[BusyLife | QueueLife] = [

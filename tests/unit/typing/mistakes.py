@@ -1,4 +1,4 @@
-"""Mistakes that mypy and pyright find. If one misses one, its ``type: ignore`` is unused, which is an error, too."""
+"""Mistakes that mypy and pyright must find. If a tool misses a mistake, it reports an unused ``type: ignore``."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def threads(producer: Producer) -> None:
 async def tasks(producer: AsyncProducer) -> None:
     AsyncProducer("amqp://host/", liveness="2 s")  # type: ignore[arg-type]
     receipt = await producer.send(b"body")
-    # The wait for the outcome is a coroutine.
+    # `result` returns a coroutine, which has no attribute `name`.
     receipt.result().name  # type: ignore[attr-defined]  # noqa: B018

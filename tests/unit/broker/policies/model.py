@@ -1,6 +1,6 @@
-"""The rules for queues and policies in plain Python, and what runs the broker beside them, step by step.
+"""A simple model of the rules for queues and policies, and a `Rig` that compares the broker with it after each step.
 
-The model keeps lists and looks at everything anew each time. It shares no code with the broker.
+The model keeps lists, and computes everything anew each time. It shares no code with the broker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 QUEUES = ("a", "b", "c")
 PUBLISHERS = 3
 WAIT = 7.0
-#: What `broker` in `Rig.step` may be told to do; the arguments come from who draws.
+#: Operations that `Rig.step` can execute. The function `draw` chooses an operation and its arguments.
 OPERATIONS = ("publish", "publish", "publish", "publish", "get", "settle", "purge", "set_policy", "sleep", "reopen")
 
 
@@ -27,15 +27,15 @@ class Message:
     ttl: float | None
     key: str | None
     routing_key: str
-    # Its delivery tag; None while it is ready.
+    # Delivery tag of the message; None while the message is ready.
     delivery: int | None = None
-    # When it entered its queue.
+    # Time at which the message entered its queue, in seconds.
     since: float = 0.0
 
 
 @dataclass
 class Family:
-    """One family of marks."""
+    """A stop threshold with its resume threshold, of the kind ``stop`` or ``capacity``."""
 
     kind: str
     stops: Any = None
@@ -49,7 +49,7 @@ class Family:
 
 
 class ModelQueue:
-    """A queue by the words of the specification."""
+    """A queue that follows the text of the specification."""
 
     def __init__(self, model: Model, name: str) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class ModelQueue:
         self.overdue = False
         self.definition: dict[str, Any] = {}
 
-    # What is in force.
+    # The settings that apply.
 
     def get(self, name: str) -> Any:
         return self.definition.get(name)
@@ -82,7 +82,7 @@ class ModelQueue:
     def maxima(self) -> tuple[int, int]:
         count, size = self.get("max_count") or 0, self.get("max_size") or 0
         if self.base_policy == "flow_to_disk":
-            # What is in memory, and no matter for who publishes.
+            # For this policy, the maxima limit only the messages in memory. They do not affect publishers.
             count = size = 0
         if self.overdue:
             stops = self.stops
@@ -185,7 +185,7 @@ class ModelQueue:
         self.drops += 1
         self.left(message, makes_room=makes_room)
 
-    # What comes.
+    # Arriving messages.
 
     def refusal(self, size: int) -> str | None:
         count, limit = self.maxima
@@ -221,7 +221,7 @@ class ModelQueue:
             self.drop(self.messages[0], makes_room=True)
 
     def conflate(self, message: Message) -> None:
-        """Drop the last message of its key before it, unless a consumer has it."""
+        """Drop the last earlier message with the same key, unless a consumer has that message."""
         at = self.messages.index(message) if message in self.messages else len(self.messages)
         same = [
             each for each in self.messages[:at] if self.key(each) is not None and self.key(each) == self.key(message)
@@ -269,13 +269,13 @@ class Waiter:
 
 
 class Model:
-    """Queues, and the publishes that wait for them."""
+    """The queues, and the publishes that wait for room in a queue."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.queues = {name: ModelQueue(self, name) for name in QUEUES}
         self.waiters: list[Waiter] = []
-        # By number of the message: in its queues, nacked; those of closed channels are in neither.
+        # Numbers of the accepted messages, and of the nacked messages. Publishes of closed channels are in neither set.
         self.taken: set[int] = set()
         self.nacked: set[int] = set()
 
@@ -292,11 +292,11 @@ class Model:
     def take(self, message: Message, queues: list[ModelQueue]) -> None:
         self.taken.add(message.number)
         for queue in queues:
-            # Each queue has its own of it.
+            # Each queue has its own copy of the message.
             queue.enqueue(Message(**vars(message) | {"since": self.now}))
 
     def settle_waiters(self) -> None:
-        """Let in who can enter, give up who is late, as long as there is anybody."""
+        """Accept waiting publishes that have room, and nack those whose time is over, until nothing changes."""
         again = True
         while again:
             again = False
@@ -334,19 +334,19 @@ def body_of(number: int, size: int) -> bytes:
 
 
 class Rig:
-    """The broker and the model, given the same to do.
+    """Executes the same operations on the broker and on the model.
 
     Args:
         world: a virtual host and its clients, without sockets.
-        draw: chooses among several values.
-        disk: which the world's journal is written to (A2); ``None`` if there is none.
+        draw: function that chooses one of several values.
+        disk: disk to which the journal of `world` writes (A2); ``None`` if `world` has no journal.
     """
 
     def __init__(self, world: Any, draw: Any, disk: Any = None) -> None:
         self.world = world
         self.disk = disk
         self.draw = draw
-        # Policies that need a disk; often drawn.
+        # Policies that need a disk, several times so that they are often drawn.
         self.more = ("flow_to_disk",) * 4 if disk is not None else ()
         self.model = Model()
         self.consumer = world.client().channel()
@@ -355,25 +355,25 @@ class Rig:
             bind = commands.Queue.Bind(queue=name, exchange="amq.fanout")
             self.consumer.call(1, bind, commands.Queue.BindOk)
         self.clients = [world.client().channel(confirms=True) for _ in range(PUBLISHERS)]
-        # By publisher: numbers by tag of what is neither acked nor nacked yet; flowed or not.
+        # For each publisher: numbers of its unconfirmed messages by tag, its last tag, and whether it is flowed.
         self.open: list[dict[int, int]] = [{} for _ in self.clients]
         self.tags = [0] * PUBLISHERS
         self.flowed = [False] * PUBLISHERS
         self.acked: set[int] = set()
         self.nacked: set[int] = set()
-        # What nobody will hear of.
+        # Messages whose confirms cannot arrive, because their channel was closed.
         self.lost: set[int] = set()
         self.numbers = 0
         self.deliveries: dict[int, tuple[ModelQueue, Message]] = {}
         self.delivery_tag = 0
 
     def step(self) -> str:
-        """Do one thing on both sides, and compare.
+        """Execute one operation on the broker and on the model, and compare them.
 
         Returns:
-            What was done.
+            The name of the operation.
         """
-        # No two things are due at the same time.
+        # Advance by a random time, so that no two events are due at the same time.
         self._advance(0.001 + self.draw(range(1, 1000)) / 1e6)
         operation: str = self.draw(OPERATIONS)
         getattr(self, f"_{operation}")()
@@ -418,7 +418,7 @@ class Rig:
         queue, no_ack = self.model.queues[self.draw(QUEUES)], self.draw((True, False))
         self.consumer.send(1, commands.Basic.Get(queue=queue.name, no_ack=no_ack))
         if self.disk is not None:
-            # What was not written yet can still be given.
+            # Bodies that are not written yet can still be delivered.
             self.disk.read()
         frames = [each for _, each in self.consumer.received()]
         message = next((each for each in queue.messages if each.delivery is None), None)
@@ -518,7 +518,7 @@ class Rig:
             waiter.queues[0].drops += 1
 
     def read(self, who: int) -> None:
-        """Take what a publisher was told."""
+        """Read the frames that the broker has sent to a publisher."""
         for _, each in self.clients[who].received():
             if each.name == "Channel.Flow":
                 assert each.active is self.flowed[who], "told twice"
@@ -532,7 +532,7 @@ class Rig:
                 assert each.name == "Channel.CloseOk", each.name
 
     def compare(self) -> None:
-        """Both sides must look alike."""
+        """Check that the broker and the model have the same state."""
         model = self.model
         for name, queue in model.queues.items():
             real = self.world.queue(name)
