@@ -21,8 +21,8 @@ EVERY = 61 if EFFORT == "quick" else 1
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 
 
-# CPython (3.11 to 3.13) checks for signals at `RESUME`, which is at the start of a function and after a `yield`. It does
-# not check after an `await`. It also checks at the jump back of a loop, and after a call of a built-in function.
+# CPython (3.11 to 3.13) checks for signals at `RESUME`, which is at the start of a function and after a `yield`, and at
+# the jump back of a loop, and after a call of a built-in function. It does not check after an `await`.
 _LOOKS = {"JUMP_BACKWARD", "RESUME"}
 _IS_RESUMED = CO_ASYNC_GENERATOR | CO_COROUTINE | CO_GENERATOR
 

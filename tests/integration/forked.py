@@ -1,8 +1,8 @@
-"""Python programs in processes of their own that start at once.
+"""Starts Python programs in separate processes without the start-up time of an interpreter.
 
-A process that has imported what they need waits here, one for each worker of pytest, and forks for each program. What
-a program has to itself is as after a start: its arguments, environment, folder, standard streams and signals. It ends
-as an interpreter does.
+For each worker of pytest, a process has imported the modules, and forks for each program. A program has its own
+arguments, environment, folder, standard streams and signals, as after a normal start. It also ends like a normal
+interpreter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any, AnyStr
 __all__ = ["Forked"]
 
 ROOT = Path(__file__).parents[2]
-#: What takes long to import and is needed by most programs.
+#: Modules that most programs need, and that take long to import.
 COMMANDS = ("tests.integration.cli.commands",)
 _MOST = 1 << 18
 
 
 @cache
 def _nursery(modules: tuple[str, ...]) -> socket.socket:
-    """Where to ask for programs."""
+    """Start a process that forks programs. Return a socket for requests to this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ours, theirs:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
@@ -55,14 +55,14 @@ def _nursery(modules: tuple[str, ...]) -> socket.socket:
 
 
 class Forked(subprocess.Popen[AnyStr]):
-    """As `subprocess.Popen`, for a command that is ``[sys.executable, "-m", MODULE, ...]`` or with ``-c``."""
+    """Like `subprocess.Popen`, for a command ``[sys.executable, "-m", MODULE, ...]``, or a command with ``-c``."""
 
-    #: What has been imported before.
+    #: Modules that the forking process has imported.
     modules: tuple[str, ...] = COMMANDS
     _status: socket.socket
 
     def _execute_child(self, *values: Any) -> None:
-        # Its parameters are those of the method that this one stands for, whatever the release of Python.
+        # The parameters are those of the replaced method. They depend on the release of Python.
         names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
         told = dict(zip(names, values, strict=True))
         python, *arguments = told["args"]
@@ -99,7 +99,7 @@ class Forked(subprocess.Popen[AnyStr]):
 
 
 def _asked(channel: socket.socket) -> tuple[list[Any], list[int]] | None:
-    """In the process of a program what it is; elsewhere `None`, when there are to be no more."""
+    """Fork for each request. Return the request in the new process, and None in the forking process at its end."""
     keepers: list[int] = []
     while True:
         data, fds, _, _ = socket.recv_fds(channel, _MOST, 4)
@@ -112,7 +112,7 @@ def _asked(channel: socket.socket) -> tuple[list[Any], list[int]] | None:
             keepers.append(keeper)
             keepers[:] = [each for each in keepers if os.waitpid(each, os.WNOHANG)[0] == 0]
             continue
-        # A process for each, to wait for it and tell how it has ended.
+        # Each program has a parent process, which waits for its end and reports its exit code.
         channel.close()
         if pid := os.fork():
             for fd in fds[:3]:
@@ -122,7 +122,7 @@ def _asked(channel: socket.socket) -> tuple[list[Any], list[int]] | None:
             try:
                 os.write(fds[3], b"%d" % status)
             except BrokenPipeError:
-                # Nobody waits for it any more.
+                # The test no longer waits for the program.
                 pass
             os._exit(0)
         os.close(fds.pop())

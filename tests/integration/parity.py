@@ -1,4 +1,4 @@
-"""What the comparisons of a drop-in with its library share."""
+"""Tools for the comparisons of a drop-in with its library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["members", "parameters", "public", "until_release"]
 
 @contextmanager
 def until_release(**known: str) -> Iterator[None]:
-    """What is found within fails the test; but skips it, and is told, with a newer release than is known to the test.
+    """Skip the test instead of failing if an assertion in the block fails with a newer release of a library.
 
-    What newer releases add is for the next change to this repository, not a fault of the one that is tested.
+    A difference to a newer release is work for a later change, and not a fault of the tested change.
 
     Args:
-        known: the newest release with which the test passes, of each distribution that it is about.
+        known: for each library, the newest release with which the test passes.
     """
     try:
         yield
@@ -34,15 +34,15 @@ def until_release(**known: str) -> Iterator[None]:
 
 
 def public(kind: type) -> set[str]:
-    """The names of a class's public members."""
+    """Return the names of the public members of a class."""
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
 def members(kind: type, *special: str) -> dict[str, Any]:
-    """The public members of a class, and some that are special to the language."""
+    """Return the public members of a class, and the given special members, such as ``__enter__``."""
     return {name: inspect.getattr_static(kind, name) for name in sorted({*public(kind), *special} & set(dir(kind)))}
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    """The name, kind and default of every parameter."""
+    """Return the name, kind and default of each parameter of a function."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]

@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 HERE = Path(__file__).parent
 
-# With a virtual host goes all that is in it.
+# Deleting a virtual host also deletes everything in it.
 _EMPTY = """
     rabbit_vhost:delete(<<"/">>, <<"tests">>),
     rabbit_vhost:add(<<"/">>, <<"tests">>),
@@ -29,13 +29,13 @@ _EMPTY = """
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # On a busy machine a node, or a program that tells it what to do, may take a minute to start.
+    # On a busy machine, a node or a program that controls a node may take a minute to start.
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
 
 
-# What tests have shown, in the order in which they ran.
+# Results that tests have recorded, in the order of the tests.
 _shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: [], matrix.FLIGHTS: []}
 
 
@@ -56,10 +56,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = Path(told)
     kept = matrix.load(path) if path.exists() else matrix.document((), ())
     contract, clients, flights = (_shown[name] for name in (matrix.CONTRACT, matrix.CLIENT, matrix.FLIGHTS))
-    # What only a part of them has shown is no compatibility.
+    # A selection of the tests does not show the compatibility.
     if (contract or clients) and not session.config.option.keyword:
         kept = matrix.document(contract, clients, kept.get("flights", ()))
-    # The flights take their time, so they may be shown in parts.
+    # Sending the flights takes long, so several runs may record parts of the results.
     matrix.dump(matrix.with_flights(kept, flights), path)
 
 
@@ -82,28 +82,28 @@ def _make(make: Callable[[], Made]) -> Made:
 
 @pytest.fixture
 def installed() -> Callable[[Callable[[], Made]], Made]:
-    """Makes something, or skips the test, or is an error, where the machine lacks what it takes."""
+    """A function that creates something. If a program is missing, it skips the test, or fails if tests are required."""
     return _make
 
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[ExitStack]:
-    """What is stopped after all tests."""
+    """A stack of nodes, which are stopped after all tests."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def session_rabbitmq(nodes: ExitStack) -> Callable[[], RabbitMQNode]:
-    """Starts a RabbitMQ node for all tests when it is first asked for."""
+    """A function that returns a RabbitMQ node, which all tests share. The first call starts the node."""
     return cache(lambda: nodes.enter_context(_make(RabbitMQNode)))
 
 
 @pytest.fixture(scope="session")
 def session_container(nodes: ExitStack, session_rabbitmq: Callable[[], RabbitMQNode]) -> Callable[[str], RabbitMQ]:
-    """Starts RabbitMQ of a major release in a container for all tests when it is first asked for.
+    """A function that returns a major release of RabbitMQ in a container, which all tests share.
 
-    Where there is no container engine, nor has to be, the installed package will do if it is of that release.
+    If there is no container engine, and none is required, the installed package is used if it has this release.
     """
 
     @cache
@@ -121,9 +121,9 @@ def session_container(nodes: ExitStack, session_rabbitmq: Callable[[], RabbitMQN
 
 @pytest.fixture(scope="session")
 def session_brokerj(nodes: ExitStack) -> Callable[[str], BrokerJ]:
-    """Starts a Broker-J of a release for all tests when it is first asked for, or takes that of the environment.
+    """A function that returns a Broker-J of a release, which all tests share, or the Broker-J of the environment.
 
-    It closes channels that go on publishing after one second instead of five, where it is started here.
+    If the function starts the broker, a channel that publishes after a stop is closed after one second, not after five.
     """
 
     @cache
@@ -140,7 +140,7 @@ def session_brokerj(nodes: ExitStack) -> Callable[[str], BrokerJ]:
 
 @pytest.fixture(scope="session")
 def rabbitmq(session_rabbitmq: Callable[[], RabbitMQNode]) -> RabbitMQNode:
-    """A running RabbitMQ node for all tests: leave it running, without alarms, and use queues of your own."""
+    """A running RabbitMQ node that all tests share. Leave it running and without alarms, and use your own queues."""
     return session_rabbitmq()
 
 
@@ -150,7 +150,7 @@ def each_rabbitmq(
     session_rabbitmq: Callable[[], RabbitMQNode],
     session_container: Callable[[str], RabbitMQ],
 ) -> RabbitMQ:
-    """A running RabbitMQ for all tests, that of the package and 4: leave it without alarms, and use your own queues."""
+    """RabbitMQ of the package, and RabbitMQ 4. All tests share them. Leave no alarms, and use your own queues."""
     return session_rabbitmq() if request.param == "package" else session_container(request.param)
 
 
@@ -164,7 +164,7 @@ def spare_rabbitmq() -> Iterator[RabbitMQNode]:
 
 @pytest.fixture
 def own_rabbitmq(spare_rabbitmq: RabbitMQNode) -> RabbitMQNode:
-    """A running RabbitMQ node for one test, to crash and stop as it likes: without alarms, connections and queues."""
+    """A running RabbitMQ node without alarms, connections and queues. The test may stop and kill the node."""
     spare_rabbitmq.resume()
     spare_rabbitmq.start()
     spare_rabbitmq.clear_memory_alarm()
@@ -175,12 +175,12 @@ def own_rabbitmq(spare_rabbitmq: RabbitMQNode) -> RabbitMQNode:
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def brokerj(request: pytest.FixtureRequest, session_brokerj: Callable[[str], BrokerJ]) -> BrokerJ:
-    """A running Broker-J of each release for all tests: use queues of your own."""
+    """A running Broker-J of each release. All tests share it. Use your own queues."""
     return session_brokerj(request.param)
 
 
 @pytest.fixture
 def own_brokerj() -> Iterator[BrokerJNode]:
-    """A running Broker-J for one test, to stop as it likes."""
+    """A running Broker-J for one test. The test may stop it."""
     with _make(BrokerJNode) as node:
         yield node

@@ -1,4 +1,4 @@
-"""RabbitMQ in containers, which end with the process that started them, however it ends."""
+"""RabbitMQ in containers. A container ends with the process that started it, even if this process is killed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQError, result_of_erl
 RELEASES = ("3", "4")
 
 _AMQP = 5672
-# Seconds. A machine that is busy takes half of the first to start Erlang, and of the second to answer at all.
+# Maximum seconds for the start of RabbitMQ and for an answer of the engine. A busy machine needs half of this time.
 _START_TIMEOUT = 120
 _ANSWER_TIMEOUT = 60
 
 _HOW = "`.ci/containers start` and `.ci/containers images` get both on Debian"
 
-# RabbitMQ's home has the cookie.
+# The Erlang cookie is in RabbitMQ's home folder.
 _EVALUATE = """echo "$1" | HOME=/var/lib/rabbitmq erl_call -n "${RABBITMQ_NODENAME:-rabbit@$(hostname)}" -e"""
 
-# testcontainers has a container for this, which has to be pulled and can be lost like any other. What it does is this:
-# the pipe closes when the process at its other end is gone. Unless that has said that all is well, a container may be
-# in the making, which appears later.
+# A program that removes the containers when the pipe from the test process closes. testcontainers uses a container for
+# this, but that must be pulled, and may be lost. If the test process has not ended normally, the engine may still
+# create a container, so the program repeats the search.
 _REAPER = """
 import sys, time
 import docker
@@ -63,17 +63,17 @@ for at in range(60):
 
 
 class ContainersNotAvailable(RuntimeError):
-    """This machine has no container engine, or no image of what is to run in it."""
+    """This machine has no container engine, or no image of RabbitMQ."""
 
 
 class RabbitMQContainer(RabbitMQ):
-    """RabbitMQ in a container, as a context manager that starts it on entry and removes it on exit.
+    """RabbitMQ in a container. The context manager starts the container on entry and removes it on exit.
 
     Args:
-        release: the major release.
+        release: the major release of RabbitMQ.
 
     Raises:
-        ContainersNotAvailable: there is no engine, or no image.
+        ContainersNotAvailable: there is no container engine, or no image.
     """
 
     def __init__(self, release: str) -> None:
@@ -83,15 +83,15 @@ class RabbitMQContainer(RabbitMQ):
 
     @property
     def url(self) -> str:
-        """AMQP URL of the node's default virtual host, for its default user."""
+        """The AMQP URL of the node's default virtual host, for its default user."""
         host, port = self._container.get_container_host_ip(), self._container.get_exposed_port(_AMQP)
         return f"amqp://guest:guest@{host}:{port}/%2F"
 
     def ctl(self, *args: str) -> str:
-        """Run ``rabbitmqctl`` in the container, and return what it printed.
+        """Run ``rabbitmqctl`` in the container, and return its output.
 
         Raises:
-            RabbitMQError: it failed; what it complained of is in the message.
+            RabbitMQError: the command has failed. The text contains the output.
         """
         done = self._container.exec(["rabbitmqctl", "--quiet", *args])
         said = done.output.decode(errors="replace").strip()
@@ -106,11 +106,11 @@ class RabbitMQContainer(RabbitMQ):
         return super().evaluate(expression) if result is None else result
 
     def pause(self) -> None:
-        """Suspend it: its connections stay open, and nothing is read or answered."""
+        """Suspend RabbitMQ. Its connections stay open, but it reads and answers nothing."""
         self._container.get_wrapped_container().pause()
 
     def resume(self) -> None:
-        """Take `pause` back."""
+        """Continue RabbitMQ after `pause`."""
         self._container.get_wrapped_container().unpause()
 
     def __enter__(self) -> Self:
@@ -125,7 +125,7 @@ class RabbitMQContainer(RabbitMQ):
 
 
 class _Handshake(WaitStrategy):
-    """Ready is what answers a client's first bytes; the engine itself accepts connections long before."""
+    """Waits until RabbitMQ answers a client's first bytes. The engine accepts connections long before that."""
 
     def wait_until_ready(self, container: WaitStrategyTarget) -> None:
         address = container.get_container_host_ip(), int(container.get_exposed_port(_AMQP))
@@ -134,7 +134,7 @@ class _Handshake(WaitStrategy):
 
 
 def _image(release: str) -> str:
-    """The name of an image of a major release that the engine has, or has just pulled."""
+    """Return the name of an image of a major release. Pull the image if the engine does not have it."""
     named = os.environ.get(f"QFLOW_RABBITMQ_{release}_IMAGE")
     official = f"rabbitmq:{release}"
     try:
@@ -168,7 +168,7 @@ def _knock() -> None:
 
 @cache
 def _reap_at_the_end() -> None:
-    """Start a process that removes the containers of this one once it is gone."""
+    """Start a process that removes the containers of the current process when the current process has ended."""
     testcontainers_config.ryuk_disabled = True
     process = subprocess.Popen(
         [sys.executable, "-c", _REAPER, f"{LABEL_SESSION_ID}={SESSION_ID}"],

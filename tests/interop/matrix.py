@@ -1,7 +1,7 @@
-"""What the tests have shown of brokers, producers and clients, as the page ``docs/compatibility.md``.
+"""Creates the page ``docs/compatibility.md`` from the results of tests with brokers, producers and clients.
 
-``QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop`` writes down what the tests show, and
-``python -m tests.interop.matrix`` makes the page of it.
+``QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop`` records the results of the tests.
+``python -m tests.interop.matrix`` creates the page from the recorded results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "compatibility.json"
 PAGE = DOCS / "compatibility.md"
 
-#: What a test records about itself (``record_property``).
+#: Names of the properties that tests record (``record_property``).
 CONTRACT = "qflow-contract"
 CLIENT = "qflow-client"
 FLIGHTS = "qflow-flights"
@@ -87,7 +87,7 @@ def document(
     clients: Iterable[Mapping[str, Any]],
     flights: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What is kept of a run, and of runs of the flights."""
+    """Return the record of a run, and of runs of the flights."""
     return {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -99,7 +99,7 @@ def document(
 
 
 def with_flights(kept: Mapping[str, Any], flights: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept, with what other runs of the flights have shown; each pair's last one counts."""
+    """Return a record with new results of the flights. They replace old results of the same broker and producer."""
     today = date.today().isoformat()
     of = {(each["broker"], each["producer"]): each for each in kept.get("flights", ())}
     of |= {(each["broker"], each["producer"]): {"date": today, **each} for each in flights}
@@ -107,7 +107,7 @@ def with_flights(kept: Mapping[str, Any], flights: Iterable[Mapping[str, Any]]) 
 
 
 def render(kept: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the text of the page."""
     libraries = [f"{name} {release}" for name, release in kept["libraries"].items()]
     parts = [
         _HEAD.format(
@@ -177,13 +177,13 @@ def _client(client: Mapping[str, Any]) -> str:
 
 
 def load(path: Path = RESULTS) -> dict[str, Any]:
-    """What is kept of the last runs that were written down."""
+    """Return the record of the last recorded runs."""
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return kept
 
 
 def dump(kept: Mapping[str, Any], path: Path) -> None:
-    """Keep it."""
+    """Write a record to a file."""
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

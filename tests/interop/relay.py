@@ -1,4 +1,4 @@
-"""A relay between a client and a broker that writes down what both say, in the order of the wire."""
+"""A relay between a client and a broker. It records all frames in the order of the wire."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PROTOCOL_HEADER = 8
 
 
 class Relay:
-    """Relays one connection, and writes down its frames before it passes them on.
+    """Relays one connection, and records each frame before passing it on.
 
     Args:
-        url: the broker's.
-        port: the port in it.
-        mends: whether it adds the table of capabilities that a library cannot do without, and the broker does not send.
+        url: URL of the broker.
+        port: port of the broker, which is also in `url`.
+        mends: whether to add the table of capabilities, if a library needs the table and the broker does not send it.
     """
 
     def __init__(self, url: str, port: int, *, mends: bool = False) -> None:
@@ -30,13 +30,13 @@ class Relay:
         self._grown = threading.Condition()
         self._target = ("127.0.0.1", port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        #: The broker's URL by way of this relay.
+        #: The broker's URL through this relay.
         self.url = url.replace(f":{port}/", f":{self._listener.getsockname()[1]}/")
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, name="relay", daemon=True)]
 
     def methods(self, way: str, *methods: bytes) -> list[bytes]:
-        """The payloads of all of these methods that went that way, in order."""
+        """Return the payloads of all frames in this direction that have one of these methods, in order."""
         return [
             payload
             for each, kind, _, payload in tuple(self.frames)
@@ -44,17 +44,17 @@ class Relay:
         ]
 
     def count(self, way: str, kind: int) -> int:
-        """How many frames of a type went that way."""
+        """Return the number of frames of a type in this direction."""
         return sum(1 for each, frame_kind, _, _ in tuple(self.frames) if (each, frame_kind) == (way, kind))
 
     def wait_for(self, way: str, kind: int, count: int) -> None:
-        """Wait until so many frames of a type have gone that way."""
+        """Wait until there were `count` frames of a type in this direction."""
         with self._grown:
             enough = self._grown.wait_for(lambda: self.count(way, kind) >= count, PATIENCE)
         assert enough, f"not {count} frames {way} of type {kind}"
 
     def wait_for_method(self, way: str, method: bytes, count: int = 1) -> None:
-        """Wait until a method has gone that way so often."""
+        """Wait until there were `count` frames with a method in this direction."""
         with self._grown:
             enough = self._grown.wait_for(lambda: len(self.methods(way, method)) >= count, PATIENCE)
         assert enough, f"not {count} times {method!r} {way}"
@@ -90,7 +90,7 @@ class Relay:
     def _pass_on(self, way: str, source: socket.socket, target: socket.socket) -> None:
         splitter = FrameSplitter()
         skip = _PROTOCOL_HEADER if way == "out" else 0
-        # A tap with no channel passes everything on, and mends the first frame.
+        # A `Tap` without a channel passes everything on. It adds the missing table to the first frame.
         tap = Tap() if self._mends and way == "in" else None
         with suppress(OSError):
             while data := source.recv(1 << 16):

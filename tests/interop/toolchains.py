@@ -1,4 +1,4 @@
-"""Programs in other languages: built once, with what the machine has for it."""
+"""Builds programs in other languages once, with the tools of this machine."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 
 from tests.trust import TRUSTED
 
-# Seconds for a step. A test that has to build, and is tried again, has 400.
+# Maximum seconds of one build step.
 _TIMEOUT = 150.0
 
 
 class ToolchainNotInstalled(Exception):
-    """This machine has not what builds or runs a program."""
+    """A tool that builds or runs a program is not installed."""
 
 
 class BuildFailed(Exception):
-    """What builds a program is there, and did not do it; says with which words."""
+    """A tool could not build a program. The text contains the output of the tool."""
 
 
 def tool(name: str, package: str) -> str:
-    """The path of a program.
+    """Return the path of a program.
 
     Raises:
-        ToolchainNotInstalled: there is none; says which package of Debian's has it.
+        ToolchainNotInstalled: the program is missing. The text names the Debian package that contains it.
     """
     found = shutil.which(name)
     if found is None:
@@ -51,7 +51,7 @@ def _run(step: Sequence[str], folder: Path, environment: Mapping[str, str]) -> N
     try:
         said, _ = process.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
-        # With what it has started, which would write into a folder that is deleted.
+        # Kill the whole process group, because its processes would write into a folder that is deleted.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         said = _last_words(process)
@@ -64,7 +64,7 @@ def _last_words(process: subprocess.Popen[bytes]) -> bytes:
     try:
         return process.communicate(timeout=5.0)[0]
     except subprocess.TimeoutExpired as expired:
-        # Somebody who has left the session has its output still.
+        # A process that has left the session still has the output open.
         return expired.output or b""
 
 
@@ -73,12 +73,12 @@ def _lines(said: bytes) -> str:
 
 
 def built(sources: Path, steps: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> Path:
-    """A folder of the user's cache with a copy of these sources, in which these commands have run.
+    """Return a folder of the user's cache with a copy of the sources, in which all steps have run.
 
     Raises:
-        BuildFailed: one of them failed, or took too long.
+        BuildFailed: a step failed, or took too long.
     """
-    # What builds a program downloads parts of it.
+    # The tools download parts of a program, so they need the trusted authorities of the system.
     everything = {**os.environ, **TRUSTED, "HOME": str(Path.home()), **(environment or {})}
     environment = {name: value for name, value in everything.items() if value is not None}
     files = [path for path in sorted(sources.rglob("*")) if path.is_file()]
@@ -93,7 +93,7 @@ def built(sources: Path, steps: Sequence[Sequence[str]], environment: Mapping[st
         shutil.copytree(sources, copy)
         for step in steps:
             _run(step, copy, environment)
-        # Whole or not at all. Somebody else may have been faster.
+        # The rename is atomic. It fails if another process has created the folder first.
         with contextlib.suppress(OSError):
             copy.rename(folder)
     return folder

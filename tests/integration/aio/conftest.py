@@ -18,13 +18,13 @@ from .tools import soon
 __all__ = ["certificate"]
 
 
-# Where the loop itself matters, tests run on uvloop as well: whole modules, and single tests of other modules.
+# Modules and single tests that also run on uvloop, because the event loop itself matters for them.
 _NEAR_THE_LOOP = (
-    # What comes to the socket and to transports, which uvloop has of its own.
+    # Use of sockets and transports. uvloop has its own transports.
     "aio.test_transport",
-    # The order of callbacks, timers and cancels within one turn of the loop.
+    # Order of callbacks, timers and cancellations within one iteration of the loop.
     "aio.test_cancellation",
-    # What a call or a callback costs in turns of the loop, and what a loop that ends leaves.
+    # Number of loop iterations of a call or a callback, and the end of a loop.
     "test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_calls",
     "test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop",
     "test_a_manager_may_stop_a_producer_whose_loop_is_closed",
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Runs a test's coroutine on a loop, and sees to it that nothing goes on afterwards and nothing fails unseen."""
+    """A function that runs a test's coroutine on a loop. It checks that all tasks end, and that no error is ignored."""
 
     def run(test: Coroutine[Any, Any, Any]) -> Any:
         unseen: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
 
 @pytest.fixture(autouse=True)
 def _no_producer_is_left() -> Iterator[None]:
-    # One that a test which failed has left is not held against the next.
+    # Ignore producers that an earlier test left because it failed.
     before = set(flow_manager.resources)
     yield
     assert set(flow_manager.resources) <= before
@@ -90,13 +90,13 @@ def _no_producer_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def wire() -> Wire:
-    """What `broker` saw and said."""
+    """The frames that `broker` has received and sent."""
     return Wire()
 
 
 @pytest.fixture
 def make_broker(wire: Wire) -> Iterator[Callable[..., Broker]]:
-    """Makes a broker with an empty queue ``q``; takes the broker's options."""
+    """A function that creates a broker with an empty queue ``q``. Its arguments are the settings of the broker."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Broker:
@@ -109,7 +109,7 @@ def make_broker(wire: Wire) -> Iterator[Callable[..., Broker]]:
 
 @pytest.fixture
 def broker(make_broker: Callable[..., Broker]) -> Broker:
-    """A fresh broker with an empty queue ``q``."""
+    """A new broker with an empty queue ``q``."""
     return make_broker()
 
 

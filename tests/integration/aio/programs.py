@@ -1,4 +1,4 @@
-"""Programs that tests run in processes of their own: what a signal or a fork does is done to a whole process."""
+"""Programs that tests run in separate processes, because a signal or a fork affects a whole process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _say(word: str) -> None:
 
 
 def interrupted(*calls: str) -> None:
-    """Ctrl-C while the main task waits, with a message that is not confirmed; once in each of these calls."""
+    """Press Ctrl-C in each of these calls, while the main task waits and a message is unconfirmed."""
     for call in calls:
         _interrupted(call)
     _say("fine")
@@ -74,7 +74,7 @@ def _interrupted(call: str) -> None:
         try:
             asyncio.run(main())
         except KeyboardInterrupt:
-            # Written by a thread of its own.
+            # A separate thread writes the log.
             assert flush_logs(20)
             _say("interrupted")
         broker.wait_until(lambda b: not b.connections())
@@ -82,7 +82,7 @@ def _interrupted(call: str) -> None:
 
 
 def cancelled_while_closing(loop: str, *ways: str) -> None:
-    """`close` is cancelled after so many turns of the loop, in a healthy connection with an unconfirmed message."""
+    """Cancel `close` after a number of loop iterations, with a working connection and an unconfirmed message."""
     new_loop = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     for way in ways:
         _cancelled_while_closing(way, new_loop)
@@ -129,7 +129,7 @@ def _cancelled_while_closing(way: str, new_loop: Callable[[], asyncio.AbstractEv
             undelivered = getattr(error.__cause__, "undelivered", None)
             raise
         except UndeliveredMessages as error:
-            # It ended before it was cancelled.
+            # `close` ended before it was cancelled.
             undelivered = error
             reports.append("closed on")
         finally:
@@ -154,7 +154,7 @@ def _cancelled_while_closing(way: str, new_loop: Callable[[], asyncio.AbstractEv
 
 
 def forked(url: str, count: str) -> None:
-    """Forks so often while the producer is in use."""
+    """Fork `count` times while the producer is in use."""
 
     async def main() -> None:
         async with AsyncProducer(url, routing_key="q") as producer:
@@ -191,7 +191,7 @@ def forked(url: str, count: str) -> None:
 
 
 def forked_while_disconnected(url: str, own_url: str, count: str) -> None:
-    """Forks so often between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+    """Fork `count` times between two attempts to connect, or during an attempt. The test chooses by its proxy."""
 
     logging.disable()
 
@@ -251,7 +251,7 @@ def _child(producer: AsyncProducer, url: str, events: AsyncIterator[FlowEvent] |
 
 
 def forgotten(url: str, unconfirmed: str = "", dropped: str = "") -> None:
-    """A program that ends without closing its producer, which it may drop before."""
+    """A program that ends without closing its producer. If `dropped` is set, it first drops its last reference."""
     producers = []
 
     async def main() -> None:
@@ -271,7 +271,7 @@ def forgotten(url: str, unconfirmed: str = "", dropped: str = "") -> None:
 
 
 def forgotten_with_its_loop(url: str) -> None:
-    """A program that forgets its producer, and whose loop is collected when no thread can start any more."""
+    """A program that does not close its producer, and whose loop is collected when no new thread can start."""
     loop = asyncio.new_event_loop()
     producer = loop.run_until_complete(AsyncProducer(url, routing_key="q").connect())
     loop.close()
@@ -280,9 +280,9 @@ def forgotten_with_its_loop(url: str) -> None:
 
 
 def dropped_before_its_loop_is_closed(url: str, outbox: str) -> None:
-    """A program that drops producers when their loop has run, and opens the outbox of one of them again."""
+    """A program that drops its producers before it closes their loop. Then it opens the outbox of one producer."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    # aiormq complains.
+    # Hide the errors that aiormq logs.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     producers = [
@@ -307,6 +307,6 @@ def dropped_before_its_loop_is_closed(url: str, outbox: str) -> None:
 
 
 if __name__ == "__main__":
-    # A shell has its background jobs ignore Ctrl-C, and they their children.
+    # A shell lets background jobs ignore Ctrl-C, and their child processes inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What the tests of the asynchronous producer share."""
+"""Tools that the tests of the asynchronous producer share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 
 
 async def soon(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
-    """Let the loop turn until something that nobody tells of has become true."""
+    """Wait until a condition is true. Use this for conditions without an event."""
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
@@ -23,16 +23,16 @@ async def soon(condition: Callable[[], object], what: str = "", *, timeout: floa
 
 
 def kinds(producer: AsyncProducer) -> list[str]:
-    """The kinds of the holds that are on a producer, the oldest first."""
+    """Return the kinds of the current holds of a producer, the oldest first."""
     return [str(hold.kind) for hold in producer.flow_state.holds]
 
 
 async def held(producer: AsyncProducer, *wanted: str) -> None:
-    """Wait until a producer is held by these, and maybe others."""
+    """Wait until a producer has holds of all these kinds. It may also have other holds."""
     await soon(lambda: set(wanted) <= set(kinds(producer)), f"{producer} held by {wanted}, not {kinds(producer)}")
 
 
 async def in_line(producer: AsyncProducer, count: int) -> None:
-    """Wait until exactly so many sends stand in line."""
-    # Nobody else needs to know; without it, the order of standing in line could not be arranged without sleeping.
+    """Wait until exactly `count` sends wait for admission."""
+    # This number is not public. Tests need it to send messages in a given order without sleeping.
     await soon(lambda: producer._protocol.controller.waiting == count, f"{count} sends in line")

@@ -13,7 +13,7 @@ PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
 
 class RawClient:
-    """A blocking socket that speaks AMQP frame by frame."""
+    """A client with a blocking socket that sends and receives single AMQP frames."""
 
     def __init__(self, port, *, wrap=None):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
@@ -47,7 +47,7 @@ class RawClient:
         return data
 
     def read(self):
-        """The next frame: (channel, frame)."""
+        """Return the next frame as (channel, frame)."""
         head = self.read_bytes(7)
         channel, size = struct.unpack_from(">HI", head, 1)
         return channel, frame.unmarshal(head + self.read_bytes(size + 1))[2]
@@ -62,7 +62,7 @@ class RawClient:
         return self.expect(reply)
 
     def is_over(self):
-        """Whether the broker has closed the connection; waits for it."""
+        """Wait until the broker has closed the connection, and return True."""
         try:
             while True:
                 self.read()
@@ -102,7 +102,7 @@ def _broker():
 
 @pytest.fixture(name="connect")
 def _connect():
-    """Raw connections to a broker, closed at the end."""
+    """A function that opens a raw connection to a broker. The connection is closed at the end of the test."""
     clients = []
 
     def connect(broker, **options):

@@ -1,21 +1,21 @@
-"""Imported by what runs many commands: what each of them would do anew is done once."""
+"""Prepares a process that runs many commands: it imports their modules, and creates the commands once."""
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # what the first connection imports
+import encodings.idna  # noqa: F401  # the first connection imports it
 from functools import cache
 
 import typer.main
 
 import qflow_client.broker.store.store
-import qflow_client.cli.demo.actors  # noqa: F401  # what commands import when they need it
+import qflow_client.cli.demo.actors  # noqa: F401  # commands import it when they need it
 from qflow_client.cli.app import app
 
-# Typer makes the commands from their signatures for every call, which takes longer than most of them.
+# Typer creates the commands from their signatures in every call. This takes longer than most commands.
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(app)
 
-# A program that is `qflow`, and waits hardly at all in the end for confirms that do not come.
+# A program like `qflow` that waits at its end only 0.1 s for missing confirms.
 BRIEF = """
 import sys
 import qflow_client.cli.outbox, qflow_client.cli.sending

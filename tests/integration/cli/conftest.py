@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-import tests.integration.cli.commands  # noqa: F401  # makes them once
+import tests.integration.cli.commands  # noqa: F401  # creates the commands once
 from qflow_client.broker import Broker
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(no_settings_from_outside: None) -> None:
-    """Tests and their other fixtures set the settings that they need."""
+    """Remove the settings of the environment. Tests and other fixtures set the settings that they need."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A program that draws on a terminal, and what it has drawn so far."""
+"""Runs a program on a pseudo-terminal, and reads the program's output."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def _plain(raw: str) -> str:
 
 
 class Terminal:
-    """The end of a terminal at which people sit.
+    """The user's end of a pseudo-terminal.
 
     Args:
-        process: what runs on it.
-        end: file descriptor.
+        process: process that runs on the terminal.
+        end: file descriptor of the user's end.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self.process = process
         self._end = end
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        #: All that was drawn, as it came.
+        #: All output so far, with control sequences.
         self.raw = ""
 
     @property
     def drawn(self) -> str:
-        """All that was drawn, without colours and movements of the cursor."""
+        """All output so far, without colours and cursor movements."""
         return _plain(self.raw)
 
     def read_until(self, text: str | None, timeout: float = 60.0) -> None:
-        """Read until something is drawn that was not before; ``None`` to read until the program ends."""
+        """Read until new output contains `text`. If `text` is ``None``, read until the program ends."""
         begun = len(self.raw)
         deadline = time.monotonic() + timeout
         while text is None or text not in _plain(self.raw[begun:]):
@@ -55,7 +55,7 @@ class Terminal:
             try:
                 more = os.read(self._end, 65536)
             except OSError:
-                # Linux's word for a terminal that nobody has open any more.
+                # Linux reports this error if no process has the terminal open any more.
                 more = b""
             if not more:
                 assert text is None, f"ended without {text!r} in {self.raw[begun:]!r}"
@@ -63,17 +63,17 @@ class Terminal:
             self.raw += self._decoder.decode(more)
 
     def output(self) -> str:
-        """What it wrote to its standard output, once it has ended."""
+        """Return the standard output of the program. Call this method after the end of the program."""
         assert self.process.stdout is not None
         return self.process.stdout.read().decode()
 
 
 @contextmanager
 def on_a_terminal(*arguments: str) -> Iterator[Terminal]:
-    """Run `qflow` with its standard error on a terminal, and nothing else: its output and input are pipes."""
+    """Run `qflow` with its standard error on a terminal. Its standard output and standard input are pipes."""
     ours, theirs = pty.openpty()
     env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    # What rich takes for a wish to have no terminal, or another.
+    # Remove the variables with which rich would use no terminal or another terminal.
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         env.pop(name, None)
     process = Forked[bytes](

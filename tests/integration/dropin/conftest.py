@@ -18,14 +18,14 @@ from tests.integration.producer.conftest import wire as wire
 
 @pytest.fixture
 def connect(broker: Broker, stack: ExitStack) -> Callable[..., pika.BlockingConnection]:
-    """Connects to `broker`, or to another URL, with settings by name. The test need not close it."""
+    """A function that connects to `broker` or to a URL, with given settings. The test need not close connections."""
 
     def connect(url: str | None = None, **settings: Any) -> pika.BlockingConnection:
         query = "&".join(f"{name}={value}" for name, value in settings.items())
         connection = pika.BlockingConnection(pika.URLParameters(f"{url or broker.url}?{query}"))
 
         def close() -> None:
-            # The broker may have ended it, and the program not heard of that.
+            # The broker may have closed the connection before, without notice to the program.
             with suppress(pika.exceptions.AMQPConnectionError):
                 connection.close()
 

@@ -1,8 +1,8 @@
-"""What programs do with a `BlockingConnection` and its channels: run with pika and with the drop-in, and compared.
+"""Scenarios for a `BlockingConnection` and its channels. Tests run them with pika and with the drop-in, and compare.
 
-Each scenario is named by the public member of pika's `BlockingChannel` that it is about, after ``connection__`` of its
-`BlockingConnection`, and may have another part to its name. It gets the module (pika, or the drop-in), a channel with
-an empty queue ``q`` and a list, into which it writes what happened; what it returns or raises counts, too.
+The name of a scenario is the name of a public member of pika's `BlockingChannel`, or ``connection__`` and the name of a
+public member of `BlockingConnection`. A second part may follow. A scenario gets the module (pika or the drop-in), a
+channel with an empty queue ``q``, and a list for its observations. The tests also compare its result or exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.integration.producer.tools import PATIENCE
 Scenario = Callable[[Any, Any, list[Any]], Any]
 
 SCENARIOS: dict[str, Scenario] = {}
-#: Queues and exchanges that scenarios make.
+#: Queues and exchanges that scenarios create.
 QUEUES = ("q", "other", "dead")
 EXCHANGES = ("x", "y")
 
@@ -32,7 +32,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 def members_of(kind: str) -> set[str]:
-    """The members that scenarios are about."""
+    """Return the members of a class that have scenarios."""
     of_connection = [name.split("__") for name in SCENARIOS if name.startswith("connection__")]
     if kind == "BlockingConnection":
         return {member for _, member, *_ in of_connection}
@@ -40,7 +40,7 @@ def members_of(kind: str) -> set[str]:
 
 
 def normal(value: Any) -> Any:
-    """A value as it can be compared between two connections."""
+    """Return a value in a form that can be compared between two connections."""
     if isinstance(value, original.frame.Method):
         return ["frame", value.channel_number, normal(value.method)]
     if isinstance(value, BaseException):
@@ -61,7 +61,7 @@ def normal(value: Any) -> Any:
 
 
 def outcome(module: Any, url: str, name: str) -> Any:
-    """Run a scenario, and clean up behind it."""
+    """Run a scenario, and then delete its queues and exchanges."""
     found = outcome_on_its_own(module, url, name)
     with original.BlockingConnection(original.URLParameters(url)) as again:
         cleaner = again.channel()
@@ -73,7 +73,7 @@ def outcome(module: Any, url: str, name: str) -> Any:
 
 
 def outcome_on_its_own(module: Any, url: str, name: str) -> Any:
-    """Run a scenario on a broker that is there for nothing else."""
+    """Run a scenario on a broker without other users."""
     log: list[Any] = []
     connection = module.BlockingConnection(module.URLParameters(url))
     channel = connection.channel()
@@ -89,7 +89,7 @@ def outcome_on_its_own(module: Any, url: str, name: str) -> Any:
 
 
 def until(channel: Any, condition: Callable[[], object]) -> None:
-    """Let a connection do its I/O until something has become true."""
+    """Let a connection do its I/O until a condition is true."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it does not come"
@@ -102,9 +102,9 @@ def publish(channel: Any, *bodies: bytes) -> None:
 
 
 def publish_all(channel: Any, *bodies: bytes) -> Any:
-    """Publish to an empty queue, wait until it has them and return the channel.
+    """Publish messages to an empty queue, wait until the queue has them, and return the channel.
 
-    RabbitMQ may answer while they are on the way to the queue.
+    The wait is needed, because RabbitMQ may answer before the messages are in the queue.
     """
     publish(channel, *bodies)
     until(channel, lambda: declared(channel).method.message_count == len(bodies))
@@ -112,7 +112,7 @@ def publish_all(channel: Any, *bodies: bytes) -> Any:
 
 
 def get(channel: Any) -> Any:
-    """A message that is on its way."""
+    """Wait for a message in ``q``, and return it."""
     found: Any = None, None, None
 
     def got() -> bool:
@@ -129,7 +129,7 @@ def recorder(log: list[Any], name: str) -> Callable[..., None]:
 
 
 def of_expressions(**expressions: Callable[[Any], Any]) -> None:
-    """Add scenarios that are one expression of the channel each."""
+    """Add scenarios. Each scenario is one expression of the channel."""
     for name, expression in expressions.items():
         SCENARIOS[name] = _scenario_of(expression)
 
@@ -139,12 +139,12 @@ def _scenario_of(expression: Callable[[Any], Any]) -> Scenario:
 
 
 def declared(channel: Any) -> Any:
-    """What the broker says of ``q``."""
+    """Return the broker's answer to a passive declaration of ``q``."""
     return channel.queue_declare("q", passive=True)
 
 
 def tag_of_first(channel: Any, *bodies: bytes) -> Any:
-    """Publish to the empty queue, get the first message and return its tag."""
+    """Publish messages to the empty queue, get the first message, and return its delivery tag."""
     return publish_all(channel, *bodies).basic_get("q")[0].delivery_tag
 
 
@@ -393,7 +393,7 @@ def consume(_pika: Any, channel: Any, log: list[Any]) -> Any:
     publish_all(channel, b"one", b"two")
     for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=1.0):
         if method is None and len(log) < 2:
-            # They are still to come.
+            # Not all messages have arrived yet.
             continue
         log.append(normal([method, properties, body]))
         if method is None:
@@ -652,7 +652,7 @@ def connection__process_data_events(_pika: Any, channel: Any, log: list[Any]) ->
     publish(channel, b"one")
     results = [connection.process_data_events(0)]
     until(channel, lambda: len(log) == 2)
-    # Which of the two comes first is chance.
+    # The order of the two entries is random.
     log.sort(key=lambda each: each[0])
     return results
 
@@ -662,7 +662,7 @@ def connection__process_data_events__in_a_callback(_pika: Any, channel: Any, log
     def call(channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
         log.append(["begin", body])
         if len(log) == 1:
-            # Until the second is there, which must not be called in here.
+            # Wait until the second message has arrived. The callback must not be called for it during this call.
             channel.connection.process_data_events(0.2)
         log.append(["end", body])
 

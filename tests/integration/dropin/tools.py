@@ -1,4 +1,4 @@
-"""What the tests of the drop-in for pika share."""
+"""Tools that the tests of the drop-in for pika share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFUSED = r"the connection was made in process \d+, and this is process \d+: .*
 
 
 def pump(connection: Any, condition: Callable[[], object], what: str = "") -> None:
-    """Let a `BlockingConnection` do its I/O until something has become true."""
+    """Let a `BlockingConnection` do its I/O until a condition is true."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"not within {PATIENCE} s: {what or condition}"
@@ -24,7 +24,7 @@ def pump(connection: Any, condition: Callable[[], object], what: str = "") -> No
 
 
 def held(channel: Any, *kinds: str) -> None:
-    """Let the connection do its I/O until a channel is held by exactly these."""
+    """Let the connection do its I/O until a channel has holds of exactly these kinds."""
     pump(
         channel.connection,
         lambda: sorted(str(hold.kind) for hold in channel.flow_state.holds) == sorted(kinds),
@@ -33,25 +33,25 @@ def held(channel: Any, *kinds: str) -> None:
 
 
 def stop(channel: Any, broker: Any) -> None:
-    """Have the broker stop a channel, whether or not it has published, and wait until it knows."""
+    """Let the broker stop a channel, even if it has not published, and wait until the channel is held."""
     (name,) = (each.name for each in broker.channels() if each.number == channel.channel_number)
     broker.flow(False, name)
     held(channel, HoldKind.CHANNEL_FLOW)
 
 
 def refused(*calls: Callable[[], object]) -> None:
-    """Have each call raise the error for a forked child."""
+    """Check that each call raises the error for a forked child."""
     for call in calls:
         with pytest.raises(exceptions.ConnectionWrongStateError, match=_REFUSED):
             call()
 
 
 def end_thread_safe(connection: Any) -> None:
-    """Close a thread-safe `Connection`, and what pika leaves open."""
+    """Close a thread-safe `Connection`, and the resources that pika leaves open."""
     connection.abort(1)
     connection._ioloop_thread.join(PATIENCE)
     transport = connection._connection._transport
     if transport is not None:
-        # The loop has crashed.
+        # The loop has crashed, so close its socket here.
         transport._sock.close()
     connection._connection.ioloop.close()

@@ -1,8 +1,8 @@
-"""What programs do with aio-pika: run with aio-pika and with the drop-in, and compared.
+"""Scenarios for aio-pika. Tests run them with aio-pika and with the drop-in, and compare.
 
-Each scenario is named by the class and the public member that it is about, and may have a second part to its name. It
-gets the module (aio-pika, or the drop-in), a connection, a channel with an empty queue ``q`` and a list, into which it
-writes what happened; what it returns or raises counts, too.
+The name of a scenario consists of a class and one of its public members. A second part may follow. A scenario gets the
+module (aio-pika or the drop-in), a connection, a channel with an empty queue ``q``, and a list for its observations.
+The tests also compare its result or exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scenario = Callable[[Any, Any, Any, list[Any]], Awaitable[Any]]
 
 SCENARIOS: dict[str, Scenario] = {}
 QUEUES = ("q", "other", "dead")
-# Messages that are published at the same time, in multiples of 5.
+# Number of messages that are published at the same time; a multiple of 5.
 MANY = rounds(200, least=50)
 EXCHANGES = ("x", "y")
 PATIENCE = 20.0
@@ -36,12 +36,12 @@ def scenario(function: Scenario) -> Scenario:
 
 
 def of(name: str) -> str:
-    """The class and the member that a scenario is about."""
+    """Return the class and the member in the name of a scenario."""
     return ".".join(name.split("__")[:2])
 
 
 def normal(value: Any) -> Any:
-    """A value as it can be compared between two connections."""
+    """Return a value in a form that can be compared between two connections."""
     if isinstance(value, BaseException):
         return [type(value).__name__, normal(value.args)]
     if isinstance(value, original.abc.AbstractMessage):
@@ -50,7 +50,7 @@ def normal(value: Any) -> Any:
     if type(value).__name__ == "DeliveredMessage":
         return ["DeliveredMessage", value.body, normal(value.delivery), normal(value.header.properties)]
     if isinstance(value, aiormq.spec.Basic.Nack):
-        # How many it answers at once is chance, and what it says of requeueing has no meaning.
+        # The number of messages that it answers is random, and its requeue flag has no meaning for a publisher.
         return [value.name, value.delivery_tag]
     if type(value).__module__.startswith("pamqp"):
         fields = {name: getattr(value, name) for name in type(value).__slots__ if hasattr(value, name)}
@@ -73,7 +73,7 @@ def normal(value: Any) -> Any:
 
 
 async def outcome(module: Any, url: str, name: str, *, robust: bool) -> Any:
-    """Run a scenario, and clean up behind it."""
+    """Run a scenario, and then delete its queues and exchanges."""
     found = await outcome_on_its_own(module, url, name, robust=robust)
     again = await original.connect(url)
     async with again:
@@ -88,7 +88,7 @@ async def outcome(module: Any, url: str, name: str, *, robust: bool) -> Any:
 
 
 async def outcome_on_its_own(module: Any, url: str, name: str, *, robust: bool) -> Any:
-    """Run a scenario on a broker that is there for nothing else."""
+    """Run a scenario on a broker without other users."""
     log: list[Any] = []
     connection = await (module.connect_robust if robust else module.connect)(url)
     channel = await connection.channel()
@@ -98,7 +98,7 @@ async def outcome_on_its_own(module: Any, url: str, name: str, *, robust: bool) 
             warnings.simplefilter("ignore", DeprecationWarning)
             result = normal(await asyncio.wait_for(SCENARIOS[name](module, connection, channel, log), PATIENCE))
     except TimeoutError as error:
-        # Ours say more.
+        # The errors of the drop-in have longer texts, so compare only the type.
         result = ["raised", "TimeoutError", isinstance(error, TimeoutError)]
     except asyncio.CancelledError:
         result = ["cancelled"]
@@ -131,13 +131,13 @@ async def publish(module: Any, channel: Any, *bodies: bytes, key: str = "q") -> 
 
 
 async def depth(channel: Any, name: str = "q") -> Any:
-    # A robust channel answers a second time from memory.
+    # A robust channel remembers the first answer, so use the channel below it.
     underlay = await channel.get_underlay_channel()
     return (await underlay.queue_declare(name, passive=True)).message_count
 
 
 async def tried(log: list[Any], what: Awaitable[Any]) -> None:
-    """Note what something comes to."""
+    """Append the result or the exception of an awaitable to the log."""
     try:
         log.append(["returned", normal(await what)])
     except TimeoutError:
@@ -231,7 +231,7 @@ async def Exchange__publish__without_confirms(m: Any, connection: Any, _channel:
         log.append(await channel.default_exchange.publish(m.Message(b"%d" % number), "q"))
     log.append(await channel.default_exchange.publish(m.Message(b"back"), "nowhere"))
     found: Any = None
-    # RabbitMQ may answer while they are on the way to the queue.
+    # Wait, because RabbitMQ may answer before the messages are in the queue.
     for _ in range(500):
         if (found := await depth(channel)) == 50:
             break
@@ -285,7 +285,7 @@ async def Exchange__publish__while_it_is_closed(m: Any, _connection: Any, channe
     await asyncio.sleep(0)
     await channel.close()
     await tried(log, publishing)
-    # Whether the confirm was faster is chance.
+    # The publish returns if the confirm came first, and raises otherwise. The order is random.
     assert log.pop()[0] in ("returned", "raised")
 
 
@@ -300,7 +300,7 @@ async def Exchange__publish__in_a_callback(m: Any, _connection: Any, channel: An
     await (await channel.get_queue("q")).consume(forward)
     await publish(m, channel, b"a", b"b", b"c")
     await soon(lambda: len(log) == 3)
-    # The tags of what was published from here and there mix as they come.
+    # The order of the delivery tags of messages from two connections is random.
     log[:] = [each[0] for each in log]
     return sorted([(await other.get(no_ack=True)).body for _ in range(3)])
 
@@ -531,7 +531,7 @@ async def Queue__cancel(_m: Any, connection: Any, channel: Any, log: list[Any]) 
     queue = await channel.get_queue("q")
     tag = await queue.consume(lambda message: collect(log, message))
     log.append(normal(await queue.cancel(tag)))
-    # By the broker.
+    # Now the broker cancels the consumer.
     await queue.consume(lambda message: collect(log, message))
     await (await connection.channel()).queue_delete("q")
     return channel.is_closed
@@ -544,7 +544,7 @@ async def Queue__iterator(m: Any, _connection: Any, channel: Any, log: list[Any]
         async for message in iterator:
             async with message.process():
                 log.append(message.body)
-            # It publishes and consumes on one channel.
+            # Publish on the channel that consumes.
             await publish(m, channel, message.body, key="nowhere")
             if len(log) == 3:
                 break
@@ -609,7 +609,7 @@ async def Connection__close(_m: Any, connection: Any, channel: Any, log: list[An
     channel.close_callbacks.add(recorder(log, "channel closed"))
     log.append(await connection.close())
     await soon(lambda: len(log) == 3)
-    # With which error is chance in aiormq: its reader may end before it is told.
+    # The type of the error is random in aiormq, because its reader may end before it gets the reason.
     log[:] = sorted(each[0] if each else "returned" for each in log)
     return [connection.is_closed, await connection.closed()]
 
@@ -620,7 +620,7 @@ async def Connection__close__while_publishing(m: Any, connection: Any, channel: 
     await asyncio.sleep(0)
     await connection.close()
     await tried(log, publishing)
-    # Whether the confirm was faster is chance.
+    # The publish returns if the confirm came first, and raises otherwise. The order is random.
     log.clear()
     await tried(log, channel.default_exchange.publish(m.Message(b""), "q"))
 

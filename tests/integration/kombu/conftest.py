@@ -24,7 +24,7 @@ def _no_connection_is_left() -> Iterator[None]:
     yield
     pools.reset()
     for flow in flow_manager.resources:
-        # Celery leaves open what its result backend and its pools have connected.
+        # Celery leaves the connections of its result backend and of its pools open.
         assert isinstance(flow, ChannelFlow)
         if flow.channel.connection is not None:
             flow.channel.connection.collect()
@@ -39,7 +39,7 @@ def _nothing_is_kept() -> Iterator[None]:
 
 @pytest.fixture
 def connect(broker: Broker, stack: ExitStack) -> Callable[..., Connection]:
-    """Connects to `broker`, or to another URL, with transport options by name. The test need not close it."""
+    """A function that connects to `broker` or to a URL, with given options. The test need not close connections."""
 
     def connect(url: str | None = None, **options: Any) -> Connection:
         parameters = {name: options.pop(name) for name in ("ssl", "heartbeat") if name in options}

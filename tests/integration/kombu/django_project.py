@@ -23,7 +23,7 @@ app.config_from_object("django.conf:settings", namespace="CELERY")
 
 @app.task
 def ship(number: str) -> None:
-    """Only its messages count."""
+    """Do nothing, because the tests use only the messages of the task."""
 
 
 def order(request: Any) -> HttpResponse:

@@ -1,14 +1,15 @@
-"""Publishes from greenlets, as a Celery worker with the pool gevent does; run as a process of its own.
+"""A program that publishes from greenlets, as a Celery worker with the pool gevent does.
 
-It takes the URL. For each line it reads, "stopped" or "going", it waits until all channels are that, publishes messages
-from five greenlets at once, and prints what became of them, how long that took, and how many turns another one had.
+Its argument is the URL. It reads lines with "stopped" or "going". For each line it waits until all channels have this
+state, and publishes messages from five greenlets at the same time. It prints the results, the duration, and how often
+another greenlet ran.
 """
 
 from __future__ import annotations
 
 from gevent import monkey  # type: ignore[import-untyped]
 
-# Before the patch, as in a worker.
+# Import these modules before the patch, as a worker does.
 import qflow_client.kombu
 import qflow_client.logs  # noqa: F401
 
@@ -24,7 +25,7 @@ import gevent.fileobject  # type: ignore[import-untyped]  # noqa: E402
 from kombu import Connection  # noqa: E402
 
 COUNT = 5
-# What the other greenlet asks for between two turns, in seconds.
+# Seconds that the other greenlet sleeps between two runs.
 TURN = 0.01
 turns: list[float] = []
 

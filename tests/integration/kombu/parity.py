@@ -1,8 +1,8 @@
-"""What programs do with a channel of kombu's: run on kombu's transport for py-amqp and on ours, and compared.
+"""Scenarios for a channel of kombu. Tests run them with kombu's transport for py-amqp and with ours, and compare.
 
-Each scenario is named by the public member of the channel that it is about, and may have a second part to its name. It
-gets a connection, its channel with an empty queue ``q`` and a list, into which it writes what happened; what it returns
-or raises counts, too.
+The name of a scenario is the name of a public member of the channel. A second part may follow. A scenario gets a
+connection, its channel with an empty queue ``q``, and a list for its observations. The tests also compare its result or
+exception.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def scenario(function: Scenario) -> Scenario:
 
 
 def normal(value: Any) -> Any:
-    """A value as it can be compared between two connections."""
+    """Return a value in a form that can be compared between two connections."""
     if isinstance(value, BaseException):
-        # Where they are, and what they wrap, is no part of what they say.
+        # Do not compare the modules of exceptions, or their causes.
         return [type(value).__name__, normal(value.args)]
     if isinstance(value, base.Message):
         return [
@@ -52,7 +52,7 @@ def normal(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: normal(each) for key, each in sorted(value.items())}
     if isinstance(value, str):
-        # What kombu counts over all consumers, and what tells the two transports apart.
+        # Replace numbers that kombu counts over all consumers, and the names of the two transports.
         value = re.sub(r"^(tag|None)\d+$|qflow_client\.kombu\.channel|kombu\.transport\.pyamqp", "…", value)
         return re.sub(r"[0-9a-f-]{32,36}|amq\.\S+|0x[0-9a-f]+", "…", value)
     if isinstance(value, (bytes, int, float, type(None))):
@@ -61,7 +61,7 @@ def normal(value: Any) -> Any:
 
 
 def outcome(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
-    """Run a scenario, and clean up behind it."""
+    """Run a scenario, and then delete its queues and exchanges."""
     found = outcome_on_its_own(url, scheme, name, confirms=confirms)
     with kombu.Connection(url.replace("amqp", "pyamqp", 1)) as again:
         cleaner = again.channel()
@@ -73,7 +73,7 @@ def outcome(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
 
 
 def outcome_on_its_own(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
-    """Run a scenario on a broker that is there for nothing else."""
+    """Run a scenario on a broker without other users."""
     log: list[Any] = []
     connection = kombu.Connection(url.replace("amqp", scheme, 1), transport_options={"confirm_publish": confirms})
     channel = connection.connect().channel()
@@ -94,9 +94,9 @@ def publish(channel: Any, *bodies: Any, **keywords: Any) -> None:
 
 
 def publish_all(channel: Any, *bodies: Any) -> Any:
-    """Publish to an empty queue, wait until it has them and return the channel.
+    """Publish messages to an empty queue, wait until the queue has them, and return the channel.
 
-    RabbitMQ may answer while they are on the way to the queue.
+    The wait is needed, because RabbitMQ may answer before the messages are in the queue.
     """
     publish(channel, *bodies)
     eventually(lambda: declared(channel).message_count == len(bodies))
@@ -104,13 +104,13 @@ def publish_all(channel: Any, *bodies: Any) -> Any:
 
 
 def until(connection: Any, condition: Callable[[], object]) -> None:
-    """Let a connection do its I/O until something has become true."""
+    """Let a connection do its I/O until a condition is true."""
     while not condition():
         connection.drain_events(timeout=PATIENCE)
 
 
 def get(channel: Any, **keywords: Any) -> Any:
-    """A message that is on its way."""
+    """Wait for a message in ``q``, and return it."""
     found: Any = None
 
     def got() -> bool:
@@ -127,7 +127,7 @@ def recorder(log: list[Any], name: str) -> Callable[..., None]:
 
 
 def tried(log: list[Any], call: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-    """Note what something comes to."""
+    """Append the result or the exception of a call to the log."""
     try:
         log.append(["returned", normal(call(*arguments, **keywords))])
     except Exception as error:
@@ -135,7 +135,7 @@ def tried(log: list[Any], call: Callable[..., Any], *arguments: Any, **keywords:
 
 
 def of_expressions(**expressions: Callable[[Any, Any], Any]) -> None:
-    """Add scenarios that are one expression of the connection and its channel each."""
+    """Add scenarios. Each scenario is one expression of the connection and its channel."""
     for name, expression in expressions.items():
         SCENARIOS[name] = _scenario_of(expression)
 
@@ -145,17 +145,17 @@ def _scenario_of(expression: Callable[[Any, Any], Any]) -> Scenario:
 
 
 def declared(channel: Any) -> Any:
-    """What the broker says of ``q``."""
+    """Return the broker's answer to a passive declaration of ``q``."""
     return channel.queue_declare("q", passive=True)
 
 
 def tag_of_first(channel: Any, *bodies: Any) -> Any:
-    """Publish to the empty queue, get the first message and return its tag."""
+    """Publish messages to the empty queue, get the first message, and return its delivery tag."""
     return publish_all(channel, *bodies).basic_get("q").delivery_tag
 
 
 def over(connection: Any, channel: Any) -> str:
-    """What a publish comes to that cannot be; its words are not everywhere the same in py-amqp."""
+    """Publish on a closed connection, and return the type of the error. Its text differs between cases in py-amqp."""
     with pytest.raises(connection.recoverable_connection_errors) as caught:
         publish(channel, b"never")
     return type(caught.value).__name__
@@ -222,7 +222,7 @@ of_expressions(
 )
 
 
-# What kombu's channels have.
+# Members of kombu's channels.
 
 
 @scenario
@@ -276,7 +276,7 @@ def Producer__to_no_exchange(_connection: Any, channel: Any, log: list[Any]) -> 
     producer = channel.Producer(kombu.Exchange("missing"), auto_declare=False)
     tried(log, producer.publish, "lost", routing_key="q")
     if not channel.connection.confirm_publish:
-        # Nobody waits for what the broker says, before something does.
+        # Without confirms, only a later call reads the broker's error.
         del log[:]
         tried(log, channel.queue_declare, "q", passive=True)
 
@@ -294,7 +294,7 @@ def no_ack_consumers(_connection: Any, channel: Any, _log: list[Any]) -> Any:
     return sorted(channel.no_ack_consumers)
 
 
-# What py-amqp's have.
+# Members of py-amqp's channels.
 
 
 @scenario
@@ -389,7 +389,7 @@ def basic_publish__in_a_callback(connection: Any, channel: Any, log: list[Any]) 
             publish(channel, body + b"!")
         ended.append(body)
 
-    # py-amqp calls the next one in the middle of this, while it waits for a confirm; ours does not.
+    # While py-amqp waits for a confirm in a callback, it calls the next callback. Our transport does not.
     ended: list[bytes] = []
     channel.basic_consume("q", callback=again)
     publish(channel, b"a")
@@ -441,7 +441,7 @@ def confirm_select(_connection: Any, channel: Any, log: list[Any]) -> Any:
     channel.events["basic_ack"].add(recorder(log, "ack"))
     results = [channel.confirm_select(), channel.confirm_select(nowait=True)]
     publish(channel, b"after")
-    # Which is told of it, a publish or the next that reads, is the library's.
+    # The library decides whether a publish or the next read raises the error.
     eventually(lambda: declared(channel).message_count == 2 and log)
     return results
 
@@ -525,7 +525,7 @@ def tx_rollback(_connection: Any, channel: Any, _log: list[Any]) -> Any:
 def wait(_connection: Any, channel: Any, log: list[Any]) -> Any:
     channel.send_method(spec.Basic.Qos, "lBb", (0, 5, False))
     log.append(channel.wait(spec.Basic.QosOk, timeout=PATIENCE))
-    # Nothing is asked, so nothing is answered.
+    # There is no request, so no answer comes.
     tried(log, channel.wait, spec.Basic.QosOk, timeout=0.05)
 
 

@@ -1,4 +1,4 @@
-"""A Celery application like any other. It says nothing of qflow_client: the transport is in the URL."""
+"""An ordinary Celery application. It does not mention qflow_client, because the URL selects the transport."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import billiard.pool
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-# A child of a prefork worker waits at its end until its parent has read all results, which a parent that ends as well
-# may no longer do: 300 times this long.
+# Before its end, a child of a prefork worker waits until the parent has read all results, for up to 300 times this
+# number of seconds. A parent that also ends may not read them.
 billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_INTERVAL = 0.01
 
-#: What tells two of them apart on one broker.
+#: Name of the application. Two applications on one broker have different names.
 NAME = os.environ.get("PROGRAM_NAME", "program")
 FOLDER = Path(os.environ.get("PROGRAM_FOLDER", "."))
 
@@ -35,7 +35,7 @@ app.conf.update(
     result_chord_retry_interval=0.1,
     beat_schedule={"tick": {"task": f"{NAME}.tick", "schedule": 0.2}},
     beat_schedule_filename=str(FOLDER / "schedule"),
-    # A worker that goes away has not to leave its queues behind.
+    # The queues of a worker must not stay after its end.
     control_queue_expires=60.0,
     event_queue_expires=60.0,
 )
@@ -60,14 +60,14 @@ def third_time(self: Any) -> int:
 
 @app.task(name=f"{NAME}.spread")
 def spread(count: int) -> list[str]:
-    """Publishes from within a task."""
+    """Publish messages from within a task."""
     return [add.delay(number, number).id for number in range(count)]
 
 
 @app.task(name=f"{NAME}.until_it_raises")
 def until_it_raises(wait: float) -> tuple[str, float]:
-    """Publishes from within a task, for no worker, until that raises: the cause, and the seconds of the last call."""
-    # Not with `timeout=`, which does not limit the event that Celery publishes in the same call.
+    """Publish from within a task until a call raises. Return the type of the cause, and the seconds of this call."""
+    # Do not use `timeout=`, because it does not limit the event that Celery publishes in the same call.
     with app.connection(transport_options={"max_producer_flow_control_wait": wait}) as connection:
         producer = app.amqp.Producer(connection, auto_declare=False)
         while True:
@@ -80,7 +80,7 @@ def until_it_raises(wait: float) -> tuple[str, float]:
 
 @app.task(name=f"{NAME}.note")
 def note(count: int) -> None:
-    """Publishes from within a task, and notes what is confirmed."""
+    """Publish messages from within a task, and write the ids of the confirmed messages to a file."""
     with (FOLDER / "confirmed").open("a", buffering=1) as confirmed:
         for number in range(count):
             confirmed.write(f"{add.delay(number, number).id}\n")

@@ -1,4 +1,4 @@
-"""What a Celery application does, on whatever broker and transport."""
+"""Scenarios for a Celery application with any broker and transport."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Worker(Forked[bytes]):
 
 
 class Application:
-    """A Celery application and its worker, which also beats."""
+    """A Celery application and its worker, which also runs Celery beat."""
 
     def __init__(self, url: str, folder: Path, results: str, *options: str) -> None:
         self.name = f"program-{uuid4().hex[:8]}"
@@ -62,7 +62,7 @@ class Application:
         root = Path(__file__).parents[3]
         command = [sys.executable, "-m", "celery", "-A", "tests.integration.kombu.program", "worker", "-E"]
         if "gevent" not in options:
-            # Celery does not beat there.
+            # With the pool gevent, a worker cannot run Celery beat.
             command.append("-B")
         with self.log.open("wb") as log:
             self.process = _Worker(
@@ -97,7 +97,7 @@ class Application:
 
 
 def _load(environment: dict[str, str]) -> Celery:
-    """The program's module anew, as another one with another name."""
+    """Execute the module of the program again, as another application with another name."""
     source = Path(__file__).with_name("program.py")
     before = dict(os.environ)
     os.environ.update(environment)
@@ -172,7 +172,7 @@ def events(of: Application) -> None:
 
     def hear(event: dict[str, Any]) -> None:
         if "worker-heartbeat" not in heard and event["type"] == "worker-heartbeat":
-            # The queue is there by now.
+            # The worker has now declared its queue.
             of.task("add").delay(1, 2)
         heard.add(event["type"])
         receiver.should_stop = wanted <= heard
@@ -210,7 +210,7 @@ all_scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: 
 
 
 def ends_when_told(of: Application) -> None:
-    """For the end of an application: it shuts down by itself, and nothing went wrong."""
+    """Shut an application down, and check that it ends without errors. Call this at the end of an application."""
     of.app.control.shutdown()
     assert of.process.wait(PATIENCE) == 0
     log = of.log.read_text()

@@ -1,4 +1,4 @@
-"""An `AsyncProducer` that is used like a `Producer`, so that one set of tests says what both promise."""
+"""An `AsyncProducer` with the interface of a `Producer`, so that the same tests can check both producers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tools import PATIENCE
 
 
 class _Loop(threading.Thread):
-    """An event loop on a thread of its own."""
+    """An event loop on a separate thread."""
 
     def __init__(self, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
         super().__init__(name="qflow-loop", daemon=True)
         self.loop = new_loop()
         self._lock = threading.Lock()
-        # Calls that have not returned, and whether it ends after them.
+        # Number of calls that have not returned, and whether the loop ends after these calls.
         self._calls = 0
         self._last = False
         self.start()
@@ -32,18 +32,18 @@ class _Loop(threading.Thread):
         self.loop.close()
 
     def __call__(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine returns or raises on the loop."""
+        """Run a coroutine on the loop, and return its result or raise its exception."""
         assert threading.current_thread() is not self
         with self._lock:
             over = self._last
             self._calls += not over
         if over:
-            # What is closed answers without a loop of its own.
+            # A closed producer answers without its loop, so run the coroutine on a new loop.
             self.join(PATIENCE)
             return asyncio.run(_wait_for(coroutine))
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            # No test has a call that takes longer.
+            # In all tests, calls take less time than this.
             return future.result(3 * PATIENCE)
         except TimeoutError:
             assert future.done(), f"{coroutine} does not end"
@@ -55,7 +55,7 @@ class _Loop(threading.Thread):
             self._stop_if_done()
 
     def ask(self, question: Callable[[], Any]) -> Any:
-        """What a plain call returns on the loop."""
+        """Call a function on the loop, and return its result."""
         if threading.current_thread() is self:
             return question()
 
@@ -65,7 +65,7 @@ class _Loop(threading.Thread):
         return self(answer())
 
     def stop(self) -> None:
-        """End after the calls that have not returned."""
+        """End the loop when all current calls have returned."""
         with self._lock:
             self._last = True
         self._stop_if_done()
@@ -81,7 +81,7 @@ async def _wait_for(awaitable: Awaitable[Any]) -> Any:
 
 
 class _Receipt(AsyncReceipt):
-    """One that a thread can wait for."""
+    """An `AsyncReceipt` that a thread can wait for."""
 
     __slots__ = ()
     run: _Loop
@@ -97,18 +97,18 @@ class _Receipt(AsyncReceipt):
             asyncio.get_running_loop()
         except RuntimeError:
             return self.run(coroutine)
-        # On a loop it is what it always is.
+        # On a loop, return the coroutine like an `AsyncReceipt`.
         return coroutine
 
 
 class Bridged:
-    """As a `Producer`."""
+    """An `AsyncProducer` on a separate loop, with the interface of a `Producer`."""
 
     def __init__(self, url: Any, *, new_loop: Callable[[], asyncio.AbstractEventLoop], **settings: Any) -> None:
         self._loop = _Loop(new_loop)
         try:
             self._producer = self._loop.ask(lambda: AsyncProducer(url, **settings))
-            # Each loop has classes of its own.
+            # Each loop needs its own receipt class.
             common = {"__slots__": (), "run": self._loop}
             self._producer._protocol.admission.receipt_type = type("BridgedReceipt", (_Receipt,), common)
             self._loop(self._producer.connect())
@@ -152,7 +152,7 @@ class Bridged:
         return health
 
     def shutdown(self, *args: Any, **keywords: Any) -> None:
-        # From another thread, as from a signal handler.
+        # Call `shutdown` on the calling thread, as a signal handler would.
         self._producer.shutdown(*args, **keywords)
 
     def on_flow(self, callback: Callable[[FlowEvent], object], **keywords: Any) -> Callable[[], None]:
@@ -179,7 +179,7 @@ class Bridged:
 
     @property
     def _services(self) -> Any:
-        """Where the socket is."""
+        """An object whose attribute `tapped` has the socket, as in a `Producer`."""
         return SimpleNamespace(tapped=self._producer._engine.link.writer)
 
     @property

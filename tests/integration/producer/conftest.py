@@ -23,17 +23,17 @@ from .tools import PATIENCE, Proxy, Wire, eventually
 
 
 def _ours() -> list[threading.Thread]:
-    # That for the log is the process's.
+    # The log thread belongs to the process, and not to a producer.
     names = {thread: thread.name for thread in threading.enumerate()}
     return [thread for thread, name in names.items() if name.startswith("qflow-") and name != "qflow-log"]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    # One that a test which failed has left is not held against the next.
+    # Ignore threads and producers that an earlier test left because it failed.
     threads, resources = set(_ours()), set(flow_manager.resources)
     yield
-    # Not by `join`: one may be about to start.
+    # Do not use `join`, because a new thread may be about to start.
     eventually(lambda: set(_ours()) <= threads, "the end of its threads")
     assert set(flow_manager.resources) <= resources
 
@@ -46,7 +46,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """All that was logged, at any level, by any library."""
+    """A function that returns all log lines of all levels and libraries."""
     caplog.set_level(logging.DEBUG)
 
     def read() -> str:
@@ -58,13 +58,13 @@ def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 
 @pytest.fixture
 def wire() -> Wire:
-    """What `broker` saw and said."""
+    """The frames that `broker` has received and sent."""
     return Wire()
 
 
 @pytest.fixture
 def make_broker(stack: ExitStack, wire: Wire) -> Callable[..., Broker]:
-    """Makes a broker with an empty queue ``q``; takes the broker's options, and the arguments of the queue."""
+    """A function that creates a broker with a queue ``q``. It gets the broker's settings and the queue's arguments."""
 
     def make(*, arguments: dict[str, object] | None = None, **options: Any) -> Broker:
         broker = stack.enter_context(Broker(**({"trace": wire} | options)))
@@ -76,12 +76,12 @@ def make_broker(stack: ExitStack, wire: Wire) -> Callable[..., Broker]:
 
 @pytest.fixture
 def broker(make_broker: Callable[..., Broker]) -> Broker:
-    """A fresh broker with an empty queue ``q``."""
+    """A new broker with an empty queue ``q``."""
     return make_broker()
 
 
-# Their callbacks wait or exit, as only those of threads may, or they look into the producer; tests/integration/aio has
-# the twins of those that have a meaning there.
+# Tests only for `Producer`, because their callbacks wait or exit, or because they use its internals. If such a test has
+# a meaning for `AsyncProducer`, tests/integration/aio has a similar test.
 _THREADS_ONLY = (
     "test_a_resume_that_is_interrupted_at_any_line_is_completed_by_the_next_call",
     "test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_usable",
@@ -108,12 +108,12 @@ _THREADS_ONLY = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Both producers promise the same, so whatever a fixture makes a producer for is tested with both."""
+    """Run each test that uses the fixture `skin` with both producers, because both have the same contract."""
     chosen = any("skin" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
     if "skin" in metafunc.fixturenames and not chosen:
         skins = ["threads"]
         if metafunc.function.__name__ not in _THREADS_ONLY:
-            # The loop matters where it comes to the socket.
+            # These modules test the use of the socket, so the kind of event loop matters.
             near = COMPLETE and metafunc.module.__name__.endswith(
                 ("test_channel_flow", "test_coalescing", "test_tls", "test_transport")
             )
@@ -123,7 +123,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def skin(request: pytest.FixtureRequest) -> Any:
-    """What makes a producer."""
+    """The class or function that creates a producer."""
     if request.param == "threads":
         return Producer
     return partial(Bridged, new_loop=asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop)
@@ -131,7 +131,7 @@ def skin(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def make_producer(stack: ExitStack, request: pytest.FixtureRequest, skin: Any) -> Callable[..., Producer]:
-    """Makes a producer for queue ``q`` of `broker`, or of the URL given. The test need not close it."""
+    """A function that creates a producer for queue ``q`` of `broker` or of a URL. The test need not close it."""
 
     def make(url: Any = None, **settings: Any) -> Producer:
         if url is None:
@@ -147,7 +147,7 @@ def _close(producer: Producer) -> None:
     try:
         producer.close(timeout=0)
     except UndeliveredMessages:
-        # The test has seen what it wanted to see.
+        # Ignore undelivered messages, because the test has already made its checks.
         pass
 
 
@@ -167,5 +167,5 @@ def proxy(broker: Broker, stack: ExitStack) -> Proxy:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     return certify(tmp_path_factory.mktemp("tls"))

@@ -1,4 +1,4 @@
-"""Programs that a test runs in processes of their own, and what they say."""
+"""Runs programs in separate processes, and reads their output."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .tools import PATIENCE, eventually
 
 _ROOT = Path(__file__).parents[3]
 
-#: Starts one of the programs of a module: its name and its arguments.
+#: A function that starts a program of a module. It gets the name and the arguments of the program.
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @contextmanager
 def starting(module: str) -> Iterator[Start]:
-    """What starts the programs of a module; those that still run at the end are killed.
+    """Provide a function that starts programs of a module. Programs that still run at the end of the block are killed.
 
     Args:
-        module: that takes the name of a program, and its arguments, on its command line.
+        module: module whose command line has the name of a program and the program's arguments.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -48,24 +48,24 @@ def starting(module: str) -> Iterator[Start]:
 
 
 def says(process: subprocess.Popen[str]) -> str:
-    """The next line that a program says; if it has failed, all of how."""
+    """Return the next line of a program's output, or the whole traceback if the program has failed."""
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     return line + process.stdout.read() if line.startswith("Traceback") else line
 
 
 def ends_well(process: subprocess.Popen[str]) -> None:
-    """Wait for the end of a program, which has nothing more to say than that all is fine."""
+    """Wait for the end of a program. The rest of its output must be ``fine``."""
     assert process.stdout is not None
-    # To the end of what it says; a program that hangs is ended by the timeout of the test.
+    # Read to the end of the output. If the program hangs, the timeout of the test ends it.
     rest = process.stdout.read()
     assert (rest, process.wait(PATIENCE)) == ("fine\n", 0)
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Fork, have a check hold in the child, where nothing of pytest's may run, and wait for its end."""
+    """Fork, call `check` in the child, and wait for the end of the child. No code of pytest may run in the child."""
     pid = os.fork()
-    if pid == 0:  # pragma: no cover  # what is counted there is lost with the child
+    if pid == 0:  # pragma: no cover  # the counts are lost with the child
         code = 1
         try:
             check()

@@ -1,4 +1,4 @@
-"""Programs that tests run in processes of their own: what a signal or a fork does is done to a whole process."""
+"""Programs that tests run in separate processes, because a signal or a fork affects a whole process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _say(word: str) -> None:
 
 
 def _say_when(condition: Callable[[], Any]) -> None:
-    """Say that the main thread waits, once something holds and it sleeps, which only the system can tell."""
+    """Print ``waiting`` when a condition is true and the main thread sleeps. The system reports whether it sleeps."""
     status = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
 
     def sleeps() -> bool:
@@ -65,7 +65,7 @@ def _join_ours() -> None:
 
 
 def interrupted(*calls: str) -> None:
-    """Ctrl-C in each of these blocking calls, and what is left then."""
+    """Press Ctrl-C in each of these blocking calls, and check the remaining threads and messages."""
     for call in calls:
         {"connect": _interrupted_connecting, "good_bye": _interrupted_good_bye}.get(call, partial(_interrupted, call))()
     _join_ours()
@@ -82,7 +82,7 @@ def _interrupted(call: str) -> None:
     broker.wait_until(lambda b: b.queue("q").depth == 1)
     if call == "wait_unflowed":
         producer.pause()
-    # Nobody else needs to know who waits for what.
+    # These internal numbers show that the call waits.
     _say_when(
         {
             "send": lambda: protocol.controller.waiting,
@@ -135,11 +135,11 @@ def _interrupted(call: str) -> None:
 
 
 def _interrupted_good_bye() -> None:
-    """Ctrl-C while the producer closes and the broker does not say good-bye."""
+    """Press Ctrl-C while the producer closes and the broker does not answer."""
     with Broker() as broker:
         broker.declare_queue("q")
         producer = Producer(broker.url, routing_key="q")
-        # It is asked to leave, and says nothing.
+        # The replaced function does not close the connection, so no answer comes.
         leaves = threading.Event()
         link: Any = producer._engine.link
         link._leave = leaves.set
@@ -148,12 +148,12 @@ def _interrupted_good_bye() -> None:
             producer.close(timeout=None)
         except KeyboardInterrupt:
             _say("interrupted")
-        # And it is closed for good.
+        # The producer is closed permanently.
         producer.close(timeout=None)
 
 
 def _interrupted_connecting() -> None:
-    """Ctrl-C while a server does not answer."""
+    """Press Ctrl-C while the producer connects and the server does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def wait() -> None:
@@ -169,13 +169,13 @@ def _interrupted_connecting() -> None:
             Producer(f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}/%2F", connect_timeout=60)
         except KeyboardInterrupt:
             _say("interrupted")
-        # It was cut.
+        # The producer has closed the connection.
         thread.join(20)
         assert not thread.is_alive()
 
 
 def forked() -> None:
-    """A fork while the producer is in use."""
+    """Fork while the producer is in use."""
     broker = Broker().__enter__()
     broker.declare_queue("q")
     producer = Producer(broker.url, routing_key="q")
@@ -209,7 +209,7 @@ def forked() -> None:
 
 
 def _child(producer: Producer) -> int:
-    # What the parent's I/O thread is woken by has a lock, which some thread of the parent may have held.
+    # The child must not wake the parent's I/O thread, because a thread of the parent may have held the lock for it.
     producer._services.wake = lambda: os._exit(6)  # type: ignore[method-assign]
     began = time.monotonic()
     for call in (
@@ -229,17 +229,17 @@ def _child(producer: Producer) -> int:
         producer.close()
     except UndeliveredMessages:
         return 4
-    # None of them waits for anything, and a slow machine takes its time.
+    # The calls wait for nothing. The limit of ten seconds allows for a slow machine.
     return 0 if producer.closed and time.monotonic() - began < 10 else 5
 
 
 def forked_while_disconnected(url: str, count: str) -> None:
-    """Forks so often between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+    """Fork `count` times between two attempts to connect, or during an attempt. The test chooses by its proxy."""
     logging.disable()
     producer = Producer(url, routing_key="q", connect_timeout=5.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
     receipt = producer.send(b"unsettled")
     _say("sent")
-    # It may have been raised before.
+    # Poll, because the hold may have been raised before this line.
     while HoldKind.DISCONNECTED not in {hold.kind for hold in producer.flow_state.holds}:
         time.sleep(0.01)
     copies = 0
@@ -254,7 +254,7 @@ def forked_while_disconnected(url: str, count: str) -> None:
         code = os.waitstatus_to_exitcode(status)
         assert code in {0, 9}, code
         copies += code == 9
-    # Nobody has a name yet for the socket that another thread is making in that instant.
+    # A child may have a copy of a socket that another thread was creating during the fork.
     assert copies <= 2, copies
     _say("forked")
     assert receipt.result(timeout=20) is Outcome.CONFIRMED
@@ -264,7 +264,7 @@ def forked_while_disconnected(url: str, count: str) -> None:
 
 
 def connected_to(url: str) -> list[int]:
-    """The descriptors of this process that are sockets connected to a broker."""
+    """Return the file descriptors of this process that are sockets connected to a broker."""
     found = []
     for each in tuple(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as sock:
@@ -274,7 +274,7 @@ def connected_to(url: str) -> list[int]:
 
 
 def forked_makes_its_own(url: str) -> None:
-    """A child that makes a producer for itself, next to its parent's."""
+    """Fork a child that creates its own producer."""
     producer = Producer(url, routing_key="q")
     producer.send(b"parent 1").result(timeout=20)
     pid = os.fork()
@@ -290,7 +290,7 @@ def forked_makes_its_own(url: str) -> None:
 
 
 def forked_in_the_middle() -> None:
-    """A fork while messages are written, unwritten and returned, and other threads hold every lock there is."""
+    """Fork with written, unwritten and returned messages, while other threads hold all locks of the producer."""
     broker = Broker().__enter__()
     broker.declare_queue("q")
     told: list[Receipt] = []
@@ -302,7 +302,7 @@ def forked_in_the_middle() -> None:
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     broker.wait_until(lambda b: b.queue("q").depth == 3)
-    # What is sent now stays unwritten.
+    # Messages that are sent from here on stay unwritten.
     go_on, stays, holds_all = threading.Event(), threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -325,11 +325,11 @@ def forked_in_the_middle() -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            # The parent's connection is not even there.
+            # The child has closed its copy of the parent's connection.
             assert inode not in _open_inodes()
             assert list(events) == []
             for receipt in receipts:
-                # Those that are not written too: the parent is about to.
+                # Unwritten messages are also unknown in the child, because the parent will write them.
                 assert receipt.wait(timeout=0)
                 assert isinstance(receipt.error(), OutcomeUnknown)
                 _raises(OutcomeUnknown, receipt.result)
@@ -369,7 +369,7 @@ def forked_in_the_middle() -> None:
 
 
 def _open_inodes() -> list[int]:
-    # The folder itself is no longer open when it has been listed.
+    # The descriptor of the folder itself is closed after the listing.
     return [os.fstat(int(each.name)).st_ino for each in tuple(Path("/proc/self/fd").iterdir()) if each.exists()]
 
 
@@ -382,12 +382,12 @@ def _raises(kind: type[QflowError], call: Callable[[], object]) -> None:
 
 
 def forgotten(url: str, count: str, patience: str = "") -> None:
-    """A program that ends without closing its producer, with messages on their way; and how long that may take."""
+    """A program that ends without closing its producer, while messages are unconfirmed. `patience` limits the exit."""
     if patience:
         engine_module._AT_EXIT = float(patience)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     producer = Producer(url, routing_key="q", name="orders")
-    # Until the process ends.
+    # Keep the producer alive until the process ends.
     atexit.register(repr, producer)
     for _ in range(int(count)):
         producer.send(b"")
@@ -395,7 +395,7 @@ def forgotten(url: str, count: str, patience: str = "") -> None:
 
 
 def closed_at_the_very_end(url: str) -> None:
-    """A program whose exit handler runs after that of the library, and whose last finalizer runs after all threads."""
+    """A program with an exit handler that runs after the library's, and a finalizer that runs after all threads."""
 
     class Last:
         producer = Producer(url, routing_key="q")
@@ -415,14 +415,14 @@ def closed_at_the_very_end(url: str) -> None:
         producer.close(timeout=20)
         _say("closed" if producer._engine.link is not None and producer._engine.link.ended else "not closed")
 
-    # Handlers run in reverse order, and that of the library is registered when it is imported.
+    # Handlers run in reverse order of registration, and an import of the library registers the library's handler.
     atexit.unregister(base_engine_module._at_exit)
     atexit.register(close)
     atexit.register(base_engine_module._at_exit)
 
 
 def sends_at_the_very_end(url: str, outbox: str) -> None:
-    """A program that does not close its producer, and whose exit handler sends after that of the library."""
+    """A program that does not close its producer. Its exit handler sends a message after the library's handler."""
     producer = Producer(url, routing_key="q", outbox=outbox)
     producer.send(b"early")
 
@@ -436,7 +436,7 @@ def sends_at_the_very_end(url: str, outbox: str) -> None:
 
 
 def ends_while_the_disk_hangs(url: str, outbox: str) -> None:
-    """A program that does not close its producer, and whose disk does not answer any more when it ends."""
+    """A program that does not close its producer. When the program ends, its disk no longer answers."""
     producer = Producer(url, routing_key="q", outbox=outbox)
     producer.send(b"early").result(timeout=20)
 
@@ -449,7 +449,7 @@ def ends_while_the_disk_hangs(url: str, outbox: str) -> None:
 
 
 def forgotten_while_threads_send(url: str) -> None:
-    """A program that ends while threads that it does not wait for use its producers."""
+    """A program that ends while its daemon threads use producers."""
     logging.disable()
     enough = threading.Semaphore(0)
 
@@ -475,7 +475,7 @@ def forgotten_while_threads_send(url: str) -> None:
 
 
 def pressed_at_any_moment(url: str, count: str) -> None:
-    """Ctrl-C so often in short calls: unlike a tracer, also in the middle of what Python itself does."""
+    """Press Ctrl-C many times in short calls. A signal, unlike a tracer, also interrupts Python's own functions."""
 
     def press(*_: object) -> None:
         raise KeyboardInterrupt
@@ -494,12 +494,12 @@ def pressed_at_any_moment(url: str, count: str) -> None:
     receipts: list[SyncReceipt] = []
     pressed = 0
     for number in itertools.count():
-        # On a slow machine the other thread may leave no room for a long time.
+        # On a slow machine, the other thread may use the whole capacity for a long time.
         if number >= int(count) and receipts and pressed > int(count) // 30:
             break
         try:
             try:
-                # From the beginning of the call to beyond its end, also where it takes longer.
+                # Choose moments from the start of the call until after its end, even if the call takes long.
                 slowness = 1 << number // 150 % 5
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 * slowness * (1 + number % 150))
                 if number % 3:
@@ -527,6 +527,6 @@ def pressed_at_any_moment(url: str, count: str) -> None:
 
 
 if __name__ == "__main__":
-    # A shell has its background jobs ignore Ctrl-C, and they their children.
+    # A shell lets background jobs ignore Ctrl-C, and their child processes inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](*sys.argv[2:])

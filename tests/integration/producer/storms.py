@@ -1,6 +1,6 @@
-"""Programs in which signals, finalizers and log handlers use a producer at any moment.
+"""Programs in which signal handlers, finalizers and log handlers use a producer at any moment.
 
-Each prints how many messages were admitted, and how many calls came from inside others.
+Each program prints the number of admitted messages. A call from a handler is called an inside call.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, Producer, ProducerFlowed, Receipt, guard
 
 CAPACITY = 50
-# How many calls from inside, and how many messages, each storm has at least.
+# Minimum number of inside calls and of messages in each program.
 ENOUGH = 50
 # Seconds from one signal to the next.
 _PERIOD = 130e-6
 
 
 class Storm:
-    """Foreign code that comes from inside.
+    """Handlers and finalizers that run during calls of the producer.
 
     Args:
-        kind: ``"signal"``: a handler raises, wherever `armed` is set; ``"gc"``: finalizers send; ``"both"``; ``"log"``:
-            a signal handler and a log handler send.
-        send: sends a message without waiting.
-        receipts: gets the receipts.
+        kind: ``"signal"``: a signal handler raises while `armed` is set. ``"gc"``: finalizers send. ``"both"``: both.
+            ``"log"``: a signal handler and a log handler send.
+        send: function that sends a message without waiting.
+        receipts: list to which the receipts are added.
     """
 
     def __init__(self, kind: str, send: Callable[[bytes], Receipt], receipts: list[Receipt]) -> None:
@@ -45,25 +45,25 @@ class Storm:
         self._is_over = False
 
     def send_from_inside(self) -> None:
-        """Send, as a handler or a finalizer does."""
+        """Send a message from a handler or a finalizer."""
         if self._is_over:
             return
         self.nested += 1
         try:
             self._receipts.append(self._send(b"inside"))
         except ProducerFlowed:
-            # There was no room, or it would have had to wait.
+            # The message was not admitted, because it would have had to wait.
             pass
         except Exception as error:
             self.errors.append(error)
 
     @property
     def is_enough(self) -> bool:
-        """Whether enough calls have come from inside. An interrupt calls nothing."""
+        """Whether there were enough inside calls. The kind ``signal`` makes no inside calls."""
         return self.kind == "signal" or self.nested >= ENOUGH
 
     def begin(self) -> None:
-        """Let it come."""
+        """Start the signals and the finalizers."""
         if self.kind != "gc":
             signal.signal(signal.SIGALRM, self._on_signal)
             signal.setitimer(signal.ITIMER_REAL, _PERIOD, _PERIOD)
@@ -77,12 +77,12 @@ class Storm:
             logger.propagate = False
 
     def litter(self) -> None:
-        """Leave garbage whose finalizer sends."""
+        """Create garbage whose finalizer sends a message."""
         if self.kind in ("gc", "both"):
             Litter(self)
 
     def end(self) -> None:
-        """Let it come no more."""
+        """Stop the signals and the finalizers."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         gc.set_threshold(700, 10, 10)
@@ -96,10 +96,10 @@ class Storm:
 
 
 class _LockOfLogging:
-    """The lock of `logging`. A step must not wait for it: its holder may wait for the step.
+    """Replaces the lock of `logging`. A protocol step must not take it, because its holder may wait for the step.
 
     Args:
-        errors: gets an error for each step that takes it.
+        errors: list to which an error is added for each step that takes the lock.
     """
 
     def __init__(self, errors: list[BaseException]) -> None:
@@ -122,7 +122,7 @@ class _LockOfLogging:
 
 
 class _Sender(logging.Handler):
-    """Sends whatever it is to log."""
+    """A log handler that sends a message for each log record."""
 
     def __init__(self, storm: Storm) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Sender(logging.Handler):
 
 
 class Litter:
-    """Garbage that only the collector finds."""
+    """Garbage that only the garbage collector finds, because it refers to itself."""
 
     def __init__(self, storm: Storm) -> None:
         self.me = self
@@ -144,7 +144,7 @@ class Litter:
 
 
 def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
-    """No number was given twice, no receipt is unsettled, and nothing is left."""
+    """Check that no number was used twice, that all receipts are confirmed, and that no message waits."""
     assert not storm.errors, storm.errors
     assert all(receipt.outcome is Outcome.CONFIRMED for receipt in receipts)
     protocol = producer._protocol
@@ -155,13 +155,13 @@ def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
     left = protocol.window.used, protocol.controller.waiting, protocol.unwritten, list(protocol.line.tickets)
     assert left == (0, 0, 0, []), left
     if storm.kind != "signal":
-        # An interrupt takes the receipt away from its caller; nothing else does.
+        # Only an interrupt may lose a receipt, because the caller does not get it.
         assert storm.kind == "both" or sorted(numbers) == list(range(1, admitted + 1))
     print(admitted, flush=True)
 
 
 def threads(url: str, kind: str, seconds: str) -> None:
-    """`Producer`: the main thread, which gets the signals, and another send."""
+    """Use a `Producer` on two threads. The main thread gets the signals."""
     producer = Producer(url, routing_key="q", capacity=CAPACITY)
     receipts: list[Receipt] = []
     storm = Storm(kind, producer.send_nowait, receipts)
@@ -190,7 +190,7 @@ def threads(url: str, kind: str, seconds: str) -> None:
             storm.armed = False
     other.join()
     storm.end()
-    # What a send put in line that a second interrupt ended may be admitted while the first flush waits.
+    # If a second interrupt has ended a waiting send, its message may be admitted during the first flush.
     while producer._protocol.line.tickets or producer.unsettled:
         producer.flush(timeout=20)
     check(producer, receipts + others, storm)
@@ -198,7 +198,7 @@ def threads(url: str, kind: str, seconds: str) -> None:
 
 
 def tasks(url: str, kind: str, seconds: str) -> None:
-    """`AsyncProducer`: two tasks send. Signals raise only inside `send_nowait`, because asyncio itself bears none."""
+    """Use an `AsyncProducer` in two tasks. Signals raise only inside `send_nowait`, because asyncio tolerates none."""
 
     async def main() -> None:
         producer = await AsyncProducer(url, routing_key="q", capacity=CAPACITY).connect()
@@ -236,6 +236,6 @@ def tasks(url: str, kind: str, seconds: str) -> None:
 
 
 if __name__ == "__main__":
-    # A deadlock shows where each thread waits.
+    # After a deadlock, print where each thread waits.
     faulthandler.dump_traceback_later(100, exit=True)
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What the tests of the threaded producer share."""
+"""Tools that the tests of the threaded producer share."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from qflow_client.broker import Broker
 from qflow_client.testing.node import free_port
 from qflow_client.testing.proxy import FaultProxy
 
-# Far more than anything takes on a busy machine, and less than a test may take.
+# Maximum seconds of any wait. A busy machine needs far less, and a test may take longer.
 PATIENCE = 20.0
-# The same for a job that sends thousands of messages, each from one thread to another.
+# Maximum seconds to wait for a job that sends thousands of messages between threads.
 PATIENCE_WITH_JOBS = 100.0
-# A deadline of calls, in seconds.
+# Timeout of calls that must time out, in seconds.
 DEADLINE = 0.05
 
 
 def eventually(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
-    """Wait until something has become true that nobody tells of, such as who waits inside a producer, by polling."""
+    """Poll until a condition is true. Use this for conditions without an event, such as the waits inside a producer."""
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
         time.sleep(0.002)
 
 
-# Ports that tests of this process have got.
+# Ports that this process has used for tests.
 _ports: set[int] = set()
 
 
 def unused_port() -> int:
     """Return a port for a listener that a test starts later.
 
-    The system does not give it to any socket by itself, as it does with the ports of its own range.
+    The port is not in the range from which the system chooses ports for other sockets.
     """
     port = free_port(_ports)
     _ports.add(port)
@@ -49,26 +49,26 @@ def unused_port() -> int:
 
 
 def holds(producer: Producer) -> list[str]:
-    """The kinds of the holds that are on a producer, the oldest first."""
+    """Return the kinds of the current holds of a producer, the oldest first."""
     return [str(hold.kind) for hold in producer.flow_state.holds]
 
 
 def wait_flow(producer: Producer, condition: Callable[[], object], what: str = "") -> None:
-    """Wait until something has become true that comes with a flow event."""
-    # No lock: the producer whose loop or lock the condition needs may be telling.
+    """Wait until a condition is true. Check it after each flow event of the producer."""
+    # Use no lock, because the producer may call the callback while the condition needs the producer's loop or lock.
     changed = threading.Event()
     unsubscribe = producer.on_flow(lambda _event: changed.set())
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"not within {PATIENCE} s: {what or condition}"
-        # Another callback may keep ours waiting.
+        # Use a timeout, because another callback may delay this callback.
         changed.wait(0.05)
         changed.clear()
     unsubscribe()
 
 
 def wait_held(producer: Producer, *kinds: str) -> None:
-    """Wait until a producer is held by these, and maybe others."""
+    """Wait until a producer has holds of all these kinds. It may also have other holds."""
     wait_flow(producer, lambda: set(kinds) <= set(holds(producer)), f"{producer} held by {kinds}")
 
 
@@ -84,23 +84,23 @@ def wait_done(receipts: Iterable[Any]) -> None:
 
 
 def wait_in_line(producer: Producer, count: int) -> None:
-    """Wait until exactly so many sends stand in line."""
-    # Nobody else needs to know; without it, the order of standing in line could not be arranged without sleeping.
+    """Wait until exactly `count` sends wait for admission."""
+    # This number is not public. Tests need it to send messages in a given order without sleeping.
     eventually(lambda: producer._protocol.controller.waiting == count, f"{count} sends in line")
 
 
 def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
-    """The bodies of a queue's messages, in order."""
+    """Return the bodies of a queue's messages, in order."""
     return [message.body for message in broker.messages(queue)]
 
 
 def message_ids(broker: Broker, queue: str = "q") -> list[str]:
-    """The message ids of a queue's messages, in order."""
+    """Return the message ids of a queue's messages, in order."""
     return [str(message.properties.message_id) for message in broker.messages(queue)]
 
 
 def stop(broker: Broker, how: str) -> None:
-    """Stop all publishers, by an ``alarm`` or by ``flow``."""
+    """Stop all publishers with `Connection.Blocked` (``alarm``) or with `Channel.Flow` (``flow``)."""
     if how == "alarm":
         broker.block("no memory")
     else:
@@ -108,7 +108,7 @@ def stop(broker: Broker, how: str) -> None:
 
 
 def go_on(broker: Broker, how: str) -> None:
-    """Take `stop` back."""
+    """Let all publishers continue after `stop`."""
     if how == "alarm":
         broker.unblock()
     else:
@@ -116,7 +116,7 @@ def go_on(broker: Broker, how: str) -> None:
 
 
 def heal(proxy: FaultProxy) -> None:
-    """End the faults of a proxy, and the attempts to connect whose bytes it has swallowed: they would only time out."""
+    """End the faults of a proxy. Cut the current connections, because their lost bytes would only cause timeouts."""
     attempts = [each.number for each in proxy.connections]
     proxy.heal()
     for number in attempts:
@@ -125,13 +125,13 @@ def heal(proxy: FaultProxy) -> None:
 
 
 class Stopwatch:
-    """Seconds that a block takes; judged as a deadline: never early, and less than a second late.
+    """Measures the seconds of a block, to check that a deadline is neither early nor more than a second late.
 
-    What a thread that only sleeps meanwhile is late by is the machine's own lateness, and nobody's fault.
+    A second thread only sleeps during the block. Its lateness is the delay of the machine, and is subtracted.
     """
 
     _TICK = 0.01
-    # What threads that take their turns make each other wait for anyway.
+    # Usual delay in seconds when several threads run in turn. It does not count as lateness.
     _USUAL = 0.02
 
     def __enter__(self) -> Self:
@@ -167,12 +167,12 @@ class Stopwatch:
         return deadline <= self.seconds and self.within(deadline + 1.0)
 
     def within(self, limit: float) -> bool:
-        """Whether it took less than that, but for the machine's lateness."""
+        """Whether the block took less than `limit` seconds plus the delay of the machine."""
         return self.seconds < limit + self.late
 
 
 def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-    """What a call returned or raised, which it did in time, and which is one of our own errors."""
+    """Check that a call ends in time. Return its result, or the `QflowError` that it has raised."""
     with Stopwatch() as watch:
         try:
             result = call()
@@ -198,13 +198,13 @@ class Job(threading.Thread):
             self.error = error
 
     def wait(self, timeout: float = PATIENCE_WITH_JOBS) -> BaseException | None:
-        """Wait for its end, and return what it raised."""
+        """Wait for the end of the thread, and return its exception, or None."""
         self.join(timeout)
         assert not self.is_alive(), f"{self.name} does not end"
         return self.error
 
     def result(self, timeout: float = PATIENCE_WITH_JOBS) -> Any:
-        """Wait for its end, and return or raise what it did."""
+        """Wait for the end of the thread. Return its result, or raise its exception."""
         if self.wait(timeout) is not None:
             assert self.error is not None
             raise self.error
@@ -212,14 +212,14 @@ class Job(threading.Thread):
 
 
 def start(work: Callable[..., Any], *args: Any, **keywords: Any) -> Job:
-    """Run something on a thread."""
+    """Run a function on a new thread."""
     job = Job(lambda: work(*args, **keywords), name=f"job {getattr(work, '__name__', work)}{args}")
     job.start()
     return job
 
 
 class Growing:
-    """A list that one can wait for."""
+    """A list whose growth a thread can wait for."""
 
     def __init__(self) -> None:
         self._items: list[Any] = []
@@ -245,7 +245,7 @@ class Growing:
 
 
 class Wire:
-    """What the broker saw and said, in the order of the wire; a broker's `trace`."""
+    """The frames that a broker has received and sent, in the order of the wire. Use it as the broker's `trace`."""
 
     def __init__(self) -> None:
         self._frames = Growing()
@@ -264,17 +264,17 @@ class Wire:
         self._frames.wait_for(lambda _: self.count(direction, method) >= count, f"{count} {method} {direction}")
 
     def where(self, direction: str, method: str) -> list[int]:
-        """The positions of a method's frames."""
+        """Return the positions of all frames with a method in a direction."""
         return [at for at, (way, _, _, name) in enumerate(self._frames) if (way, name) == (direction, method)]
 
     def came_between(self, start: int, stop: int | None = None) -> list[str]:
-        """What producers published, frame by frame, between two positions."""
+        """Return the names of the publish, header and body frames from producers between two positions."""
         parts = ("Basic.Publish", "ContentHeader", "ContentBody")
         return [name for way, _, _, name in self.frames[start:stop] if way == "in" and name in parts]
 
 
 class Flows:
-    """Flow events as they come to a callback, and on which threads."""
+    """A callback that records flow events, and the threads that call it."""
 
     def __init__(self) -> None:
         self._events = Growing()
@@ -297,13 +297,13 @@ class Flows:
 
 
 class Consumer:
-    """Consumes and acks a queue with pika on a thread of its own, until it is stopped."""
+    """Consumes and acknowledges a queue's messages with pika on a separate thread, until it is stopped."""
 
     def __init__(
         self, url: str, queue: str, *, prefetch: int = 10, on_body: Callable[[bytes], object] | None = None
     ) -> None:
         self.bodies: list[bytes] = []
-        # Called before the ack.
+        # Called with each body before the message is acknowledged.
         self._on_body = on_body
         self._connection: pika.BlockingConnection = pika.BlockingConnection(pika.URLParameters(url))
         self._channel = self._connection.channel()
@@ -333,19 +333,19 @@ class Consumer:
 
 
 class Proxy:
-    """A TCP relay in front of the broker that can stop reading what clients send, and cut their connections.
+    """A TCP relay in front of the broker. It can stop reading from clients, and cut their connections.
 
-    What the broker sends always passes.
+    It always passes on the bytes of the broker, except after `freeze`.
     """
 
     _CHUNK = 1 << 16
 
     def __init__(self, port: int) -> None:
         self._target = ("127.0.0.1", port)
-        #: What every client is sent first.
+        #: Bytes that the proxy sends first to every client.
         self.greeting = b""
         self._listener = socket.create_server(("127.0.0.1", 0))
-        # So that a client soon notices that nobody reads.
+        # With a small buffer, a client soon notices that the proxy does not read.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
         self.port = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -361,35 +361,35 @@ class Proxy:
         self._thread.start()
 
     def url(self, broker: Broker) -> str:
-        """The broker's URL by way of this proxy."""
+        """Return the broker's URL through this proxy."""
         return broker.url.replace(f":{broker.port}/", f":{self.port}/")
 
     def direct_to(self, port: int) -> None:
-        """Pass the connections that come from now on to another broker."""
+        """Connect new clients to another broker."""
         self._target = ("127.0.0.1", port)
 
     def stop_reading(self) -> None:
-        """Take nothing from clients from now on."""
+        """Stop reading from clients."""
         self._call(lambda: self._set_reads(False))
 
     def go_on_reading(self) -> None:
-        """Take what clients send again."""
+        """Continue reading from clients."""
         self._call(lambda: self._set_reads(True))
 
     def slow_down(self, seconds: float) -> None:
-        """Sleep that long before every chunk that clients send, so that their sockets are always full."""
+        """Sleep this number of seconds before each read from clients, so that the clients' sockets are always full."""
         self._delay = seconds
 
     def inject(self, data: bytes) -> None:
-        """Say something to clients in the broker's name."""
+        """Send bytes to clients, as if the broker had sent them."""
         self._call(lambda: self._inject(data))
 
     def freeze(self) -> None:
-        """Pass nothing on any more, in either direction, and close nothing."""
+        """Stop passing on bytes in both directions, and keep all connections open."""
         self._call(self._freeze)
 
     def cut(self) -> None:
-        """End all connections without a word."""
+        """Close all connections without an AMQP close."""
         self._call(self._cut)
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -442,7 +442,7 @@ class Proxy:
                     function, done = self._calls.pop(0)
                     function()
                     done.set()
-                    # What else was ready may no longer be registered.
+                    # Other ready sockets may no longer be registered.
                     break
                 else:
                     self._relay(key.fileobj)
@@ -455,7 +455,7 @@ class Proxy:
                     time.sleep(self._delay)
                 try:
                     data = source.recv(self._CHUNK)
-                    # Blocks; the broker and the client's tap both read whatever happens.
+                    # This call blocks. It ends, because the broker and the client's `Tap` always read.
                     other.sendall(data)
                 except OSError:
                     data = b""
@@ -476,13 +476,13 @@ class Proxy:
 
 
 def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.1, number: int = 0) -> Iterator[Any]:
-    """Send until the producer is held because its socket takes no more; the receipts of what was admitted.
+    """Send until the producer is held because its socket is full. Yield the receipts of the admitted messages.
 
     Args:
         producer: the producer.
-        size: bytes of a body, which begins with its number.
-        timeout: seconds for which one send is held before the socket counts as full.
-        number: of the first message.
+        size: bytes of each body. A body begins with the number of the message.
+        timeout: seconds that a send must be held before the socket counts as full.
+        number: number of the first message.
     """
     while True:
         try:
@@ -490,7 +490,7 @@ def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 
         except FlowControlTimeout:
             tapped = producer._services.tapped
             assert tapped is not None
-            # On a busy machine the I/O thread may not have come round to either yet.
+            # On a busy machine, the I/O thread may not have filled the socket or raised the hold yet.
             if tapped.full and "transport" in holds(producer):
                 return
             continue
@@ -500,7 +500,7 @@ def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 
 def send_until_heartbeat_with_a_full_socket(
     producer: Producer, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
-    """Fill the socket again and again until the broker has got a heartbeat between the messages, and then flush."""
+    """Fill the socket repeatedly until the broker has received a heartbeat between messages, and then flush."""
     sent = 0
     while not wire.count("in", "Heartbeat"):
         proxy.stop_reading()
@@ -517,7 +517,7 @@ def send_until_heartbeat_with_a_full_socket(
 
 
 def send_until_heartbeat_with_a_slow_peer(producer: Producer, proxy: Proxy, wire: Wire, size: int) -> None:
-    """Send to a peer that reads slowly until the broker has got a heartbeat, and then flush."""
+    """Send messages to a slowly reading peer until the broker has received a heartbeat, and then flush."""
     proxy.slow_down(0.01)
     end = time.monotonic() + PATIENCE
     while not wire.count("in", "Heartbeat"):

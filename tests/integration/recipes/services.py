@@ -1,4 +1,4 @@
-"""The programs of the page on production, and what asks the service among them."""
+"""Runs the programs of the documentation's page on production, and sends requests to its service."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FILE = re.compile(r'^```python title="(?P<name>[\w.]+\.py)"\n(?P<code>.*?)^```$
 
 
 def write_programs(folder: Path) -> None:
-    """Write the programs of the page."""
+    """Write the programs of the page to a folder."""
     for name, code in _FILE.findall(PAGE):
         (folder / name).write_text(code, encoding="utf-8")
 
 
 @contextmanager
 def running(folder: Path, port: int, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of the page, for a broker on this port."""
+    """Run a program of the page with a broker on this port."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
@@ -52,10 +52,10 @@ def running(folder: Path, port: int, *arguments: str, **environment: str) -> Ite
 
 
 class Service:
-    """A web service that takes orders.
+    """A client of the web service that accepts orders.
 
     Args:
-        port: of its HTTP.
+        port: HTTP port of the service.
     """
 
     def __init__(self, port: int) -> None:
@@ -63,7 +63,7 @@ class Service:
         self.accepted: list[str] = []
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, str | None, bytes]:
-        """Return status, Retry-After and body of its answer."""
+        """Send a request, and return the status, the header Retry-After and the body of the answer."""
         try:
             with urllib.request.urlopen(self._url + path, body, PATIENCE) as answer:
                 return answer.status, None, answer.read()
@@ -80,7 +80,7 @@ class Service:
     def order(self) -> tuple[int, str | None]:
         status, after, body = self.ask("/orders", b"an order")
         if status == 202:
-            # As JSON or as it is.
+            # The body is the message id, as JSON or as plain text.
             found = re.search(rb"[\w-]+[-+]\w{12}", body)
             assert found
             self.accepted.append(found[0].decode())

@@ -15,7 +15,7 @@ from qflow_client.sqlalchemy import Outbox
 from qflow_client.sqlalchemy.tables import PARTITIONS
 
 PATIENCE = 30.0
-#: Settings of relays that begin again at once.
+#: Settings of relays that reconnect almost immediately.
 FAST: dict[str, Any] = {"reconnect_delay": 0.02, "connect_timeout": 5.0}
 
 
@@ -60,13 +60,13 @@ def set_aside(engine: Engine, outbox: Outbox) -> int:
 
 
 def permitted(engine: Engine, outbox: Outbox) -> int:
-    """Return up to which row any message may have been sent."""
+    """Return the id of the last row that a relay was permitted to send."""
     with engine.begin() as connection:
         return max(int(each) for each in connection.execute(select(outbox.tables.relay.c.permitted)).scalars())
 
 
 def permit(engine: Engine, outbox: Outbox, up_to: int) -> None:
-    """Leave what a relay leaves that is killed after it has permitted rows."""
+    """Write the state of a relay that was killed after it had permitted rows up to `up_to`."""
     with engine.begin() as connection:
         values = [{"partition": partition, "permitted": up_to, "relayed": 0} for partition in range(PARTITIONS)]
         connection.execute(insert(outbox.tables.relay), values)

@@ -1,15 +1,16 @@
-"""What the programs of all clients do, and for Python's, how.
+"""The steps of the programs of all clients, and their implementation for clients in Python.
 
-A program has two channels. On the first it publishes to ``orders``, confirmed one by one; on the other it consumes
-them, takes the test's word to go on from ``go``, and says by way of ``told`` how far it is. It
+A program has two channels. On the first channel it publishes messages to ``orders``, and waits for each confirm. On the
+second channel it consumes these messages, waits for messages from the test in ``go``, and reports its progress to
+``told``. The steps are:
 
-1. publishes ``FIRST`` messages, consumes them, and tells ``published``;
-2. is told to go on when the broker has blocked the connection, tells ``blocked``, and goes on when that is taken back;
-3. is told to go on when the broker has stopped its first channel, publishes ``SECOND`` messages more, and tells either
-   ``went on`` when they are confirmed, or ``held`` when its library keeps it from publishing;
-4. goes on when the broker has let that channel go, and consumes those messages too;
-5. asks for something on the first channel, and prints what it has seen as one JSON document; so it does when the
-   library has failed since 3, and says how.
+1. Publish ``FIRST`` messages, consume them, and report ``published``.
+2. Wait until the broker has blocked the connection, and report ``blocked``. Wait until the connection is unblocked.
+3. Wait until the broker has stopped the first channel. Publish ``SECOND`` more messages. Report ``went on`` when they
+   are confirmed, or ``held`` when the library does not let the program publish.
+4. Wait until the broker has started the first channel, and consume these messages too.
+5. Send a request on the first channel, and print a report as one JSON document. If the library has failed since step 3,
+   the report contains the error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SECOND = 5
 ORDERS = "orders"
 GO = "go"
 TOLD = "told"
-#: Seconds for anything to happen.
+#: Maximum seconds of any wait.
 PATIENCE = 60.0
 
 
@@ -35,24 +36,24 @@ def body(number: int) -> bytes:
 
 
 class Report:
-    """What a program has seen.
+    """The observations of a program.
 
     Args:
-        package: of the client, whose version is told.
+        package: Python package of the client. The report contains its version.
     """
 
     def __init__(self, package: str) -> None:
         self.version = version(package)
         self.confirmed = 0
-        #: The body and message id of each message that came.
+        #: The body and the message id of each consumed message.
         self.received: list[tuple[str, str]] = []
-        #: Whether the connection is blocked, each time the library told. None: it does not.
+        #: For each notification of the library, whether the connection is blocked. None if the library sends none.
         self.blocked: list[bool] | None = None
-        #: Whether the channel may publish, each time the library told. None: it does not.
+        #: For each notification of the library, whether the channel may publish. None if the library sends none.
         self.flow: list[bool] | None = None
-        #: What came of a request on the channel that was stopped: "ok", or the kind of error.
+        #: Result of a request on the channel that was stopped: "ok", or the type of the error.
         self.request = ""
-        #: With which error the library failed after the stop.
+        #: Error with which the library failed after the channel was stopped; None if it did not fail.
         self.lost: str | None = None
 
     def print(self) -> None:
@@ -60,7 +61,7 @@ class Report:
 
 
 class Client(ABC):
-    """A client that blocks while it waits."""
+    """A client whose methods block."""
 
     def __init__(self, package: str) -> None:
         self.report = Report(package)
@@ -71,15 +72,15 @@ class Client(ABC):
 
     @abstractmethod
     def consume(self, count: int) -> None:
-        """Consume so many messages, and report them."""
+        """Consume `count` messages, and add them to the report."""
 
     @abstractmethod
     def get(self) -> bool:
-        """Whether there was a message in `GO`."""
+        """Get a message from `GO`. Return False if the queue is empty."""
 
     @abstractmethod
     def tell(self, words: str) -> None:
-        """Publish on the other channel."""
+        """Publish to `TOLD` on the second channel."""
 
     @abstractmethod
     def ask(self) -> None:
@@ -89,8 +90,8 @@ class Client(ABC):
     def close(self) -> None:
         """Close the connection."""
 
-    def look(self) -> None:  # noqa: B027 - most are told
-        """Report what can only be asked for."""
+    def look(self) -> None:  # noqa: B027 - most libraries send notifications
+        """Update the report, if the library sends no notifications."""
 
     def run(self) -> None:
         self._publish(0, FIRST)
@@ -134,5 +135,5 @@ class Client(ABC):
 
 
 def url() -> str:
-    """The broker's."""
+    """Return the URL of the broker."""
     return sys.argv[1]

@@ -9,7 +9,7 @@ from tests.interop.clients.script import FIRST, GO, ORDERS, PATIENCE, SECOND, TO
 
 
 class Listener(logging.Handler):
-    """Notes whether the connection is blocked; nothing but the log tells."""
+    """Records whether the connection is blocked. aio-pika reports this only in its log."""
 
     def __init__(self, blocked: list[bool]) -> None:
         super().__init__()

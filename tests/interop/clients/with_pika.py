@@ -38,7 +38,7 @@ class Pika(Client):
         self.other.basic_publish("", TOLD, words.encode())
 
     def look(self) -> None:
-        # Its callbacks are called here and nowhere else.
+        # pika calls the callbacks only in this call.
         self.connection.process_data_events(0)
 
     def ask(self) -> None:

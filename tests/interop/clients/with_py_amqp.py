@@ -47,7 +47,7 @@ class PyAmqp(Client):
         self.first.queue_declare(ORDERS, passive=True)
 
     def close(self) -> None:
-        # It keeps what it was told last, and tells nobody.
+        # py-amqp keeps the last flow state of the channel, but sends no notification.
         self.report.flow = [self.first.active]
         self.connection.close()
 

@@ -31,7 +31,7 @@ def provider(request: pytest.FixtureRequest, providers: Providers) -> Provider:
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Makes the producer of the test."""
+    """A function that creates the producer of the test."""
     return PRODUCERS[request.param]
 
 
@@ -39,7 +39,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def numbers(
     request: pytest.FixtureRequest, provider: Provider, record_property: Callable[[str, object], None]
 ) -> dict[str, Any]:
-    """Numbers that the test has found, by what they count; they stand in the matrix."""
+    """A mapping for named numbers that the test has found. The numbers appear in the compatibility matrix."""
     found: dict[str, Any] = {}
     of = request.node.callspec.params
     (capability,) = request.node.get_closest_marker("capability").args
@@ -50,7 +50,7 @@ def numbers(
 
 @pytest.fixture
 def inbox(provider: Provider) -> Iterator[Inbox]:
-    """For queues of the test's own, which it deletes."""
+    """Declares queues for the test, and deletes them at its end."""
     made = Inbox(provider.url)
     yield made
     made.close()

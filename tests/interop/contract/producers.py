@@ -1,4 +1,4 @@
-"""What promises the contract, used alike: `Producer`, `AsyncProducer` through a bridge, and the drop-ins."""
+"""All producers that promise the contract, with the same interface: `Producer`, `AsyncProducer`, and the drop-ins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settled:
 
 
 class DropIn(ABC):
-    """What both drop-ins share: each publish returns when it is confirmed."""
+    """Base class of both drop-ins. Each publish returns when the message is confirmed."""
 
     routing_key: str
 
@@ -50,14 +50,14 @@ class DropIn(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
     def flush(self, timeout: float) -> None:  # noqa: B027 - nothing is left to flush
-        """What was published has been confirmed as it was published."""
+        """Do nothing, because each publish waits for its confirm."""
 
     @abstractmethod
     def publish(self, message: Message, routing_key: str, timeout: float | None) -> Outcome:
-        """Publish, and return what became of it."""
+        """Publish a message, and return its outcome."""
 
     def send(
         self, message: Message | bytes, *, routing_key: str | None = None, timeout: float | None = None
@@ -75,9 +75,9 @@ class PikaDropIn(DropIn):
     """The drop-in for pika.
 
     Args:
-        url: the broker's.
-        routing_key: as a producer's.
-        max_producer_flow_control_wait: seconds; a publish has no timeout of its own.
+        url: URL of the broker.
+        routing_key: default routing key of the messages.
+        max_producer_flow_control_wait: maximum seconds of a flow-control wait, because a publish has no timeout.
     """
 
     def __init__(self, url: str, *, routing_key: str = "", max_producer_flow_control_wait: float = PATIENCE) -> None:
@@ -91,7 +91,7 @@ class PikaDropIn(DropIn):
         try:
             self._channel.confirm_delivery()
         except qflow_client.pika.exceptions.MethodNotImplemented:
-            # What the broker does not announce, pika does not ask for.
+            # The broker does not announce confirms, so pika does not select them.
             self._confirms = False
 
     def publish(self, message: Message, routing_key: str, timeout: float | None) -> Outcome:
@@ -119,7 +119,7 @@ class PikaDropIn(DropIn):
 
 
 class AioPikaDropIn(DropIn):
-    """The drop-in for aio-pika, on a loop that runs while it is called."""
+    """The drop-in for aio-pika. Its event loop runs only during calls."""
 
     def __init__(self, url: str, *, routing_key: str = "", max_producer_flow_control_wait: float = PATIENCE) -> None:
         self.routing_key = routing_key

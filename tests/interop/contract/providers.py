@@ -1,4 +1,4 @@
-"""The brokers that the contract is held against, and what the tests need of each."""
+"""The brokers with which the contract is tested, and the operations that the tests need."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from qflow_client.broker import Broker
 from qflow_client.testing.brokerj import BrokerJ
 from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
 
-# Far more than anything takes on a busy machine.
+# Maximum seconds of any wait. Even a busy machine needs far less.
 PATIENCE = 60.0
 
-#: The marks of a queue that stops its producers, which Broker-J and the broker here know by the same names.
+#: Stop and resume thresholds in bytes. Broker-J and the broker of this repository have the same names for them.
 STOP, RESUME = 20_000, 10_000
-#: Messages of a queue that rejects.
+#: Maximum number of messages in a queue that rejects further messages.
 ROOM = 5
 
 
@@ -35,31 +35,31 @@ class Provider:
 
     url: str
     version: str
-    #: Stop who publishes with `Connection.Blocked`, and let them go. None: nobody can from here.
+    #: Functions that block publishers with `Connection.Blocked`, and unblock them. None if the test cannot do this.
     block: Callable[[], object] | None = None
     unblock: Callable[[], object] | None = None
-    #: Its management, if it is a Broker-J.
+    #: The management of a Broker-J; None for other brokers.
     brokerj: BrokerJ | None = None
 
     @property
     def refused(self) -> set[Outcome]:
-        """What may become of a mandatory message that a full queue refuses."""
-        # It nacks at once, and returns when it has taken all that came.
+        """The possible outcomes of a mandatory message that a full queue refuses."""
+        # Broker-J nacks the message immediately, and returns messages after it has read all received messages.
         return {Outcome.NACKED, Outcome.RETURNED} if self.brokerj is not None else {Outcome.NACKED}
 
     @property
     def unroutable(self) -> set[Outcome]:
-        """What may become of a mandatory message for which there is no queue."""
+        """The possible outcomes of a mandatory message that no queue receives."""
         return self.refused if self.brokerj is not None else {Outcome.RETURNED}
 
     def expiration(self, seconds: int) -> str:
-        """The property by which a message expires after so many seconds."""
-        # What is a time to live in the standard is a point in time to it.
+        """Return the property `expiration` of a message that expires after a number of seconds."""
+        # In AMQP 0-9-1 the property is a time to live. Broker-J interprets it as a point in time.
         return str(((int(time.time()) if self.brokerj is not None else 0) + seconds) * 1_000)
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Those who publish are blocked meanwhile."""
+        """Block publishers during the block."""
         assert self.block is not None
         assert self.unblock is not None
         self.block()
@@ -69,7 +69,7 @@ class Provider:
             self.unblock()
 
     def rejecting(self, inbox: Inbox) -> str:
-        """A queue that nacks what comes when it has `ROOM` messages."""
+        """Create a queue that nacks further messages when it has `ROOM` messages."""
         if self.brokerj is None:
             return inbox.declare({"x-max-length": ROOM, "x-overflow": "reject-publish"})
         name = inbox.name()
@@ -77,12 +77,12 @@ class Provider:
         return name
 
     def stopping(self, inbox: Inbox) -> str:
-        """A queue that stops its producers with `Channel.Flow` beyond `STOP` bytes, until `RESUME` are left."""
+        """Create a queue that sends `Channel.Flow` above `STOP` bytes, and starts its producers at `RESUME` bytes."""
         return inbox.declare({"x-qpid-capacity": STOP, "x-qpid-flow-resume-capacity": RESUME})
 
 
 def version_of(url: str) -> str:
-    """What a broker says of itself as a client connects."""
+    """Return the version that a broker announces when a client connects."""
     parts = urlsplit(url)
     with amqp.Connection(
         f"{parts.hostname}:{parts.port or 5672}",
@@ -94,23 +94,23 @@ def version_of(url: str) -> str:
 
 
 class Inbox:
-    """A connection of pika's beside the producer's, which declares queues and takes from them.
+    """A connection of pika that declares queues and consumes messages. The producer has another connection.
 
-    It never publishes, so nobody blocks it.
+    This connection never publishes, so no broker blocks it.
     """
 
     def __init__(self, url: str) -> None:
         parameters = pika.URLParameters(url)
-        # Nobody serves it while a test runs, however long that takes.
+        # Disable heartbeats, because the connection does no I/O between the calls of a test.
         parameters.heartbeat = 0
         self._connection = pika.BlockingConnection(parameters)
-        # pika's types have a None for everything that an empty queue has not.
+        # In pika's types, each result may be None because the queue may be empty.
         self._channel: Any = self._connection.channel()
         self._channel.basic_qos(prefetch_count=100)
         self._names: list[str] = []
 
     def name(self) -> str:
-        """A new name for a queue, which is deleted in the end."""
+        """Return a new name for a queue. The queue is deleted at the end of the test."""
         self._names.append(f"qflow-{uuid4().hex}")
         return self._names[-1]
 
@@ -123,14 +123,14 @@ class Inbox:
         return int(self._channel.queue_declare(queue, passive=True).method.message_count)
 
     def wait_depth(self, queue: str, depth: int) -> None:
-        """Wait until there are so many messages."""
+        """Wait until the queue has exactly `depth` messages."""
         end = time.monotonic() + PATIENCE
         while (found := self.depth(queue)) != depth:
             assert time.monotonic() < end, f"{found} messages, not {depth}"
             self._connection.sleep(0.01)
 
     def take(self, queue: str, count: int) -> list[tuple[BasicProperties, bytes]]:
-        """The next so many messages, and a check that no more are ready."""
+        """Return the next `count` messages, and check that no more messages are ready."""
         taken: list[tuple[BasicProperties, bytes]] = []
         if count:
             for method, properties, content in self._channel.consume(queue, inactivity_timeout=PATIENCE):
@@ -144,7 +144,7 @@ class Inbox:
         return taken
 
     def bodies(self, queue: str, count: int) -> list[bytes]:
-        """As `take`, of each the body."""
+        """Return the bodies of the next `count` messages, as `take` does."""
         return [content for _, content in self.take(queue, count)]
 
     def close(self) -> None:
@@ -154,12 +154,12 @@ class Inbox:
 
 
 class Providers:
-    """Starts each broker when it is asked for, once.
+    """Starts each broker when a test first needs it.
 
     Args:
-        rabbitmq: makes a RabbitMQ node of the installed package, or skips.
-        container: makes one of a major release, in a container if it can, or skips.
-        brokerj: makes a Broker-J of a release, or skips.
+        rabbitmq: function that returns a RabbitMQ node of the installed package, or skips the test.
+        container: function that returns RabbitMQ of a major release, in a container if possible, or skips the test.
+        brokerj: function that returns a Broker-J of a release, or skips the test.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from tests.interop.contract.conftest import providers as providers
 
 @pytest.fixture(scope="session")
 def own_url() -> Iterator[str]:
-    """The broker of this repository, in a process of its own, as brokers are."""
+    """The URL of the broker of this repository, which runs in a separate process."""
     command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,8 +1,8 @@
-"""Takes the flights from a queue in a process of its own, and prints what it found.
+"""A program that consumes the flights from a queue, and prints whether they are complete and in order.
 
-``python -m tests.interop.flights.consumer URL QUEUE COUNT`` takes messages until the body is ``end``. It prints
-``ready``, and then its findings as JSON: how many of the first COUNT flights came, whether each is whole, whether the
-first copies of each airport came in order, and which flights came more than once or with the mark of a second copy.
+``python -m tests.interop.flights.consumer URL QUEUE COUNT`` consumes messages until the body is ``end``. It prints
+``ready``, and then numbers as JSON: how many of the first COUNT flights came, how many are damaged or out of order for
+their airport, and how many came more than once or with the mark of a second copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def deliveries(url: str, queue: str) -> Iterator[tuple[Any, bytes]]:
 def judge(came: Iterator[tuple[Any, bytes]], rows: Sequence[bytes]) -> dict[str, Any]:
     """Compare the messages that came with the flights that were sent.
 
-    Of all copies of a flight at most one may have no mark. It need not come first: bytes of a cut connection may be in
-    a buffer, and a broker may read them after those of the next connection.
+    At most one copy of each flight may be unmarked. The unmarked copy need not come first, because a broker may read
+    bytes of a cut connection from a buffer after it has read bytes of the next connection.
     """
     came_before = bytearray(len(rows))
     came_unmarked = bytearray(len(rows))

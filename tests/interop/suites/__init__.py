@@ -1,1 +1,1 @@
-"""The suites of clients of other hands, run against RabbitMQ and against the broker here; see `run.py`."""
+"""Test suites of other projects' clients, run with RabbitMQ and with the broker of this repository; see `run.py`."""

@@ -1,4 +1,4 @@
-"""`qflow broker` under the name of RabbitMQ: on another broker suites leave tests out, or pass them at once."""
+"""Runs `qflow broker` under the name of RabbitMQ. With other names, the suites skip some tests."""
 
 from __future__ import annotations
 

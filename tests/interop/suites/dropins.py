@@ -3,9 +3,9 @@
     python -m tests.interop.suites.dropins              # both
     python -m tests.interop.suites.dropins kombu --json # with the outcome of each test
 
-What passes with the original has to pass with the drop-in, but for `DIFFERENT`. An entry of `DIFFERENT` that passes is
-an error as well. What fails with the original proves nothing. pika's distributions carry no tests; there the members
-are compared one by one (`tests/integration/dropin/test_parity.py`).
+A test that passes with the original must pass with the drop-in, except for the tests in `DIFFERENT`. A test in
+`DIFFERENT` that passes is an error, too. A test that fails with the original proves nothing. pika's distributions have
+no tests, so `tests/integration/dropin/test_parity.py` compares the members of pika and of the drop-in.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.interop.suites.run import HERE, Outcomes, fetch_aio_pika, fetch_sdist, parse_arguments, run_pytest
 
 _ROOT: Final = HERE.parents[2]
-# What the library here needs.
+# Packages that the library of this repository needs.
 _OURS: Final = ("aio-pika", "pika<2", "opentelemetry-api")
 
-#: Tests that pass with the original only, by suite; docs/migrate-aio-pika.md and docs/migrate-celery.md say why.
+#: For each suite, the tests that pass only with the original. docs/migrate-aio-pika.md and docs/migrate-celery.md
+#: explain the reasons.
 DIFFERENT: Final[Mapping[str, frozenset[str]]] = {
     "aio-pika": frozenset(
         f"{test}[{parameters}]"
@@ -39,25 +40,25 @@ DIFFERENT: Final[Mapping[str, frozenset[str]]] = {
     ),
     "kombu": frozenset({"t.unit.transport.test_pyamqp.test_Transport > test_close_connection"}),
 }
-# Fail now and then with the original, too, depending on the machine's speed or on which tests ran before.
+# Tests that sometimes fail also with the original, depending on the machine's speed or on earlier tests.
 _UNSTEADY: Final = (
     "tests/test_amqp_robust_proxy.py::test_channel_reconnect_stairway",
-    # Its iterator has a timeout of 50 ms, which is also the timeout of `Basic.Consume` while the test begins.
+    # The iterator of this test has a timeout of 50 ms, which also limits `Basic.Consume` at the start of the test.
     "tests/test_amqp_robust_proxy.py::test_iterator_cancellation_survives_close_timeout",
     "tests/test_memory_leak.py::test_leak_unclosed_channel",
-    # It opens channels while the connection is restored, and the connection may be closed at that moment. On a busy
-    # machine it fails in most runs, with aio-pika and with the drop-in.
+    # This test opens channels while the connection is restored, and the connection may be closed at that moment. On a
+    # busy machine the test fails in most runs, with aio-pika and with the drop-in.
     "tests/test_reconnect_channel_snapshot.py::test_create_channels_during_reconnect",
 )
 
 
 class Suite(NamedTuple):
-    """A suite.
+    """The test suite of a library.
 
     Attributes:
-        fetch: gets it, and returns its folder.
-        plugin: the plugin of pytest that puts the drop-in in place.
-        arguments: for pytest.
+        fetch: function that downloads the suite, and returns the folder of the suite.
+        plugin: pytest plugin that replaces the library by the drop-in.
+        arguments: arguments for pytest.
     """
 
     fetch: Callable[[], Path]
@@ -69,20 +70,20 @@ SUITES: Final = {
     "aio-pika": Suite(
         lambda: fetch_aio_pika(*_OURS),
         "aio_pika_replaced",
-        # There is no TLS here.
+        # The broker has no TLS.
         ["tests", "--ignore=tests/test_amqps.py", *(f"--deselect={test}" for test in _UNSTEADY)],
     ),
     "kombu": Suite(
         lambda: fetch_sdist("kombu", "kombu", *_OURS),
         "kombu_replaced",
-        # Nothing is tried a second time.
+        # Do not repeat failed tests.
         ["t/integration/test_py_amqp.py", "t/unit/transport/test_pyamqp.py", "-p", "no:rerunfailures"],
     ),
 }
 
 
 def run(suite: Suite, *, replaced: bool) -> Outcomes:
-    """Run a suite on a RabbitMQ of its own, with the original or with the drop-in."""
+    """Run a suite on a new RabbitMQ node, with the original or with the drop-in."""
     folder = suite.fetch()
     with RabbitMQNode() as node:
         port = urlsplit(node.url).port or 5672
@@ -93,7 +94,7 @@ def run(suite: Suite, *, replaced: bool) -> Outcomes:
 
 
 def differences(name: str, original: Outcomes, ours: Outcomes) -> list[str]:
-    """What has to be explained: tests that pass with the original only, and exceptions that are none."""
+    """Return the unexpected results: tests that pass only with the original, and tests in `DIFFERENT` that pass."""
     known = DIFFERENT[name]
     failed = {test for test, passed in original.items() if passed and not ours.get(test, False)}
     return [f"passes with the original only: {test}" for test in sorted(failed - known)] + [
@@ -102,7 +103,7 @@ def differences(name: str, original: Outcomes, ours: Outcomes) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run suites, print what each shows, and return the exit code."""
+    """Run suites, print the result of each suite, and return the exit code."""
     names, as_json = parse_arguments(__doc__, SUITES, arguments)
     wrong: list[str] = []
     for name in names:

@@ -4,12 +4,12 @@
     python -m tests.interop.suites.run amqplib         # this one
     python -m tests.interop.suites.run --json amqplib  # with the outcome of each test
 
-A test that passes on RabbitMQ must pass on the broker of this repository, except for the tests in `DIFFERENT`. Each of
-these has a row in `docs/dialects.md`. A test in `DIFFERENT` that passes is an error, too. A test that fails on RabbitMQ
-proves nothing.
+A test that passes on RabbitMQ must pass on the broker of this repository, except for the tests in `DIFFERENT`. Each
+test in `DIFFERENT` has a row in `docs/dialects.md`. A test in `DIFFERENT` that passes is an error, too. A test that
+fails on RabbitMQ proves nothing.
 
-Each suite is downloaded once, in a pinned release, from the place where its client is published, into the user's cache.
-Only the address that it connects to is changed.
+Each suite is downloaded once, in a pinned release, from the registry of its client into the user's cache. Only the
+address of the broker is changed in the suite.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.interop.toolchains import built, tool
 
 HERE: Final = Path(__file__).parent
-#: Test by name, with its outcome.
+#: Whether each test has passed. The keys are the names of the tests.
 Outcomes = dict[str, bool]
 
-#: Tests that pass on RabbitMQ and not here, by suite, with the row of docs/dialects.md that says why.
+#: For each suite, the tests that pass only on RabbitMQ, each with the row of docs/dialects.md that explains the reason.
 DIFFERENT: Final[dict[str, dict[str, str]]] = {
     "amqp091-go": {
         "TestIntegrationConsumeFlow": "sends `Channel.Flow`",
@@ -50,20 +50,20 @@ DIFFERENT: Final[dict[str, dict[str, str]]] = {
     },
 }
 
-# Seconds for a whole suite, and for one test of it.
+# Maximum seconds of a whole suite, and of one test.
 _SUITE: Final = 3600.0
 _TEST: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite.
+    """The test suite of a client.
 
     Attributes:
-        client: whose it is, with the release.
-        fetch: gets it, and returns its folder.
-        run: runs it against a broker on a port of this machine.
-        least: how many of its tests pass on RabbitMQ at the least; with fewer, the suite itself does not run.
+        client: name and release of the client.
+        fetch: function that downloads the suite, and returns the folder of the suite.
+        run: function that runs the suite with a broker on a port of this machine.
+        least: minimum number of tests that pass on RabbitMQ. If there are fewer, the suite does not run properly.
     """
 
     client: str
@@ -88,7 +88,7 @@ def _call(arguments: Sequence[str], folder: Path, limit: float, **environment: s
 
 
 def _junit(path: Path, prefix: str = "") -> Outcomes:
-    """The outcomes in a report in JUnit's format, without what was skipped."""
+    """Return the outcomes in a report in JUnit's format, without the skipped tests."""
     found: Outcomes = {}
 
     def look(element: ElementTree.Element, names: tuple[str, ...]) -> None:
@@ -109,14 +109,14 @@ def _junit(path: Path, prefix: str = "") -> Outcomes:
 
 
 def _fetch_amqplib() -> Path:
-    # The last release whose package has the tests.
+    # Version 2.2.0 is the last release whose package has the tests.
     npm = tool("npm", "npm")
     folder = built(
         HERE / "amqplib",
         [
             [npm, "pack", "--silent", "amqplib@2.2.0"],
             ["tar", "xzf", "amqplib-2.2.0.tgz"],
-            # What its unit tests generate their data with.
+            # The unit tests generate their data with this package.
             [npm, "install", "--prefix", ".", "--no-save", "--ignore-scripts", "claire@0.4.1"],
         ],
     )
@@ -161,7 +161,7 @@ def _fetch_amqp091_go() -> Path:
 
 
 def _run_amqp091_go(folder: Path, port: int) -> Outcomes:
-    """Each test in a process of its own: a panic ends no other."""
+    """Run each test in a separate process, so that a panic ends no other test."""
     url = f"amqp://guest:guest@127.0.0.1:{port}/"
     listed = re.findall(r"^Test\w+$", _call(["./suite", "-test.list", "^Test"], folder, _TEST).stdout, re.MULTILINE)
     outcomes = Outcomes()
@@ -177,19 +177,19 @@ def _run_amqp091_go(folder: Path, port: int) -> Outcomes:
     return outcomes
 
 
-# The two in Python, each in an environment of its own.
+# aio-pika and py-amqp, each in its own Python environment.
 
 
 def fetch_sdist(name: str, distribution: str, *more: str) -> Path:
-    """Fetch a source distribution, and make an environment for its tests.
+    """Download a source distribution, and create an environment for its tests.
 
     Args:
-        name: of the folder here whose `requirements.txt` pins it.
-        distribution: as PyPI calls it.
-        more: what is installed in the environment, too.
+        name: name of the folder in this package whose `requirements.txt` pins the release.
+        distribution: name of the distribution in PyPI.
+        more: further requirements to install in the environment.
 
     Returns:
-        The folder in the cache, which has `venv` and `source`.
+        The folder in the cache, which contains `venv` and `source`.
     """
     folder = HERE / name
     pin = next(line for line in (folder / "requirements.txt").read_text().split() if line.startswith(distribution))
@@ -207,20 +207,20 @@ def fetch_sdist(name: str, distribution: str, *more: str) -> Path:
 
 
 def fetch_aio_pika(*more: str) -> Path:
-    """As `fetch_sdist`, with the stand-in for the suite's containers."""
+    """Download aio-pika as `fetch_sdist` does, and replace the module for the suite's containers."""
     folder = fetch_sdist("aio_pika", "aio-pika", *more)
     (folder / "source" / "tests" / "docker_client.py").write_bytes((folder / "docker_client.py").read_bytes())
     return folder
 
 
 def run_pytest(folder: Path, port: int, *arguments: str, path: str = "") -> Outcomes:
-    """Run tests of a fetched suite against a broker on a port of this machine.
+    """Run tests of a downloaded suite with a broker on a port of this machine.
 
     Args:
-        folder: of `fetch_sdist`.
-        port: of the broker.
-        arguments: for pytest.
-        path: the PYTHONPATH.
+        folder: folder that `fetch_sdist` has returned.
+        port: port of the broker.
+        arguments: arguments for pytest.
+        path: value of PYTHONPATH.
     """
     report = folder / f"report-{port}.xml"
     report.unlink(missing_ok=True)
@@ -241,7 +241,7 @@ def run_pytest(folder: Path, port: int, *arguments: str, path: str = "") -> Outc
 
 
 def _run_aio_pika(folder: Path, port: int) -> Outcomes:
-    # There is no TLS here.
+    # The broker has no TLS.
     return run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py")
 
 
@@ -259,7 +259,7 @@ SUITES: Final[dict[str, Suite]] = {
 
 @contextmanager
 def _qflow_broker() -> Iterator[int]:
-    """`qflow broker` in a process of its own, on a free port."""
+    """Run `qflow broker` in a separate process, on a free port."""
     process = subprocess.Popen([sys.executable, "-m", "tests.interop.suites.broker"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -270,12 +270,12 @@ def _qflow_broker() -> Iterator[int]:
 
 
 def differences(name: str, rabbitmq: Outcomes, ours: Outcomes) -> list[str]:
-    """Return what has to be explained: tests that pass on RabbitMQ only, exceptions that are none, and too few tests.
+    """Return the unexpected results: tests that pass only on RabbitMQ, wrong entries of `DIFFERENT`, and too few tests.
 
     Args:
-        name: of the suite.
-        rabbitmq: the outcomes there.
-        ours: the outcomes on the broker here.
+        name: name of the suite.
+        rabbitmq: outcomes on RabbitMQ.
+        ours: outcomes on the broker of this repository.
     """
     known = DIFFERENT.get(name, {})
     passed = {test for test, has_passed in rabbitmq.items() if has_passed}
@@ -302,7 +302,7 @@ def parse_arguments(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run suites, print what each shows, and return the exit code."""
+    """Run suites, print the result of each suite, and return the exit code."""
     names, as_json = parse_arguments(__doc__, SUITES, arguments)
     wrong: list[str] = []
     with RabbitMQNode() as node, _qflow_broker() as port:

@@ -21,14 +21,14 @@ class Answer:
 
     @property
     def fields(self) -> list[str]:
-        """The fields that a problem names."""
+        """The fields that an error answer (``application/problem+json``) names."""
         assert self.headers["Content-Type"] == "application/problem+json"
         assert self.json["status"] == self.status
         return [error["field"] for error in self.json["errors"]]
 
 
 class Client:
-    """One who asks a broker over HTTP."""
+    """A client of a broker's HTTP API."""
 
     def __init__(self, broker: Broker, headers: Mapping[str, str] | None = None) -> None:
         self.netloc = broker.http_url.partition("//")[2]

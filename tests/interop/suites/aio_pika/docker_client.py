@@ -1,4 +1,4 @@
-"""Stands in for the suite's own module of this name: in place of a container, the broker that the environment names."""
+"""Replaces the suite's module of this name. It uses the broker that the environment names, and not a container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class DockerNotAvailableError(Exception):
-    """Is never raised."""
+    """This error is never raised."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class DockerHostInfo:
 class ContainerInfo:
     id: str = "broker"
     host: str = "127.0.0.1"
-    # Nothing answers on the second.
+    # No broker listens on port 1, which replaces the TLS port.
     ports: dict[str, int] = field(default_factory=lambda: {"5672/tcp": int(os.environ["BROKER_PORT"]), "5671/tcp": 1})
 
 

@@ -1,10 +1,10 @@
-"""A plugin of pytest: what imports aio-pika gets the drop-in."""
+"""A pytest plugin. Modules that import aio-pika get the drop-in."""
 
 from __future__ import annotations
 
 import sys
 
-import aio_pika.robust_connection  # noqa: F401  # with all that it needs
+import aio_pika.robust_connection  # noqa: F401  # also imports its dependencies
 
 import qflow_client.aio_pika
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest: kombu's transport for py-amqp is the drop-in."""
+"""A pytest plugin that replaces kombu's transport for py-amqp by the drop-in."""
 
 from __future__ import annotations
 
