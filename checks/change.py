@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).parents[1]
 PYTHON: Final = "python"
 BROKERS: Final = "brokers"
 
-#: Environment variables of all stages. They forbid leaving out tests because of missing programs.
+#: Environment variables of all stages. With these variables, tests fail and are not skipped if a program is missing.
 _REQUIRED: Final = {
     "CI": "true",
     "QFLOW_REQUIRE_BROKERS": "1",
@@ -40,7 +40,7 @@ _REQUIRED: Final = {
     "UV_PYTHON_DOWNLOADS": "never",
 }
 
-# Required commands, and the Debian packages that contain them.
+# Required commands, each with the Debian package that contains the command.
 _PACKAGES: Final = {
     "rabbitmq-server": "rabbitmq-server",
     "javac": "default-jdk-headless",

@@ -2,8 +2,8 @@
 
     python -m checks.first_message
 
-The limit is 90 seconds of wall-clock time. If the machine is busy at the start, the limit applies to CPU time instead,
-and the wall-clock time may be five times as long.
+The limit is 90 seconds of wall-clock time. If the machine is busy at the start, the limit is 90 seconds of CPU time,
+and 450 seconds of wall-clock time.
 
 RabbitMQ is a private node on its own port, and starts before the measurement. The commands get the URL of the node from
 `QFLOW_URL`. In the program, the URL of the node replaces the URL of README.

@@ -27,7 +27,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 
-#: Source files, and the tests that must catch faults in them.
+#: Source files, each with the tests that must catch faults in the file.
 TARGETS: Final = {
     "qflow_client/flow/*.py": ("tests/unit/flow",),
     "qflow_client/amqp/frames.py": ("tests/unit/frames",),

@@ -266,7 +266,7 @@ def run_part(name: str) -> Record:
 
 
 def last_line(text: str) -> str:
-    """Return the line of a step's output that describes the result: the last line, or tox's last line of counts."""
+    """Return the last line of a step's output that counts passed tests, or else the last line."""
     lines = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]
     # The last lines of tox have only the durations of its environments.
     told = [line for line in lines if " passed" in line and " in " in line]

@@ -110,7 +110,7 @@ def api() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Yield the commands of `qflow`. Their options and arguments are indented."""
+    """Yield the commands of `qflow`. The options and arguments of a command are indented."""
     from typer.main import get_command
 
     from qflow_client.cli.app import app

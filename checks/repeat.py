@@ -81,7 +81,7 @@ def commit_of(root: Path, *, but: str = "") -> str:
 
 @contextmanager
 def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep `count` processes busy during the block, and yield them."""
+    """Run `count` processes that keep cores busy during the block, and yield these processes."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield processes

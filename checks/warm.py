@@ -2,9 +2,9 @@
 
     python -m checks.warm PATH...
 
-pytest compiles each test file with rewritten assertions, and caches the result. In a fresh clone this takes longer than
-the collection of the tests, and every process of pytest-xdist does all of it. This program divides the files among as
-many processes as there are cores. Another process creates hypothesis's table of characters, which takes two seconds.
+pytest compiles each test file with rewritten assertions, and caches the result. In a fresh clone the compilation takes
+longer than the collection of the tests, and every process of pytest-xdist compiles all files. This program starts one
+process for each core, and divides the files among them. One more process creates hypothesis's table of characters.
 If only a few files are new, the program does nothing.
 """
 

@@ -671,7 +671,7 @@ def seldom_collected() -> Iterator[None]:
     A check of all objects would visit every message, and stop all threads during this time.
     """
     before = gc.get_threshold()
-    # The objects of the imported modules stay until the end, so the collector need not check them.
+    # Do not check the objects of the imported modules, because they exist until the end of the process.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:
@@ -688,7 +688,7 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting. This setting may be from the configuration file.
+        # The error text begins with the name of the wrong setting. Add the file's name if the setting is from the file.
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error

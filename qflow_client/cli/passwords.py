@@ -20,12 +20,12 @@ __all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_optio
 #: The environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
 
-# These passwords are not secret. The password guest is the default of every broker.
+# Passwords that are not secret. Every broker has the default password guest.
 _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """Replace each password that an argument contains, and that occurs in a text."""
+    """Return a text in which the passwords of the command line's arguments are hidden."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)

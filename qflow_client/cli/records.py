@@ -88,7 +88,7 @@ class Reading:
 
     Attributes:
         delimiter: separator of the fields in a CSV file; one character.
-        encoding: encoding of a CSV file. It must encode a line end as the byte 10.
+        encoding: encoding of a CSV file, which must encode a line end as the byte 10.
         message_id: CSV column or JSON key with the message id; ``None`` if the records have no message ids.
 
     Raises:
@@ -146,8 +146,8 @@ class RecordSource:
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: a ``.zip`` file is invalid, standard input is closed, or `reading` has a column for the message id
-            but the format has no columns.
+        CommandError: a ``.zip`` file is invalid, standard input is closed, or `reading` names a column for message ids
+            that the format cannot have.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Checks how much memory the process of `qflow broker` really uses.
 
-The broker counts the memory of its messages and clients. It does not count the memory that libraries use, or the freed
-memory that the allocator keeps.
+The broker counts the memory of its messages and clients. The count does not include the memory that libraries use, or
+the freed memory that the allocator keeps.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # A window is often full for a moment, so show a hold in red only after a second. Then the rate is outdated.
+        # A window is often full for a moment, so show a hold in red only after a second. Also hide the outdated rate.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
@@ -269,9 +269,9 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # The environment or the URL may set the options that are not on the command line. The first two settings are fixed:
-    # the command always waits for the broker, and the outbox keeps each record until it is delivered, so that a kill
-    # loses no record.
+    # The environment or the URL may set the options that are not on the command line, except the first two settings.
+    # The command always waits for the broker. The outbox keeps each record until it is delivered, so that a kill loses
+    # no record.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,

@@ -53,7 +53,7 @@ class Tally:
 
     Attributes:
         admitted: number of records that the producer accepted.
-        confirmed_up_to: number of a record. This record and all before it are skipped, confirmed or in an outbox.
+        confirmed_up_to: number up to which all records are skipped, confirmed or in an outbox.
         confirmed_later: number of confirmed or stored records after the first failed record.
         failures: error texts of the first undelivered messages.
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
@@ -79,7 +79,7 @@ class Tally:
 
     @property
     def stored(self) -> int:
-        """The number of records that stay in the outbox. The next producer with this outbox sends them."""
+        """The number of records that stay in the outbox, for the next producer with this outbox."""
         return self.outcomes[Outcome.STORED]
 
     @property
@@ -148,7 +148,7 @@ class Sending:
         self._source = source
         self._skip = skip
         self._begins_anew = begins_anew
-        # Number of the last record that this run has read, and of the last record that an earlier run may have sent.
+        # Number of the last record that this run has read, and number of the last record that earlier runs have sent.
         self._found = self._sent_before = 0
         # Sent records whose outcomes are not in the tally yet, in order.
         self._pending: deque[tuple[Record, Receipt]] = deque()
@@ -161,9 +161,9 @@ class Sending:
         """Send every record, and wait for the confirms.
 
         Raises:
-            BadRecord: a record cannot be read. All records before it were sent, and none after it.
+            BadRecord: a record cannot be read. All earlier records were sent, and no later record was sent.
             CommandError: the broker did not accept a record, or flow control blocked the record for too long. All
-                records before it were sent, and none after it.
+                earlier records were sent, and no later record was sent.
             Stopped: a signal came.
         """
         self._resume(records)
@@ -184,7 +184,7 @@ class Sending:
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state
-            # This call waits for the remaining answers.
+            # Closing the producer waits for the remaining answers.
             self.close()
             if self.account():
                 flowed = f", {text.flow_line(state)}" if state.flowed else ""
@@ -221,8 +221,8 @@ class Sending:
     ) -> tuple[list[_Item], BadRecord | None]:
         """Return the next records, and an error if the record after them cannot be read.
 
-        If positions are stored, the records are read in batches, because the outbox stores a batch with one commit.
-        Otherwise the records are read one by one, because the source may be slow.
+        If positions are stored, records are read in batches, because the outbox stores a batch with one commit. If no
+        positions are stored, records are read one by one, because the source may be slow.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _MAX_BATCH
@@ -297,7 +297,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait for the confirms. Return an error if they do not arrive in time."""
+        """Wait for the confirms. Return an error if the confirms do not arrive in time."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:

@@ -3,8 +3,8 @@
 Messages of transactions that are rolled back are never published.
 
 Add ``"qflow_client.django"`` to ``INSTALLED_APPS``. ``manage.py migrate`` then creates the tables. `add` writes a
-message in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. A consumer
-uses `first_time` to remember handled messages. The package needs the extra ``django``.
+message in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes the message. A
+consumer uses `first_time` to remember handled messages. The package needs the extra ``django``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add(
     ordering_key: str | None = None,
     using: str = "default",
 ) -> str:
-    """Add a message in the current transaction. It is published if and only if the transaction commits.
+    """Add a message in the current transaction. The message is published if and only if the transaction commits.
 
     Args:
         message: the body, or a `Message` with properties.
@@ -48,7 +48,7 @@ def add(
         using: alias of the database.
 
     Returns:
-        The message id of the message, or a new one if the message has none.
+        The message id of the message, or a new message id if the message has none.
 
     Raises:
         TypeError: the message is of another type.
@@ -135,7 +135,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Forget handled messages, and return their number.
 
     Args:
-        older_than: minimum age of the messages in seconds. It must exceed the maximum delay of a second copy.
+        older_than: minimum age of the messages in seconds, which must exceed the maximum delay of a second copy.
         using: alias of the database.
     """
     connection = connections[using]

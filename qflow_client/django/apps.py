@@ -8,7 +8,7 @@ __all__ = ["OutboxConfig"]
 
 
 class OutboxConfig(AppConfig):
-    """The Django application. It has tables but no models."""
+    """The Django application, which has tables but no models."""
 
     name = "qflow_client.django"
     label = "qflow_outbox"

@@ -129,7 +129,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
 
     Args:
         lines: lines of a flow log, in any order. Only lines of the kind ``depth`` are used.
-        wanted: time window of each queue, as `windows` returns it.
+        wanted: result of `windows`, with a time window for each queue.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
@@ -186,7 +186,7 @@ def advise(
 
     Raises:
         AdviceError: no settings keep the limits, or there are no samples or publishers.
-        ValueError: both limits are missing, or a value is not more than 0.
+        ValueError: `maximum` and `delay` are both missing, or a value is not more than 0.
     """
     if maximum is None and delay is None:
         raise ValueError("give a maximum, a delay, or both")

@@ -75,7 +75,10 @@ class FlowLogs:
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """Return the approximate times of the first and last line in microseconds, from both ends of each file."""
+        """Return the times of the first and last line, in microseconds. The times are approximate.
+
+        To save time, only the lines at both ends of each file are parsed.
+        """
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 
@@ -106,7 +109,7 @@ class FlowLogs:
 
 
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
-    """Parse a line. Return ``None`` if it is not a line of a flow log."""
+    """Parse a line of a flow log. Return ``None`` if the line is invalid."""
     try:
         line = _loads(raw)
     except ValueError:
@@ -277,7 +280,7 @@ def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
     """Write flow logs to one Parquet file, and return the number of lines.
 
     Args:
-        target: path of the new file. While the file is incomplete, it has another name.
+        target: path of the new file, which has another name while it is incomplete.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

@@ -2,8 +2,8 @@
 
 Time advances in round trips. In each round trip, a publisher that is not held sends as many messages as its capacity
 allows. A stop takes effect in the next round trip. So the queue may exceed its stop threshold, by at most the
-capacities of its publishers (C6). Then the consumer takes as many messages as it can. A confirm arrives at the end of
-the round trip, unless the queue delays the confirm.
+capacities of its publishers (C6). After the publishers, the consumer takes as many messages as it can. A confirm
+arrives at the end of the round trip, unless the queue delays the confirm.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Alone:
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: Bytes of bodies that the queue may read ahead from a store. There is no store.
+    #: Bytes of bodies that the queue may read ahead: 0, because the queue has no store.
     window: int = 0
 
     def clock(self) -> float:
@@ -243,7 +243,7 @@ def replay(
     """Replay recorded messages through a queue.
 
     The messages of a sample arrive evenly over its time. If the sample was busy (`Sample.was_busy`), the consumers can
-    take as many messages as recorded. Otherwise the consumers can take `drain_rate` messages per second.
+    take as many messages as recorded. In other samples the consumers can take `drain_rate` messages per second.
 
     Args:
         samples: samples in the order of their times.

@@ -101,8 +101,9 @@ class QueueTotals:
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Microseconds of the samples that start and end with messages in the queue, and messages that left in this time.
+    # Microseconds of the busy samples. A busy sample starts and ends with messages in the queue.
     busy_us: int = 0
+    # Number of messages that left the queue in the busy samples.
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
@@ -112,9 +113,9 @@ class QueueTotals:
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue, in the samples that start and end with messages in the queue.
+        """The messages per second that left the queue in busy samples. See `busy_us`.
 
-        If there is no such sample, this is the rate in all samples.
+        If there is no busy sample, this is the rate in all samples.
         """
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
@@ -373,8 +374,8 @@ class Tables:
     def widen(self) -> None:
         """Adapt the width of the bins to the exact times of all lines.
 
-        The initial width comes from the first and last lines of the files, so it depends on how the lines are stored.
-        The new width is the same or larger, and each new bin consists of whole old bins.
+        The initial width is an estimate, because it comes from the first and last lines of the files. The new width is
+        the same or larger, and each new bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -476,7 +477,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each queue and bin, with the depth and the time for which the queue held its publishers."""
+        """Yield a row for each queue and bin: the depth, the rates, and how long the queue held its publishers."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":

@@ -1,7 +1,7 @@
 """Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
 
 A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
-ports, folder, configuration and password. It keeps all data in memory, and listens only on the loopback interface.
+ports, folder, configuration and password, keeps all data in memory, and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BrokerJError(RuntimeError):
 
 
 class BrokerJNotInstalled(BrokerJError):
-    """This machine has no Java, or has no jars of Broker-J and cannot download them."""
+    """This machine has no Java, or the jars of Broker-J are missing and cannot be downloaded."""
 
 
 class BrokerJ:
@@ -121,8 +121,8 @@ class BrokerJ:
         """Create a queue.
 
         Args:
-            name: name of the queue. It must not have a slash, because the broker's HTTP server refuses a slash in a
-                path.
+            name: name of the queue. The name must not have a slash, because the broker's HTTP server refuses a slash in
+                a path.
             attributes: attributes with Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
 
         Raises:
@@ -166,7 +166,7 @@ class BrokerJ:
 
 
 class BrokerJNode(Node, BrokerJ):
-    """A private Broker-J. Its only virtual host has the name ``default``, and is in memory.
+    """A private Broker-J. The broker has one virtual host, which has the name ``default`` and is in memory.
 
     The context manager starts the broker on entry and closes it on exit::
 
@@ -181,7 +181,7 @@ class BrokerJNode(Node, BrokerJ):
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
-        BrokerJNotInstalled: Java is missing, or the jars are missing and Maven cannot download them.
+        BrokerJNotInstalled: Java is missing, or the jars of Broker-J are missing and cannot be downloaded.
     """
 
     _error = BrokerJError
@@ -347,7 +347,7 @@ def _fetch(version: str) -> Path:
         if done.returncode != 0:
             words = "\n  ".join((done.stdout + done.stderr).strip().splitlines()[:10])
             raise BrokerJNotInstalled(f"Maven could not fetch Apache Qpid Broker-J {version}:\n  {words}")
-        # The rename is atomic. It fails if another process has created the folder first.
+        # The rename is atomic, and fails if another process has created the folder first.
         with contextlib.suppress(OSError):
             jars.rename(folder)
     return folder

@@ -1,9 +1,9 @@
-"""A private cluster of three RabbitMQ nodes. Tests can cut the links between the nodes.
+"""A private cluster of RabbitMQ nodes. Tests can cut the links between the nodes.
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
 links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
-only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients connect from 127.0.0.1,
-so the cuts do not affect them.
+only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients stay connected, because
+they connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -26,7 +26,7 @@ from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
 
 __all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
 
-#: If a node receives nothing from a second node for this number of seconds, it considers the second node lost.
+#: Seconds without data from another node after which a node considers the other node lost.
 NET_TICK_TIME: Final = 8
 
 _START_TIMEOUT = 300.0

@@ -146,7 +146,7 @@ def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str
     Args:
         panels: one or more panels, each with samples.
         title: title of the drawing for screen readers. The function adds the peak of each panel.
-        made_by: name of the program that creates the drawing, for a comment.
+        made_by: name of the program that creates the drawing. The name is written into a comment.
 
     Returns:
         The drawing as SVG. The same panels always result in the same SVG.
@@ -197,7 +197,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')
     first, *others = _thinned(panel, seconds)
-    # A value applies until the next sample.
+    # Draw each value as a horizontal line to the time of the next sample.
     steps = "".join(f"H{x(sample.at)}V{y(panel.value(sample))}" for sample in others)
     parts.append(f'<path class="depth" d="M{x(first.at)} {y(panel.value(first))}{steps}"/>')
     top_sample = max(panel.samples, key=panel.value)

@@ -35,7 +35,7 @@ class Node(ABC):
 
     Args:
         title: name of the broker in error messages, such as ``"RabbitMQ node on port 5672"``.
-        directory: working folder of the broker. It also contains the console log.
+        directory: working folder of the broker, which also contains the console log.
         temporary: the working folder as an object, if `close` has to remove this folder; ``None`` otherwise.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
     """
@@ -64,7 +64,7 @@ class Node(ABC):
 
     @property
     def running(self) -> bool:
-        """Whether the process exists. It may be suspended."""
+        """Whether the process of the broker exists. A suspended process also exists."""
         return self.pid is not None
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class Node(ABC):
         self._reap()
 
     def pause(self) -> None:
-        """Suspend the broker (SIGSTOP). Its connections stay open, but the broker reads nothing before `resume`.
+        """Suspend the broker (SIGSTOP). Connections stay open, but the broker reads nothing before `resume`.
 
         Raises:
             RabbitMQError, BrokerJError: the broker does not run.
@@ -205,11 +205,11 @@ class Node(ABC):
 def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     """Return a port that has no listener and is not in `taken`.
 
-    Nodes and proxies use different ranges of ports. A node listens on its port only seconds after this call. In the
-    meantime, a proxy of another process could otherwise get the same port.
+    Nodes and proxies use different ranges of ports, because a node listens on its port only seconds after this call.
+    With one range, a proxy of another process could get the same port during these seconds.
     """
-    # The ranges are below the range that systems use for outgoing connections. Otherwise, while the broker is down, a
-    # client could get the broker's port as its own and connect to itself.
+    # The ranges are below the range that systems use for outgoing connections. If a client got the port of a stopped
+    # broker for an outgoing connection, it could connect to itself.
     while True:
         port = random.randrange(20_000, 26_000) if for_proxy else random.randrange(26_000, 32_000)
         if port not in taken:

@@ -32,7 +32,7 @@ def svg(
     Args:
         parts: elements of the drawing, as SVG.
         title: description for screen readers.
-        made_by: name of the program that creates the drawing, for a comment.
+        made_by: name of the program that creates the drawing. The name is written into a comment.
         light: additional rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
         dark: additional rules of the style sheet that apply only to dark pages.
     """

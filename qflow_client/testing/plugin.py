@@ -3,7 +3,7 @@
 The program under test publishes to the ``url`` of the broker. The test calls methods of the broker: ``flow(False)``,
 ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``, ``close_connections()``,
 ``drop_connections()``; see `qflow_client.broker.Broker`. The fixture `qflow_proxy` is a proxy in front of the same
-broker. It simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
+broker, which simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def qflow_broker_settings() -> Mapping[str, Any]:
 
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
-    """A new broker on a free port of the loopback interface. It is closed at the end of the test."""
+    """A new broker on a free port of the loopback interface. The broker is closed at the end of the test."""
     # Import `Broker` here, because pytest loads this module in every run, even if no test needs a broker.
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
-    # The nearest marker comes first. Apply it last, so that it has priority.
+    # `iter_markers` yields the nearest marker first. Apply the nearest marker last, so that it has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
             raise pytest.UsageError(f"@pytest.mark.{_MARKER} accepts only keyword arguments, not {marker.args[0]!r}")

@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Size of a socket's receive buffer in bytes. It is small, so that a sender is soon blocked if nothing is read.
+# Bytes of a socket's receive buffer. With a small buffer, a sender is soon blocked if the proxy does not read.
 _RECEIVE_BUFFER = 1 << 18
 
 
@@ -104,7 +104,7 @@ class Schedule:
 
 
 class FaultProxy:
-    """A TCP proxy in front of a broker. It cuts, stalls, delays and splits connections, and injects frames.
+    """A TCP proxy in front of a broker, which cuts, stalls, delays and splits connections, and injects frames.
 
     ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. The proxy listens on a port of the
     loopback interface. Any thread may call the methods of the proxy.
@@ -142,7 +142,7 @@ class FaultProxy:
         self._greeting: set[asyncio.Task[None]] = set()
         # The event loop. Only code that runs on this loop uses this attribute.
         self._running: asyncio.AbstractEventLoop
-        # The event loop for calls from other threads; None while the loop accepts no calls. `_loop_lock` protects it.
+        # The event loop for calls from other threads; None while the loop accepts no calls. Protected by `_loop_lock`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
@@ -329,7 +329,7 @@ class FaultProxy:
         """Wait until a condition is true. Check it after each transfer of bytes and each change of a connection.
 
         Args:
-            predicate: function that gets the proxy and returns the condition. It runs on the calling thread.
+            predicate: function that gets the proxy, returns the condition, and runs on the calling thread.
             timeout: maximum seconds to wait.
 
         Raises:
@@ -389,7 +389,7 @@ class FaultProxy:
         connection: int | None = None,
         answer: type[pamqp.base.Frame] | None = None,
     ) -> None:
-        """Insert a frame after the current frame, as if the broker or the client had sent it.
+        """Insert a frame after the current frame, as if the broker or the client had sent this frame.
 
         The frame overtakes stalled and delayed bytes. If a message is being transferred, the frame may come between two
         frames of this message.
@@ -400,8 +400,8 @@ class FaultProxy:
             direction: direction of the frame.
             connection: number of the connection; ``None`` for all connections.
             answer: method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy removes the next
-                such method on this channel, because the other side does not expect it. For example, RabbitMQ closes a
-                connection that sends ``Channel.FlowOk``. ``None`` to pass all methods on.
+                method of this type on the channel, because its receiver does not expect an answer. For example,
+                RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to pass all methods on.
 
         Raises:
             LookupError: the connection does not exist.
@@ -440,10 +440,10 @@ class FaultProxy:
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Read all bytes and discard them. The end of a connection is not passed on either.
+        """Read and discard all bytes. The end of a connection is not passed on either.
 
         When bytes of a direction have been discarded, no more bytes of this direction are passed on, even after `heal`.
-        While both directions are black holes, the proxy accepts a new client without connecting to the broker. This
+        While both directions are black holes, the proxy accepts a new client without connecting to the broker. Such a
         client never gets an answer.
 
         Args:

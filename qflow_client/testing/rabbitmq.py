@@ -1,8 +1,8 @@
-"""Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart it.
+"""Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart the node.
 
-A node uses the RabbitMQ that is installed on the machine. It has its own ports, data folder, configuration, Erlang
-cookie and port mapper (epmd), and listens only on the loopback interface. So it does not disturb other nodes. This
-module never installs or configures RabbitMQ on the machine.
+A node uses the RabbitMQ that is installed on the machine. Each node has its own ports, data folder, configuration,
+Erlang cookie and port mapper (epmd), and listens only on the loopback interface. So a private node does not disturb
+other nodes. This module never installs or configures RabbitMQ on the machine.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
-        """Flush declarations to disk. RabbitMQ 3 answers a declaration before writing it, so a crash could lose it.
+        """Flush declarations to disk. RabbitMQ 3 answers before it writes a declaration, so a crash could lose it.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -202,7 +202,7 @@ class RabbitMQNode(Node, RabbitMQ):
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        # The temporary data folder, if `close` has to remove it.
+        # The temporary data folder, which `close` removes; None for a given folder.
         temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             # TMPDIR may be a folder that root can access, but the user rabbitmq cannot.
@@ -323,7 +323,7 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
             # With this variable the start script replaces itself by Erlang. So the process that `start` creates is
-            # Erlang itself, and the signals of `stop`, `pause` and `kill` reach it.
+            # Erlang itself, which gets the signals of `stop`, `pause` and `kill`.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 

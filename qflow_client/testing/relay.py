@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# The same maximum for a delayed direction. It is larger, because a delay must not limit the bandwidth.
+# The maximum for a delayed direction. A larger maximum is needed, because a delay must not limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, the proxy sends the bytes of this number of seconds together. If the event loop is late, it
 # catches up on at most the bytes of this number of seconds.
@@ -54,8 +54,8 @@ class ProxiedConnection:
     Attributes:
         number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
-        name_at_broker: address and port of the connection as the broker sees them. `Broker` and RabbitMQ use this text
-            as the name of the connection. It is empty if there is no connection to the broker.
+        name_at_broker: address and port that the broker sees as the client's. `Broker` and RabbitMQ use this text as
+            the name of the connection. The text is empty if there is no connection to the broker.
         bytes_to_broker: number of bytes passed on to the broker.
         bytes_to_client: number of bytes passed on to the client.
         bytes_swallowed: number of discarded bytes in both directions.
@@ -80,7 +80,7 @@ class Rules:
     # Minimum and maximum bytes of a write; zeros if writes are not split.
     split: tuple[int, int] = (0, 0)
     pause: float = 0.0
-    # Number of bytes to collect, and maximum seconds to collect them.
+    # Number of bytes to collect before a write, and maximum seconds to wait for these bytes.
     merge: int = 0
     wait: float = 0.0
     stalls: bool = False
@@ -157,7 +157,7 @@ class Borders:
 
 
 class Way:
-    """One direction of a connection. It passes received bytes on according to the rules."""
+    """One direction of a connection, which passes received bytes on according to the rules."""
 
     def __init__(self, connection: Relay, rules: Rules) -> None:
         self.connection = connection
@@ -257,7 +257,7 @@ class Way:
         self.look()
 
     def _take(self, now: float) -> bytes:
-        """Remove the next bytes to pass on together, and return them."""
+        """Remove and return the next bytes to pass on in one write."""
         rules, pieces = self.rules, self._pieces
         room = rules.merge or self._size
         if rules.split[1]:

@@ -1,4 +1,4 @@
-"""The producers and the consumer of the demonstration. They run in separate processes, as in a real system."""
+"""The producers and the consumer of the demonstration, which run in separate processes as in a real system."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ __all__ = ["Failed", "Ledger", "consume", "produce"]
 _REPORT_PERIOD = 0.1
 # Maximum seconds that a producer waits to be unblocked (unflowed) after its last message.
 _UNFLOW_TIMEOUT = 60.0
-# Number of messages that the consumer acknowledges together, and its prefetch count.
+# Number of messages that the consumer acknowledges together.
 _BATCH = 10
+# Prefetch count of the consumer, in messages.
 _PREFETCH = 40
 # A message id is this text followed by the number of the flight.
 _ID = "flight-"
@@ -181,8 +182,8 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
 
     Args:
         rate: messages per second, on average.
-        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The consumer starts when it
-            receives an object from this pipe. When it receives a second object and no message comes, it ends.
+        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The first object that arrives
+            from this pipe starts the consumer. The second object stops the consumer when no more messages come.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 

@@ -14,7 +14,7 @@ __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "
 #: The kinds of holds with which a broker slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# With `BOTH` the broker also delays confirms. Then even a producer that ignores Channel.Flow stops at its capacity.
+# With `BOTH` the broker also delays confirms, so even a producer that ignores Channel.Flow stops at its capacity.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,

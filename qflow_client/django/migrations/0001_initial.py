@@ -11,7 +11,7 @@ from qflow_client.django.tables import create, drop
 
 
 class Migration(migrations.Migration):
-    """Creates the tables."""
+    """Creates the tables of the outbox."""
 
     initial = True
     operations: ClassVar[list[Any]] = [migrations.RunPython(create(outbox.metadata), drop(outbox.metadata))]

@@ -11,7 +11,7 @@ from qflow_client.django.tables import create, drop
 
 
 class Migration(migrations.Migration):
-    """Creates the table."""
+    """Creates the table of the inbox."""
 
     dependencies: ClassVar[list[Any]] = [("qflow_outbox", "0001_initial")]
     operations: ClassVar[list[Any]] = [migrations.RunPython(create(inbox.metadata), drop(inbox.metadata))]
