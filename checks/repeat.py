@@ -46,7 +46,7 @@ class Run:
     Args:
         commit: commit of the work tree; with ``+`` if tracked files were changed
         begun: start time in seconds since 1970
-        seconds: duration in seconds
+        seconds: duration of the run in seconds
         load: number of processes that kept the cores busy
         outcome: ``passed``, or the failure
         passed: number of passed tests

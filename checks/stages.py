@@ -38,7 +38,7 @@ class Stage:
         script: script for bash, with `set -euo pipefail`
         lane: name of a lane; empty for a stage without a lane. Stages of one lane never run at the same time
         needs: names of stages that must have passed before this stage starts
-        limit: maximum seconds. A stage that takes longer is killed, and has failed
+        limit: maximum seconds that the stage may run. A stage that takes longer is killed, and has failed
         environment: variables to add to the environment of this process
     """
 
@@ -56,7 +56,7 @@ class Ended:
 
     Args:
         outcome: `PASSED`, `LEFT_OUT`, or the failure
-        seconds: duration in seconds
+        seconds: duration of the stage in seconds
     """
 
     stage: Stage

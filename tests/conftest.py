@@ -20,7 +20,7 @@ trust_nobody()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Pause the collector until pytest has collected the tests, because all imported objects stay until the end.
     gc.disable()
-    # Measure the coverage only in the processes of pytest, because it would slow the programs that tests start.
+    # Measure the coverage only in the processes of pytest, because measuring would slow the programs that tests start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 

@@ -21,7 +21,7 @@ SETTINGS = tuple(
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
 #: The thresholds of a queue.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
-# Keys of a policy, besides its name, that are not in its definition.
+# Keys of a policy's table that are neither the name nor part of the definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
 _FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
 

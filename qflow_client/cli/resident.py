@@ -45,7 +45,7 @@ class ResidentWatch:
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
-        """Update the decision, and return whether it has changed.
+        """Decide whether to block publishers, and return True if the decision has changed.
 
         Args:
             resident: current resident bytes of the process.

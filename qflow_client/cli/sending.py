@@ -201,7 +201,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records that an earlier run may have sent get a mark. If the position cannot be read, none gets the mark.
+            # A record that an earlier run may have sent is marked. If the position cannot be read, no record is marked.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -219,7 +219,7 @@ class Sending:
     def _read(
         self, supply: Iterator[Record], records: RecordSource, stopping: Stopping
     ) -> tuple[list[_Item], BadRecord | None]:
-        """Return the next records, and an error if the record after them cannot be read.
+        """Return the next records, and an error if the record after these records cannot be read.
 
         If positions are stored, records are read in batches, because the outbox stores a batch with one commit. If no
         positions are stored, records are read one by one, because the source may be slow.

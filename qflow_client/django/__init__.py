@@ -41,8 +41,8 @@ def add(
 
     Args:
         message: the body, or a `Message` with properties.
-        exchange: the exchange. The default is the exchange of a `RoutedMessage`, and ``""`` for other messages.
-        routing_key: the routing key. The default is that of a `RoutedMessage`, and ``""`` for other messages.
+        exchange: exchange of the message. The default is the exchange of a `RoutedMessage`, or else ``""``.
+        routing_key: routing key of the message. The default is the key of a `RoutedMessage`, or else ``""``.
         ordering_key: messages with the same key are published in the order in which they were added. The messages of
             transactions that run at the same time have no order. ``None`` for a message without an order.
         using: alias of the database.
@@ -78,7 +78,7 @@ def add_many(
         using: as for `add`.
 
     Returns:
-        The message ids.
+        The message ids in the order of the messages.
 
     Raises:
         TypeError, ValueError: as for `add`.
@@ -101,7 +101,7 @@ def add_many(
 
 
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
-    """Remember a message in the current transaction. Return True if the message was not handled before.
+    """Record in the current transaction that a message is handled. Return True if it was not handled before.
 
     Call the function in the transaction that handles the message. If another transaction is handling a copy, the
     function waits for the end of that transaction. Acknowledge the message after the commit, even if the result is

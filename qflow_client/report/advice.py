@@ -28,7 +28,7 @@ _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds keep the requested limits, or the log has no messages for the queue. The text says which."""
+    """No thresholds keep the requested limits, or the log has no messages for the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Advice:
         stop: stop threshold in messages.
         resume: resume threshold in messages.
         capacities: capacities of the publishers.
-        drain_rate: recorded messages per second that left the queue while consumers were busy.
+        drain_rate: messages per second that left the queue, from the log.
         expected: result of the replay with the recommended settings.
         recorded: result of a replay with the recorded thresholds; ``None`` if the queue had no stop threshold.
         tried: results of the replays with all tested settings.

@@ -16,7 +16,7 @@ from qflow_client.errors import QflowError
 __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_schema", "parts_of", "raws", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
-# Bytes read at the end of a file to find its last line.
+# Number of bytes at the end of a file that are read to find the last line.
 _TAIL = 64 << 10
 # Bytes that are read in one call.
 _BLOCK = 1 << 20

@@ -52,8 +52,8 @@ class ReplayResult:
         peak: maximum number of messages in the queue.
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
-        seconds_flowed: total seconds that publishers with messages to send were held by the queue.
-        seconds_full: total seconds that publishers with messages to send were held only by their capacity.
+        seconds_flowed: total seconds for which the queue held publishers with messages to send.
+        seconds_full: total seconds for which only the capacity held publishers with messages to send.
         delay: maximum seconds that a message was in the queue.
         sent: number of published messages.
         unsent: number of messages that the publishers had not published at the end.

@@ -28,7 +28,7 @@ _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """Return the width of the bins of a time series in microseconds. `first` and `last` are the times of its ends."""
+    """Return the width of the bins of a time series, from the times of the first and last line in microseconds."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -80,7 +80,7 @@ class HoldTotals:
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # Microseconds and published messages in the unflowed periods before these holds, and in those after these holds.
+    # Microseconds and messages of the unflowed periods before these holds (`before_`), and after them (`after_`).
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -132,8 +132,8 @@ class Fact:
         bucket: bucket of a histogram, or start of a bin in microseconds.
         total: first sum, such as microseconds.
         most: first maximum, such as a depth.
-        most_2: second maximum.
-        more: further sums.
+        most_2: second maximum, such as body bytes.
+        more: further sums, in an order that depends on the table.
     """
 
     table: str

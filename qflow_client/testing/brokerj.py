@@ -176,8 +176,8 @@ class BrokerJNode(Node, BrokerJ):
     Args:
         version: version of the broker. When a version is first used, Maven downloads the jars into the folder of the
             environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
-        flow_enforcement_timeout: seconds after a stop. If a channel publishes later than that, the broker closes the
-            channel. ``None`` for the broker's default of 5 seconds.
+        flow_enforcement_timeout: grace time in seconds after a stop. The broker closes a channel that publishes after
+            the grace time. ``None`` for the broker's default of 5 seconds.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:

@@ -26,7 +26,7 @@ from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
 
 __all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
 
-#: Seconds without data from another node after which a node considers the other node lost.
+#: If a node receives no data from another node for this number of seconds, the other node counts as lost.
 NET_TICK_TIME: Final = 8
 
 _START_TIMEOUT = 300.0
@@ -177,7 +177,7 @@ class RabbitMQCluster:
             raise errors[0]
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the link between two nodes until `heal`. The arguments are indexes of `nodes`.
+        """Cut the link between two nodes until `heal` restores it. The arguments are indexes of `nodes`.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.

@@ -86,11 +86,11 @@ class DepthRecorder:
 
 @dataclass(frozen=True, slots=True)
 class DepthPanel:
-    """One run to draw.
+    """One part of a drawing, which shows the depths of one run.
 
     Attributes:
         title: title of the run.
-        samples: samples, oldest first.
+        samples: samples of the run, oldest first.
         peak: maximum value of the run; ``None`` for the maximum of the samples.
         marks: names and values of lines to draw. The lines ``highest``, ``stop`` and ``resume`` have colours.
         of_bytes: whether to draw body bytes instead of messages.

@@ -220,7 +220,7 @@ def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Wait until a condition is true, for at most `timeout` seconds. Return whether it is true."""
+    """Wait for at most `timeout` seconds until a condition is true. Return False if the condition is still false."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings for every `qflow_broker`. Override this fixture in a conftest or a module. A marker has priority."""
+    """Settings for every `qflow_broker`. Override this fixture in a conftest or a module. Markers have priority."""
     return {}
 
 

@@ -140,9 +140,9 @@ class FaultProxy:
         self._schedules: list[Schedule] = []
         # Tasks of accepted connections that have no transport yet.
         self._greeting: set[asyncio.Task[None]] = set()
-        # The event loop. Only code that runs on this loop uses this attribute.
+        # The proxy's event loop. Only code that runs on this loop uses this attribute.
         self._running: asyncio.AbstractEventLoop
-        # The event loop for calls from other threads; None while the loop accepts no calls. Protected by `_loop_lock`.
+        # The same loop, for calls from other threads; None while the loop accepts no calls. Protected by `_loop_lock`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
@@ -326,14 +326,14 @@ class FaultProxy:
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait until a condition is true. Check it after each transfer of bytes and each change of a connection.
+        """Wait until a condition is true. It is checked after each transfer of bytes and each change of a connection.
 
         Args:
             predicate: function that gets the proxy, returns the condition, and runs on the calling thread.
             timeout: maximum seconds to wait.
 
         Raises:
-            TimeoutError: the condition did not become true in time. The text lists the connections.
+            TimeoutError: the condition did not become true in time. The error text lists the connections.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -515,8 +515,8 @@ class FaultProxy:
 
         Args:
             lowest: minimum bytes of a write, if at least this number of bytes was received.
-            highest: maximum bytes of a write. The size of each write is random between `lowest` and `highest`. ``None``
-                for `lowest`.
+            highest: maximum bytes of a write; ``None`` for the value of `lowest`. The size of each write is random
+                between `lowest` and `highest`.
             pause: pause between two writes in seconds.
             direction: affected direction; ``None`` for both.
             connection: number of the connection; ``None`` for all current and future connections.

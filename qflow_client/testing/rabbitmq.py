@@ -34,7 +34,7 @@ _NODE_NAME = "qflow@localhost"
 
 # Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
-# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts do not.
+# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts accept all.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
 _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 
@@ -115,7 +115,7 @@ class RabbitMQ(ABC):
         This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
 
         Args:
-            expression: Erlang expression with its full stop. After an error, it may be evaluated a second time.
+            expression: Erlang expression with its full stop, which may be evaluated a second time after an error.
 
         Raises:
             RabbitMQError: the node does not answer, or the expression fails.
@@ -259,7 +259,7 @@ class RabbitMQNode(Node, RabbitMQ):
         """Evaluate an Erlang expression in the node. This takes milliseconds if ``erl_call`` of Erlang is installed.
 
         Args:
-            expression: Erlang expression with its full stop. After an error, it may be evaluated a second time.
+            expression: Erlang expression with its full stop, which may be evaluated a second time after an error.
             timeout: maximum seconds for all evaluations together.
 
         Returns:

@@ -451,9 +451,9 @@ class Relays:
         self.changed = changed
         #: Rules for future connections.
         self.rules = dict.fromkeys(Direction, NO_RULES)
-        #: Current connections by number.
+        #: The current connections. The keys are the numbers of the connections.
         self.connections: dict[int, Relay] = {}
-        #: The event loop. The proxy sets this attribute when it starts.
+        #: The proxy's event loop. The proxy sets this attribute when it starts.
         self.loop: asyncio.AbstractEventLoop
 
 
