@@ -146,8 +146,7 @@ class RecordSource:
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: a ``.zip`` file is invalid, standard input is closed, or `reading` names a column for message ids
-            that the format cannot have.
+        CommandError: a ``.zip`` file is invalid, standard input is closed, or message ids are requested from lines.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from typing import Final
 
 __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 
-#: Name of the alarm.
 ALARM: Final = "resident"
 
 # The process may use its idle size plus `memory_limit` times this factor. The allocator keeps some freed memory. So the

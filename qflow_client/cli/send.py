@@ -269,9 +269,8 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # The environment or the URL may set the options that are not on the command line, except the first two settings.
-    # The command always waits for the broker. The outbox keeps each record until it is delivered, so that a kill loses
-    # no record.
+    # The environment or the URL may set all options that the command line leaves out. Only two settings are fixed: the
+    # command waits for the broker, and the outbox keeps each record until it is delivered.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,

@@ -103,13 +103,11 @@ def add_many(
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
     """Record in the current transaction that a message is handled. Return True if it was not handled before.
 
-    Call the function in the transaction that handles the message. If another transaction is handling a copy, the
-    function waits for the end of that transaction. Acknowledge the message after the commit, even if the result is
-    False.
+    Call this function in the transaction that handles the message. While another transaction handles a copy, the
+    function waits. Acknowledge the message after the commit, even if the result is False.
 
     Args:
-        consumer: name of the consumer. If two consumers with one database handle the same messages, each needs its own
-            name.
+        consumer: name of the consumer. Two consumers of the same messages in one database need different names.
         using: alias of the database.
 
     Raises:

@@ -75,10 +75,7 @@ class FlowLogs:
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """Return the times of the first and last line, in microseconds. The times are approximate.
-
-        To save time, only the lines at both ends of each file are parsed.
-        """
+        """Return approximate times of the first and last line in microseconds. Parse only the ends of each file."""
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 

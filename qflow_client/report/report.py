@@ -52,8 +52,7 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder to write to, which is created if it does not exist. Files of an earlier report are replaced
-                or removed.
+            folder: folder to write to, created if missing. Files of an earlier report are replaced or removed.
 
         Returns:
             The paths of the files. The first one is the page.

@@ -113,10 +113,7 @@ class QueueTotals:
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue in busy samples. See `busy_us`.
-
-        If there is no busy sample, this is the rate in all samples.
-        """
+        """The messages per second that left the queue in busy samples, or in all samples if none was busy."""
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
         return self.left * _SECOND / self.us if self.us else 0.0

@@ -68,7 +68,7 @@ class Node(ABC):
         return self.pid is not None
 
     def start(self) -> None:
-        """Start the broker, and return when it answers. Do nothing if it already runs.
+        """Start the broker, and return when it answers. Do nothing if the broker already runs.
 
         Raises:
             RabbitMQError, BrokerJError: the broker ends or does not answer within `start_timeout`. The text contains
@@ -105,7 +105,7 @@ class Node(ABC):
             raise
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop the broker cleanly. Do nothing if it does not run.
+        """Stop the broker cleanly. Do nothing if the broker does not run.
 
         Args:
             timeout: maximum seconds to wait for the end. After this time the broker is killed, and a warning is logged.
@@ -121,7 +121,7 @@ class Node(ABC):
         self.kill()
 
     def kill(self) -> None:
-        """Kill the broker (SIGKILL), like a crash. Do nothing if it does not run."""
+        """Kill the broker (SIGKILL), as a crash would. Do nothing if the broker does not run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()

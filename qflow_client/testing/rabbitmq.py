@@ -34,7 +34,7 @@ _NODE_NAME = "qflow@localhost"
 
 # Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
-# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts accept all.
+# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq, unlike the wrapped scripts.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
 _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 
@@ -115,7 +115,7 @@ class RabbitMQ(ABC):
         This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
 
         Args:
-            expression: Erlang expression with its full stop, which may be evaluated a second time after an error.
+            expression: Erlang expression with its full stop. After an error, the expression may be evaluated again.
 
         Raises:
             RabbitMQError: the node does not answer, or the expression fails.
@@ -175,10 +175,9 @@ class RabbitMQNode(Node, RabbitMQ):
     the node runs as the user rabbitmq, if this user exists.
 
     Args:
-        directory: folder for data, logs and configuration, which is created if it does not exist. `close` keeps the
-            folder, and a later node with the same folder uses its data. If root starts the node, the user rabbitmq
-            becomes the owner of the folder, and must have access to its path. ``None`` for a temporary folder, which
-            `close` removes.
+        directory: folder for data, logs and configuration, created if missing. `close` keeps the folder for a later
+            node. If root starts the node, the user rabbitmq becomes the owner of the folder, and needs access to its
+            path. ``None`` for a temporary folder, which `close` removes.
         port: AMQP port; ``None`` for a free port.
         start_timeout: maximum seconds that `start` waits for an answer of the node.
 
@@ -259,7 +258,7 @@ class RabbitMQNode(Node, RabbitMQ):
         """Evaluate an Erlang expression in the node. This takes milliseconds if ``erl_call`` of Erlang is installed.
 
         Args:
-            expression: Erlang expression with its full stop, which may be evaluated a second time after an error.
+            expression: Erlang expression with its full stop. After an error, the expression may be evaluated again.
             timeout: maximum seconds for all evaluations together.
 
         Returns:

@@ -34,7 +34,6 @@ def until_release(**known: str) -> Iterator[None]:
 
 
 def public(kind: type) -> set[str]:
-    """Return the names of the public members of a class."""
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
@@ -44,5 +43,4 @@ def members(kind: type, *special: str) -> dict[str, Any]:
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    """Return the name, kind and default of each parameter of a function."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]

@@ -183,7 +183,6 @@ def load(path: Path = RESULTS) -> dict[str, Any]:
 
 
 def dump(kept: Mapping[str, Any], path: Path) -> None:
-    """Write a record to a file."""
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -102,7 +102,6 @@ def write(frame: Any, url: str, **options: object) -> None:
 
 
 def bodies(broker: Broker, queue: str) -> list[bytes]:
-    """Return the bodies of all messages in a queue."""
     return [message.body for message in broker.messages(queue)]
 
 
@@ -112,7 +111,6 @@ def headers_of(properties: Any) -> Mapping[str, object]:
 
 
 def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
-    """Wait until a condition is true."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

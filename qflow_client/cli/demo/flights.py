@@ -11,7 +11,6 @@ from qflow_client.cli.records import Format, RecordSource
 
 __all__ = ["FLIGHTS", "open_flights"]
 
-#: Number of flights.
 FLIGHTS = 336_776
 
 

@@ -78,7 +78,6 @@ def wait_closed(producer: Producer) -> None:
 
 
 def wait_done(receipts: Iterable[Any]) -> None:
-    """Wait until all receipts are settled."""
     for receipt in receipts:
         assert receipt.outcome is not None or receipt.wait(PATIENCE), receipt
 
@@ -90,12 +89,10 @@ def wait_in_line(producer: Producer, count: int) -> None:
 
 
 def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
-    """Return the bodies of a queue's messages, in order."""
     return [message.body for message in broker.messages(queue)]
 
 
 def message_ids(broker: Broker, queue: str = "q") -> list[str]:
-    """Return the message ids of a queue's messages, in order."""
     return [str(message.properties.message_id) for message in broker.messages(queue)]
 
 

@@ -22,7 +22,6 @@ _FILE = re.compile(r'^```python title="(?P<name>[\w.]+\.py)"\n(?P<code>.*?)^```$
 
 
 def write_programs(folder: Path) -> None:
-    """Write the programs of the page to a folder."""
     for name, code in _FILE.findall(PAGE):
         (folder / name).write_text(code, encoding="utf-8")
 

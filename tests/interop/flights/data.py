@@ -32,5 +32,4 @@ def flights(count: int = FLIGHTS) -> list[bytes]:
 
 
 def origin_of(body: bytes) -> str:
-    """Return the airport from which a flight departed."""
     return body.split(b",", _ORIGIN + 1)[_ORIGIN].decode()

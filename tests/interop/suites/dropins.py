@@ -24,8 +24,7 @@ _ROOT: Final = HERE.parents[2]
 # Packages that the library of this repository needs.
 _OURS: Final = ("aio-pika", "pika<2", "opentelemetry-api")
 
-#: For each suite, the tests that pass only with the original. docs/migrate-aio-pika.md and docs/migrate-celery.md
-#: explain the reasons.
+#: Tests that pass only with the original. docs/migrate-aio-pika.md and docs/migrate-celery.md explain the reasons.
 DIFFERENT: Final[Mapping[str, frozenset[str]]] = {
     "aio-pika": frozenset(
         f"{test}[{parameters}]"
