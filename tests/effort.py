@@ -38,7 +38,7 @@ def load_profile() -> None:
     """Load the hypothesis profile of this effort.
 
     Examples have no deadline, because a busy machine must not fail a property. Except with `nightly`, every run tries
-    the same examples, so that a change causes the failures that appear with it.
+    the same examples, so that a new failure has its cause in the tested change.
     """
     settings.register_profile(
         EFFORT,

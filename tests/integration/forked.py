@@ -1,7 +1,7 @@
 """Starts Python programs in separate processes without the start-up time of an interpreter.
 
 For each worker of pytest, a process has imported the modules, and forks for each program. A program has its own
-arguments, environment, folder, standard streams and signals, as after a normal start. It also ends like a normal
+arguments, environment, folder, standard streams and signals, as after a normal start. A program also ends like a normal
 interpreter.
 """
 
@@ -62,7 +62,7 @@ class Forked(subprocess.Popen[AnyStr]):
     _status: socket.socket
 
     def _execute_child(self, *values: Any) -> None:
-        # The parameters are those of the replaced method. They depend on the release of Python.
+        # The parameters are those of the replaced method, which depend on the release of Python.
         names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
         told = dict(zip(names, values, strict=True))
         python, *arguments = told["args"]

@@ -175,7 +175,7 @@ def own_rabbitmq(spare_rabbitmq: RabbitMQNode) -> RabbitMQNode:
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def brokerj(request: pytest.FixtureRequest, session_brokerj: Callable[[str], BrokerJ]) -> BrokerJ:
-    """A running Broker-J of each release. All tests share it. Use your own queues."""
+    """A running Broker-J of each release. All tests share these brokers. Use your own queues."""
     return session_brokerj(request.param)
 
 

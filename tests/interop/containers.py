@@ -106,7 +106,7 @@ class RabbitMQContainer(RabbitMQ):
         return super().evaluate(expression) if result is None else result
 
     def pause(self) -> None:
-        """Suspend RabbitMQ. Its connections stay open, but it reads and answers nothing."""
+        """Suspend RabbitMQ. Connections stay open, but RabbitMQ reads and answers nothing."""
         self._container.get_wrapped_container().pause()
 
     def resume(self) -> None:

@@ -99,7 +99,7 @@ def document(
 
 
 def with_flights(kept: Mapping[str, Any], flights: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a record with new results of the flights. They replace old results of the same broker and producer."""
+    """Return a record with new results of the flights, which replace old results of the same broker and producer."""
     today = date.today().isoformat()
     of = {(each["broker"], each["producer"]): each for each in kept.get("flights", ())}
     of |= {(each["broker"], each["producer"]): {"date": today, **each} for each in flights}

@@ -1,4 +1,4 @@
-"""A relay between a client and a broker. It records all frames in the order of the wire."""
+"""A relay between a client and a broker, which records all frames in the order of the wire."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Relay:
     def _pass_on(self, way: str, source: socket.socket, target: socket.socket) -> None:
         splitter = FrameSplitter()
         skip = _PROTOCOL_HEADER if way == "out" else 0
-        # A `Tap` without a channel passes everything on. It adds the missing table to the first frame.
+        # A `Tap` without a channel passes everything on, and adds the missing table to the first frame.
         tap = Tap() if self._mends and way == "in" else None
         with suppress(OSError):
             while data := source.recv(1 << 16):

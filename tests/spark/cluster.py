@@ -41,7 +41,7 @@ def bare_python(folder: Path) -> Path:
 
 
 def zipped(folder: Path) -> Path:
-    """Return a zip file of the package for ``--py-files``. It is compiled, so that no process has to compile it."""
+    """Return a zip file of the package for ``--py-files``. The modules are compiled, to save time in each process."""
     parts = folder / "parts"
     shutil.copytree(ROOT / "qflow_client", parts / "qflow_client", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(parts, quiet=1, legacy=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """One Spark session for the whole run. It runs two tasks at the same time, and tries each task at most twice."""
+    """One Spark session for the whole run, which runs two tasks at the same time, and tries each task at most twice."""
     check_java()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # The Python workers must import the package under test.

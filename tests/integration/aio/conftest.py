@@ -96,7 +96,7 @@ def wire() -> Wire:
 
 @pytest.fixture
 def make_broker(wire: Wire) -> Iterator[Callable[..., Broker]]:
-    """A function that creates a broker with an empty queue ``q``. Its arguments are the settings of the broker."""
+    """A function that creates a broker with an empty queue ``q``. The arguments are the settings of the broker."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Broker:

@@ -28,7 +28,7 @@ def kinds(producer: AsyncProducer) -> list[str]:
 
 
 async def held(producer: AsyncProducer, *wanted: str) -> None:
-    """Wait until a producer has holds of all these kinds. It may also have other holds."""
+    """Wait until a producer has holds of all these kinds. The producer may also have other holds."""
     await soon(lambda: set(wanted) <= set(kinds(producer)), f"{producer} held by {wanted}, not {kinds(producer)}")
 
 

@@ -1,4 +1,4 @@
-"""Scenarios for a `BlockingConnection` and its channels. Tests run them with pika and with the drop-in, and compare.
+"""Scenarios for a `BlockingConnection`. Tests run each scenario with pika and with the drop-in, and compare.
 
 The name of a scenario is the name of a public member of pika's `BlockingChannel`, or ``connection__`` and the name of a
 public member of `BlockingConnection`. A second part may follow. A scenario gets the module (pika or the drop-in), a

@@ -1,4 +1,4 @@
-"""Scenarios for aio-pika. Tests run them with aio-pika and with the drop-in, and compare.
+"""Scenarios for aio-pika. Tests run each scenario with aio-pika and with the drop-in, and compare.
 
 The name of a scenario consists of a class and one of its public members. A second part may follow. A scenario gets the
 module (aio-pika or the drop-in), a connection, a channel with an empty queue ``q``, and a list for its observations.

@@ -1,8 +1,8 @@
 """A program that publishes from greenlets, as a Celery worker with the pool gevent does.
 
-Its argument is the URL. It reads lines with "stopped" or "going". For each line it waits until all channels have this
-state, and publishes messages from five greenlets at the same time. It prints the results, the duration, and how often
-another greenlet ran.
+The argument of the program is the URL. The program reads lines with "stopped" or "going". For each line it waits until
+all channels have this state, publishes messages from five greenlets at the same time, and prints the results, the
+duration, and how often another greenlet ran.
 """
 
 from __future__ import annotations

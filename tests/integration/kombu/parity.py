@@ -1,4 +1,4 @@
-"""Scenarios for a channel of kombu. Tests run them with kombu's transport for py-amqp and with ours, and compare.
+"""Scenarios for a channel of kombu. Tests run each scenario with kombu's transport and with ours, and compare.
 
 The name of a scenario is the name of a public member of the channel. A second part may follow. A scenario gets a
 connection, its channel with an empty queue ``q``, and a list for its observations. The tests also compare its result or
@@ -389,7 +389,7 @@ def basic_publish__in_a_callback(connection: Any, channel: Any, log: list[Any]) 
             publish(channel, body + b"!")
         ended.append(body)
 
-    # While py-amqp waits for a confirm in a callback, it calls the next callback. Our transport does not.
+    # While py-amqp waits for a confirm in a callback, it calls the next callback. Our transport calls no callback then.
     ended: list[bytes] = []
     channel.basic_consume("q", callback=again)
     publish(channel, b"a")

@@ -1,4 +1,4 @@
-"""An ordinary Celery application. It does not mention qflow_client, because the URL selects the transport."""
+"""An ordinary Celery application, which does not mention qflow_client, because the URL selects the transport."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def wire() -> Wire:
 
 @pytest.fixture
 def make_broker(stack: ExitStack, wire: Wire) -> Callable[..., Broker]:
-    """A function that creates a broker with a queue ``q``. It gets the broker's settings and the queue's arguments."""
+    """A function that creates a broker with a queue ``q``, from the broker's settings and the queue's arguments."""
 
     def make(*, arguments: dict[str, object] | None = None, **options: Any) -> Broker:
         broker = stack.enter_context(Broker(**({"trace": wire} | options)))
@@ -131,7 +131,7 @@ def skin(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def make_producer(stack: ExitStack, request: pytest.FixtureRequest, skin: Any) -> Callable[..., Producer]:
-    """A function that creates a producer for queue ``q`` of `broker` or of a URL. The test need not close it."""
+    """A function that creates a producer for queue ``q`` of `broker` or of a URL. The test need not close producers."""
 
     def make(url: Any = None, **settings: Any) -> Producer:
         if url is None:

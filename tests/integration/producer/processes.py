@@ -15,7 +15,7 @@ from .tools import PATIENCE, eventually
 
 _ROOT = Path(__file__).parents[3]
 
-#: A function that starts a program of a module. It gets the name and the arguments of the program.
+#: A function that starts a program of a module. The arguments are the name and the arguments of the program.
 Start = Callable[..., subprocess.Popen[str]]
 
 

@@ -209,7 +209,7 @@ def forked() -> None:
 
 
 def _child(producer: Producer) -> int:
-    # The child must not wake the parent's I/O thread, because a thread of the parent may have held the lock for it.
+    # The child must not wake the parent's I/O thread. This needs a lock that a thread of the parent may have held.
     producer._services.wake = lambda: os._exit(6)  # type: ignore[method-assign]
     began = time.monotonic()
     for call in (

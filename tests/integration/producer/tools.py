@@ -68,7 +68,7 @@ def wait_flow(producer: Producer, condition: Callable[[], object], what: str = "
 
 
 def wait_held(producer: Producer, *kinds: str) -> None:
-    """Wait until a producer has holds of all these kinds. It may also have other holds."""
+    """Wait until a producer has holds of all these kinds. The producer may also have other holds."""
     wait_flow(producer, lambda: set(kinds) <= set(holds(producer)), f"{producer} held by {kinds}")
 
 
@@ -124,11 +124,11 @@ def heal(proxy: FaultProxy) -> None:
 class Stopwatch:
     """Measures the seconds of a block, to check that a deadline is neither early nor more than a second late.
 
-    A second thread only sleeps during the block. Its lateness is the delay of the machine, and is subtracted.
+    A second thread only sleeps during the block. The lateness of this thread is the delay of the machine.
     """
 
     _TICK = 0.01
-    # Usual delay in seconds when several threads run in turn. It does not count as lateness.
+    # Usual delay in seconds when several threads run in turn. This delay does not count as lateness.
     _USUAL = 0.02
 
     def __enter__(self) -> Self:
@@ -330,9 +330,9 @@ class Consumer:
 
 
 class Proxy:
-    """A TCP relay in front of the broker. It can stop reading from clients, and cut their connections.
+    """A TCP relay in front of the broker, which can stop reading from clients, and cut their connections.
 
-    It always passes on the bytes of the broker, except after `freeze`.
+    The relay always passes on the bytes of the broker, except after `freeze`.
     """
 
     _CHUNK = 1 << 16
@@ -452,7 +452,7 @@ class Proxy:
                     time.sleep(self._delay)
                 try:
                     data = source.recv(self._CHUNK)
-                    # This call blocks. It ends, because the broker and the client's `Tap` always read.
+                    # This call blocks, but ends soon, because the broker and the client's `Tap` always read.
                     other.sendall(data)
                 except OSError:
                     data = b""

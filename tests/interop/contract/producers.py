@@ -119,7 +119,7 @@ class PikaDropIn(DropIn):
 
 
 class AioPikaDropIn(DropIn):
-    """The drop-in for aio-pika. Its event loop runs only during calls."""
+    """The drop-in for aio-pika. The drop-in's event loop runs only during calls."""
 
     def __init__(self, url: str, *, routing_key: str = "", max_producer_flow_control_wait: float = PATIENCE) -> None:
         self.routing_key = routing_key

@@ -54,7 +54,7 @@ class Provider:
 
     def expiration(self, seconds: int) -> str:
         """Return the property `expiration` of a message that expires after a number of seconds."""
-        # In AMQP 0-9-1 the property is a time to live. Broker-J interprets it as a point in time.
+        # In AMQP 0-9-1 the property is a time to live. Broker-J interprets the property as a point in time.
         return str(((int(time.time()) if self.brokerj is not None else 0) + seconds) * 1_000)
 
     @contextmanager

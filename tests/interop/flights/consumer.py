@@ -1,8 +1,8 @@
 """A program that consumes the flights from a queue, and prints whether they are complete and in order.
 
-``python -m tests.interop.flights.consumer URL QUEUE COUNT`` consumes messages until the body is ``end``. It prints
-``ready``, and then numbers as JSON: how many of the first COUNT flights came, how many are damaged or out of order for
-their airport, and how many came more than once or with the mark of a second copy.
+``python -m tests.interop.flights.consumer URL QUEUE COUNT`` consumes messages until the body is ``end``. The program
+prints ``ready``, and then numbers as JSON. They count the flights among the first COUNT that came, were damaged, were
+out of order for their airport, came more than once, or had the mark of a second copy.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Client:
         return [each.name for _, each in self.received()]
 
     def only(self, kind, channel=1):
-        """Return the only frame that came. It must be of this kind."""
+        """Return the only frame that came. The frame must be of the given kind."""
         ((number, received),) = self.received()
         assert isinstance(received, kind), (received.name, dict(received))
         assert number == channel
@@ -104,7 +104,7 @@ class Client:
         self.send(channel, commands.Basic.Consume(queue=queue, consumer_tag=tag, **options))
 
     def close_of(self, kind):
-        """Return the last frame that came. It must be of this kind, which closes the channel or the connection."""
+        """Return the last frame that came. The frame must be of the given kind: a close of a channel or connection."""
         _, received = self.received()[-1]
         assert isinstance(received, kind), received.name
         return received

@@ -24,7 +24,7 @@ Write = Callable[[dict[str, Any]], object]
 
 
 class BusyLife(Life):
-    """A simulated producer that the broker and an operator often block and unblock. It is not compared with the model.
+    """A simulated producer that the broker and an operator often block and unblock, without comparison to the model.
 
     Args:
         seed: seed of all random events.

@@ -1,6 +1,6 @@
 """A simple model of the rules for queues and policies, and a `Rig` that compares the broker with it after each step.
 
-The model keeps lists, and computes everything anew each time. It shares no code with the broker.
+The model keeps lists, and computes everything anew each time. The model shares no code with the broker.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelQueue:
     def maxima(self) -> tuple[int, int]:
         count, size = self.get("max_count") or 0, self.get("max_size") or 0
         if self.base_policy == "flow_to_disk":
-            # For this policy, the maxima limit only the messages in memory. They do not affect publishers.
+            # For this policy, the maxima limit only the messages in memory, and do not affect publishers.
             count = size = 0
         if self.overdue:
             stops = self.stops
