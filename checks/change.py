@@ -223,7 +223,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         BROKERS,
         ("interop",),
     )
-    # The run has a tenth of the queues, for one second each. The limits allow for a machine that other stages use too.
+    # With --quick, each attack lasts one second, and uses a tenth of the queues. The limits allow for a busy machine.
     yield Stage("attacks", f"{python} -m benchmarks.attack --quick {_ATTACKS}", BROKERS, ("interop",))
     yield Stage("kills", f"{python} -m benchmarks.kills --kills 100 --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))

@@ -33,7 +33,7 @@ _ERRORS: Final = re.compile(r"error|warning|traceback", re.IGNORECASE)
 
 
 def commands_and_program(readme: str) -> tuple[str, str]:
-    """Return the commands that README shows for a first message, and the program after them.
+    """Return the commands that README shows for a first message, and the program after these commands.
 
     Raises:
         ValueError: README does not show the commands and the program

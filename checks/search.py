@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-#: Search terms of readers, and a page that must be among the first results.
+#: Search terms of readers, each with a page that must be among the first results.
 WANTED: Final = {
     "fastapi": "production/",
     "django": "outbox-django/",

@@ -261,7 +261,7 @@ class RecordSource:
         """Yield the records in order.
 
         Raises:
-            BadRecord: a record cannot be read. All records before it have been yielded.
+            BadRecord: a record cannot be read. All earlier records have been yielded.
         """
         readers: dict[Format, Callable[[], Iterator[tuple[int, bytes | Message]]]] = {
             Format.LINES: self._read_lines,

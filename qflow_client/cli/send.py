@@ -312,8 +312,8 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Reset the position now. If this run is killed before its first record, the next run must not start at
-                # the end.
+                # Reset the position now. If this run is killed before its first record, the next run must not use the
+                # old position.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:

@@ -59,7 +59,7 @@ class Tally:
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
         left_failed: number of undelivered messages that an earlier run had left in the outbox.
         times_flowed: how often the producer was blocked (flowed).
-        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
+        seconds_flowed: seconds for which the producer was held, for each kind of hold.
     """
 
     admitted: int = 0
@@ -121,7 +121,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record to send, and the position in the file after this record. None if positions are not stored."""
+    """A record to send, and the position in the file after this record. `position` is None if it is not stored."""
 
     record: Record
     message: bytes | Message

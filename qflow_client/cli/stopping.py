@@ -21,7 +21,7 @@ class Stopping:
     """Handles SIGINT and SIGTERM during a `with` block in the main thread. In other threads the block has no effect.
 
     If a signal handler raises an exception, the result of the interrupted call may be lost. So this handler raises only
-    in a `breakable` block. In all cases a separate thread calls the function that was given to `on_stop`.
+    in a `breakable` block. At the first signal, a separate thread also calls the function that `on_stop` got.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Stopping:
             self._breakable = False
 
     def on_stop(self, action: Callable[[], object]) -> None:
-        """Call a function on a separate thread when a signal comes. Call it immediately if a signal came before."""
+        """Call a function on a separate thread when a signal comes, or immediately if a signal came before."""
 
         def watch() -> None:
             if self._came.get():

@@ -13,7 +13,7 @@ from rich.text import Text
 
 __all__ = ["warnings_shown"]
 
-#: Maximum number of log records that wait for a slow terminal or pipe. When this number waits, new records are dropped.
+#: Maximum number of log records that wait for a slow terminal or pipe. New records are dropped at this number.
 _MAX_WAITING = 1000
 #: Maximum seconds to wait for room in the queue, and then for the thread to show the remaining records.
 _AT_EXIT = 1.0

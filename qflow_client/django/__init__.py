@@ -42,7 +42,7 @@ def add(
     Args:
         message: the body, or a `Message` with properties.
         exchange: exchange of the message. The default is the exchange of a `RoutedMessage`, or else ``""``.
-        routing_key: routing key of the message. The default is the key of a `RoutedMessage`, or else ``""``.
+        routing_key: routing key of the message. The default is the routing key of a `RoutedMessage`, or else ``""``.
         ordering_key: messages with the same key are published in the order in which they were added. The messages of
             transactions that run at the same time have no order. ``None`` for a message without an order.
         using: alias of the database.
@@ -101,7 +101,7 @@ def add_many(
 
 
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
-    """Record in the current transaction that a message is handled. Return True if it was not handled before.
+    """Record in the current transaction that a message is handled. Return True if the message was not handled before.
 
     Call this function in the transaction that handles the message. While another transaction handles a copy, the
     function waits. Acknowledge the message after the commit, even if the result is False.

@@ -18,7 +18,7 @@ __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_sc
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 # Number of bytes at the end of a file that are read to find the last line.
 _TAIL = 64 << 10
-# Bytes that are read in one call.
+# Number of bytes to read in one call.
 _BLOCK = 1 << 20
 # Maximum number of rows of a Parquet file that are in memory at the same time.
 _ROWS = 20_000
@@ -92,7 +92,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # Lines without this text are skipped without parsing.
+        # To save time, a line without this text is skipped and not parsed.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:

@@ -31,8 +31,8 @@ class Sample:
         seconds: length of the sample in seconds.
         arrivals: number of messages that arrived from each publisher.
         left: number of messages that left the queue.
-        was_busy: whether the queue had messages at the start and at the end of the sample. The replay then assumes that
-            the consumers could not take more messages than they took.
+        was_busy: whether the queue had messages at the start and at the end of the sample. In a busy sample, the replay
+            assumes that the consumers took as many messages as they could.
     """
 
     seconds: float

@@ -2,8 +2,8 @@
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
 links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
-only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients stay connected, because
-they connect from 127.0.0.1.
+only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. A cut does not affect the
+connections of clients, because clients connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """

@@ -132,10 +132,10 @@ text.highest { fill: #c297ff } text.stop { fill: #ff7b72 } text.resume { fill: #
 .depth { stroke: #79c0ff }
 .on { fill: #ff7b72; opacity: 0.16 }"""
 
-# Minimum distance between two lines of text in pixels.
+# Minimum pixels between two lines of text.
 _LINE_HEIGHT = 14
 
-# Possible distances between two ticks of the time axis in seconds.
+# Possible distances in seconds between two ticks of the time axis.
 _TICK_STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOST_STEPS = 8
 

@@ -54,7 +54,7 @@ class Node(ABC):
         self._directory = directory
         self._temporary = temporary
         self._start_timeout = start_timeout
-        # None if the broker has not been started. If the broker ends by itself, this attribute is not changed.
+        # None before `start`, and after `stop` or `kill`. If the broker ends by itself, this attribute does not change.
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -260,7 +260,7 @@ class FaultProxy:
     # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function on the proxy's loop, and return its result. On the loop's thread, call the function here."""
+        """Return the result of a function that runs on the proxy's loop. On the loop's thread, call it directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -517,7 +517,7 @@ class FaultProxy:
             lowest: minimum bytes of a write, if at least this number of bytes was received.
             highest: maximum bytes of a write; ``None`` for the value of `lowest`. The size of each write is random
                 between `lowest` and `highest`.
-            pause: pause between two writes in seconds.
+            pause: seconds between two writes.
             direction: affected direction; ``None`` for both.
             connection: number of the connection; ``None`` for all current and future connections.
 

@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# The maximum for a delayed direction. A larger maximum is needed, because a delay must not limit the bandwidth.
+# Maximum bytes for a delayed direction. This maximum is larger, because a delay must not limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, the proxy sends the bytes of this number of seconds together. If the event loop is late, it
-# catches up on at most the bytes of this number of seconds.
+# With a limited rate, the proxy sends the bytes of this number of seconds together. If the event loop is late, the
+# proxy makes up for at most this number of seconds.
 _RATE_SLICE = 0.01
 # Maximum seconds that connecting to the broker may take.
 _CONNECT_TIMEOUT = 30.0

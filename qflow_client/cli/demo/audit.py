@@ -33,7 +33,7 @@ class ProducerTally:
         checksum: checksum of the sent bodies. The order of the bodies does not change the checksum.
         holds: kinds of the holds that block the producer now.
         times_flowed: how often the producer was blocked (flowed).
-        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
+        seconds_flowed: seconds for which the producer was held, for each kind of hold.
     """
 
     name: str
