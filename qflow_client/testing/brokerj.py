@@ -215,7 +215,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """The log since the broker's start. ``QUE-1003`` reports an overfull queue, and ``QUE-1004`` that it has room."""
+        """The log since the broker's start. ``QUE-1003`` reports an overfull queue, ``QUE-1004`` a queue with room."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:

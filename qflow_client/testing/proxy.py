@@ -142,7 +142,7 @@ class FaultProxy:
         self._greeting: set[asyncio.Task[None]] = set()
         # The proxy's event loop. Only code that runs on this loop uses this attribute.
         self._running: asyncio.AbstractEventLoop
-        # The same loop, for calls from other threads; None while the loop accepts no calls. Protected by `_loop_lock`.
+        # The loop for calls from other threads; None while the loop accepts no calls. `_loop_lock` protects the value.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)

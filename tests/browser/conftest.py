@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from qflow_client.broker import Broker
 
 HERE = Path(__file__).parent
-#: Maximum seconds of any wait for a page or for the broker. A busy machine needs this long.
+#: Maximum seconds of any wait for a page or for the broker. The maximum is large, because a machine may be busy.
 PATIENCE = 100.0
 
 expect.set_options(timeout=PATIENCE * 1000)

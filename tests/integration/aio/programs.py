@@ -191,7 +191,7 @@ def forked(url: str, count: str) -> None:
 
 
 def forked_while_disconnected(url: str, own_url: str, count: str) -> None:
-    """Fork `count` times between two attempts to connect, or during an attempt. The test chooses by its proxy."""
+    """Fork `count` times between two attempts to connect, or during an attempt. The proxy of the test decides."""
 
     logging.disable()
 

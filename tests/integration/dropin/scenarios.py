@@ -662,7 +662,7 @@ def connection__process_data_events__in_a_callback(_pika: Any, channel: Any, log
     def call(channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
         log.append(["begin", body])
         if len(log) == 1:
-            # Wait until the second message has arrived. The callback must not be called for it during this call.
+            # Wait until the second message has arrived. This call must not call the callback for the second message.
             channel.connection.process_data_events(0.2)
         log.append(["end", body])
 

@@ -155,7 +155,7 @@ def tag_of_first(channel: Any, *bodies: Any) -> Any:
 
 
 def over(connection: Any, channel: Any) -> str:
-    """Publish on a closed connection, and return the type of the error. Its text differs between cases in py-amqp."""
+    """Publish on a closed connection, and return the type of the error. In py-amqp the error's text differs by case."""
     with pytest.raises(connection.recoverable_connection_errors) as caught:
         publish(channel, b"never")
     return type(caught.value).__name__

@@ -234,7 +234,7 @@ def _child(producer: Producer) -> int:
 
 
 def forked_while_disconnected(url: str, count: str) -> None:
-    """Fork `count` times between two attempts to connect, or during an attempt. The test chooses by its proxy."""
+    """Fork `count` times between two attempts to connect, or during an attempt. The proxy of the test decides."""
     logging.disable()
     producer = Producer(url, routing_key="q", connect_timeout=5.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
     receipt = producer.send(b"unsettled")
@@ -422,7 +422,7 @@ def closed_at_the_very_end(url: str) -> None:
 
 
 def sends_at_the_very_end(url: str, outbox: str) -> None:
-    """A program that does not close its producer. Its exit handler sends a message after the library's handler."""
+    """A program that does not close its producer. The program's exit handler sends after the library's handler."""
     producer = Producer(url, routing_key="q", outbox=outbox)
     producer.send(b"early")
 

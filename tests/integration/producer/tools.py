@@ -242,7 +242,7 @@ class Growing:
 
 
 class Wire:
-    """The frames that a broker has received and sent, in the order of the wire. Use it as the broker's `trace`."""
+    """Frames that a broker has received and sent, in the order of the wire. Give this object to `Broker(trace=…)`."""
 
     def __init__(self) -> None:
         self._frames = Growing()
