@@ -12,7 +12,7 @@ from qflow_client.settings import ProducerSettings
 
 
 class Engine:
-    """Records its calls, and raises an error if that is wanted."""
+    """A producer engine that records its calls, and raises an error if one is given."""
 
     def __init__(self, name: str, error: BaseException | None) -> None:
         self.settings = ProducerSettings(name=name)
@@ -29,7 +29,7 @@ class Engine:
 
 @pytest.mark.parametrize("end", [engine._at_exit, engine._after_fork_in_child], ids=["exit", "fork"])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_E2_a_producer_that_fails_does_not_stop_the_others_from_ending(
+def test_E2_a_producer_that_raises_at_exit_or_after_a_fork_does_not_prevent_the_others_from_ending(
     end: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(f"producer {number}", error if number != 1 else None) for number in range(3)]

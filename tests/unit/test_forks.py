@@ -1,4 +1,4 @@
-"""What forked children do with the sockets of their parent."""
+"""The sockets of the parent in a forked child."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from qflow_client.forks import replace_copy, separately
 
 
-def test_a_copy_of_a_descriptor_is_replaced_even_if_no_more_descriptors_can_be_opened(
+def test_a_forked_child_replaces_its_copy_of_a_socket_even_at_the_limit_of_open_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, other = socket.socketpair()
@@ -29,11 +29,11 @@ def test_a_copy_of_a_descriptor_is_replaced_even_if_no_more_descriptors_can_be_o
         monkeypatch.setattr(os, "open", open_at_the_limit)
         replace_copy(ours.fileno())
         assert os.fstat(ours.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
-        # The only copy is closed.
+        # The only copy of the socket is closed.
         assert other.recv(1) == b""
 
 
-def test_an_object_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
+def test_an_error_while_closing_one_object_does_not_keep_the_others_open() -> None:
     closed: list[int] = []
 
     def close(number: int) -> None:

@@ -41,18 +41,18 @@ SHORT_STRINGS = (
         ("", b""),
     ],
 )
-def test_a_body_is_bytes_or_text(body: Any, expected: bytes) -> None:
+def test_the_body_of_a_message_can_be_bytes_or_text(body: Any, expected: bytes) -> None:
     assert Message(body).body == expected
     assert type(Message(body).body) is bytes
     assert as_body(body) == expected
 
 
-def test_a_body_of_bytes_is_not_copied() -> None:
+def test_a_message_does_not_copy_a_body_of_bytes() -> None:
     body = b"large"
     assert Message(body).body is body
 
 
-def test_a_body_is_not_shared_with_a_mutable_buffer() -> None:
+def test_a_message_copies_a_body_that_is_a_mutable_buffer() -> None:
     buffer = bytearray(b"before")
     message = Message(buffer)
     buffer[:] = b"after!"
@@ -60,7 +60,7 @@ def test_a_body_is_not_shared_with_a_mutable_buffer() -> None:
 
 
 @pytest.mark.parametrize("body", [None, 5, ["a"], {"a": 1}, object()])
-def test_any_other_body_is_refused_and_the_error_says_how_to_convert_it(body: Any) -> None:
+def test_a_body_that_is_not_bytes_or_text_raises_an_error_that_says_how_to_convert_it(body: Any) -> None:
     with pytest.raises(TypeError, match=rf"not {type(body).__name__}; encode it first \(json"):
         Message(body)
 
@@ -75,7 +75,7 @@ def test_a_message_is_persistent_by_default() -> None:
     assert all(getattr(message, name) is None for name in others)
 
 
-def test_a_message_cannot_be_changed() -> None:
+def test_the_attributes_of_a_message_cannot_be_changed() -> None:
     message = Message(b"", type="flight")
     for name in ("body", "type", "headers", "other"):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -102,7 +102,7 @@ PROPERTIES: dict[str, Any] = {
 }
 
 
-def test_a_message_is_a_dataclass_with_properties_by_name_or_position() -> None:
+def test_a_message_is_a_dataclass_and_takes_its_properties_by_name_or_position() -> None:
     message = Message(b"body", **PROPERTIES)
     assert message == Message(b"body", *PROPERTIES.values())
     assert dataclasses.asdict(message) == {"body": b"body", **PROPERTIES}
@@ -116,7 +116,7 @@ def test_a_message_is_a_dataclass_with_properties_by_name_or_position() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda message: pickle.loads(pickle.dumps(message))])
 @pytest.mark.parametrize("message", [Message(b""), Message(b"", delivery_mode=None), Message(b"body", **PROPERTIES)])
-def test_a_copy_of_a_message_is_equal(copied: Callable[[Message], Message], message: Message) -> None:
+def test_a_copy_of_a_message_equals_the_message(copied: Callable[[Message], Message], message: Message) -> None:
     assert copied(message) == message
 
 
@@ -131,7 +131,7 @@ class Order(Message):
     customer: str = ""
 
 
-def test_a_message_of_a_subclass_is_checked_like_any_message() -> None:
+def test_the_properties_of_a_message_subclass_are_checked_like_those_of_a_message() -> None:
     body: Any = "text"
     order = Order(body, type="order", customer="Ann")
     assert (order.body, order.type, order.customer, order.delivery_mode) == (b"text", "order", "Ann", 2)
@@ -143,7 +143,7 @@ def test_a_message_of_a_subclass_is_checked_like_any_message() -> None:
 
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
-def test_a_short_string_has_at_most_255_bytes(name: str) -> None:
+def test_a_property_of_a_message_longer_than_255_bytes_raises_an_error(name: str) -> None:
     values: dict[str, Any]
     for fits in ("", "x" * 255, "ü" * 127 + "x", "😀" * 63):
         values = {name: fits}
@@ -156,30 +156,30 @@ def test_a_short_string_has_at_most_255_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
 @pytest.mark.parametrize("value", [b"bytes", 5])
-def test_a_short_string_must_be_a_str(name: str, value: Any) -> None:
+def test_a_property_of_a_message_that_must_be_a_str_rejects_other_types(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a str, not {type(value).__name__}"):
         Message(b"", **{name: value})
 
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
-def test_a_string_that_is_not_valid_unicode_is_refused_at_construction_and_not_at_sending(name: str) -> None:
+def test_a_property_that_is_not_valid_unicode_raises_an_error_when_the_message_is_made(name: str) -> None:
     values: dict[str, Any] = {name: "\ud800"}
     with pytest.raises(ValueError, match=f"{name} cannot be encoded as UTF-8"):
         Message(b"", **values)
 
 
 @pytest.mark.parametrize("expiration", ["0", "60000", "0060000"])
-def test_an_expiration_is_a_string_of_digits(expiration: str) -> None:
+def test_the_expiration_of_a_message_may_be_a_string_of_digits(expiration: str) -> None:
     assert Message(b"", expiration=expiration).expiration == expiration
 
 
 @pytest.mark.parametrize("expiration", ["", "-1", "1.5", "1e3", " 1", "soon", "٣", "²"])
-def test_any_other_expiration_is_refused(expiration: str) -> None:
+def test_an_expiration_that_is_not_a_string_of_digits_raises_an_error(expiration: str) -> None:
     with pytest.raises(ValueError, match="expiration must be milliseconds as a string of digits"):
         Message(b"", expiration=expiration)
 
 
-def test_an_expiration_that_is_a_number_is_refused() -> None:
+def test_an_expiration_that_is_a_number_raises_an_error() -> None:
     with pytest.raises(TypeError, match="expiration must be a str, not int"):
         Message(b"", expiration=60000)  # type: ignore[arg-type]
 
@@ -190,7 +190,9 @@ def test_an_expiration_that_is_a_number_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "lowest", "highest"), [("delivery_mode", 1, 2), ("priority", 0, 255), ("timestamp", 0, (1 << 63) - 1)]
 )
-def test_a_number_must_be_in_the_range_of_its_amqp_field(name: str, lowest: int, highest: int) -> None:
+def test_a_numeric_property_of_a_message_must_be_in_the_range_of_its_amqp_field(
+    name: str, lowest: int, highest: int
+) -> None:
     for fits in (lowest, highest):
         assert getattr(Message(b"", **{name: fits}), name) == fits  # type: ignore[arg-type]
     for beyond in (lowest - 1, highest + 1):
@@ -200,7 +202,7 @@ def test_a_number_must_be_in_the_range_of_its_amqp_field(name: str, lowest: int,
 
 @pytest.mark.parametrize("name", ["delivery_mode", "priority", "timestamp"])
 @pytest.mark.parametrize("value", [True, 1.0, "1"])
-def test_a_number_must_be_an_int(name: str, value: Any) -> None:
+def test_a_numeric_property_of_a_message_must_be_an_int(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be an int, not {type(value).__name__}"):
         Message(b"", **{name: value})
 
@@ -220,7 +222,7 @@ EAST, WEST = timezone(timedelta(hours=14)), timezone(timedelta(hours=-12))
         datetime(2013, 1, 1, 5, 15),
     ],
 )
-def test_a_timestamp_can_be_a_datetime_since_1970(timestamp: datetime) -> None:
+def test_the_timestamp_of_a_message_can_be_a_datetime_since_1970(timestamp: datetime) -> None:
     assert Message(b"", timestamp=timestamp).timestamp is timestamp
 
 
@@ -234,7 +236,7 @@ def test_a_timestamp_can_be_a_datetime_since_1970(timestamp: datetime) -> None:
         datetime.max.replace(tzinfo=WEST),
     ],
 )
-def test_a_datetime_that_amqp_cannot_carry_is_refused(timestamp: datetime) -> None:
+def test_a_timestamp_that_amqp_cannot_carry_raises_an_error(timestamp: datetime) -> None:
     with pytest.raises(ValueError, match="timestamp must be from 1970 to 9999"):
         Message(b"", timestamp=timestamp)
 
@@ -243,18 +245,20 @@ def test_a_datetime_that_amqp_cannot_carry_is_refused(timestamp: datetime) -> No
 
 
 @pytest.mark.parametrize("headers", [{}, {"a": 1}, MappingProxyType({"a": 1})])
-def test_headers_must_be_a_mapping(headers: Mapping[str, Any]) -> None:
+def test_the_headers_of_a_message_may_be_any_mapping(headers: Mapping[str, Any]) -> None:
     assert Message(b"", headers=headers).headers == headers
 
 
 @pytest.mark.parametrize("headers", [[("a", 1)], "a=1", 5])
-def test_headers_that_are_not_a_mapping_are_refused(headers: Any) -> None:
+def test_headers_of_a_message_that_are_not_a_mapping_raise_an_error(headers: Any) -> None:
     with pytest.raises(TypeError, match=f"headers must be a mapping, not {type(headers).__name__}"):
         Message(b"", headers=headers)
 
 
 @given(st.dictionaries(st.sampled_from(SHORT_STRINGS), st.text(st.characters(), max_size=300)))
-def test_a_message_is_refused_exactly_if_one_of_its_strings_is_too_long(values: dict[str, str]) -> None:
+def test_making_a_message_raises_an_error_exactly_if_one_of_its_strings_is_too_long_or_not_unicode(
+    values: dict[str, str],
+) -> None:
     def fits(value: str) -> bool:
         try:
             return len(value.encode()) <= 255
@@ -285,7 +289,7 @@ def test_a_message_is_refused_exactly_if_one_of_its_strings_is_too_long(values: 
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("remake", [lambda message: message, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_E3_headers_compare_equal_and_are_deeply_immutable(remake: Any, value: Any) -> None:
+def test_E3_the_headers_of_a_message_equal_the_given_ones_and_are_deeply_immutable(remake: Any, value: Any) -> None:
     headers = {"key": value}
     message = remake(Message(b"body", headers=headers))
     assert message.headers == headers
@@ -293,7 +297,7 @@ def test_E3_headers_compare_equal_and_are_deeply_immutable(remake: Any, value: A
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda headers: pickle.loads(pickle.dumps(headers))])
-def test_E3_a_copy_of_headers_can_be_changed(copied: Any) -> None:
+def test_E3_a_copy_of_the_headers_of_a_message_can_be_changed(copied: Any) -> None:
     message = Message(b"body", headers={"tries": 1, "path": [{"host": "a"}]})
     headers = copied(message.headers)
     headers["tries"] += 1
@@ -342,7 +346,7 @@ def _changeable(own: Any, given: Any) -> list[Any]:
     return found
 
 
-def test_headers_that_contain_themselves_or_change_during_the_copy_are_an_error() -> None:
+def test_headers_that_contain_themselves_or_change_while_they_are_copied_raise_an_error() -> None:
     endless: dict[str, Any] = {}
     endless["self"] = endless["once more"] = endless
     with pytest.raises(ValueError, match="a value that contains itself cannot be sent"):
@@ -358,7 +362,7 @@ def test_headers_that_contain_themselves_or_change_during_the_copy_are_an_error(
         Message(b"", headers={"inner": Changing(a=1)})
 
 
-def test_a_routed_message_equals_its_message_and_keeps_its_route() -> None:
+def test_a_routed_message_equals_the_message_without_the_route_and_keeps_the_route() -> None:
     message = Message(b"body", headers={"a": [1]}, priority=3)
     routed = RoutedMessage(b"body", headers={"a": [1]}, priority=3, exchange="ex", routing_key="key")
     assert routed == message
@@ -382,14 +386,14 @@ def test_a_routed_message_equals_its_message_and_keeps_its_route() -> None:
         routed.exchange = "other"  # type: ignore[misc]  # it is what must fail
 
 
-def test_a_routed_message_refuses_a_route_that_amqp_cannot_carry() -> None:
+def test_a_routed_message_whose_exchange_or_routing_key_amqp_cannot_carry_raises_an_error() -> None:
     with pytest.raises(ValueError, match="routing_key has 256 bytes"):
         RoutedMessage(b"", routing_key="k" * 256)
     with pytest.raises(TypeError, match="exchange"):
         RoutedMessage(b"", exchange=1)  # type: ignore[arg-type]  # it is what must fail
 
 
-def test_a_copy_of_a_message_subclass_has_only_its_amqp_properties() -> None:
+def test_a_routed_copy_of_a_message_subclass_has_only_the_amqp_properties() -> None:
     class Own(Message):
         pass
 

@@ -38,7 +38,7 @@ with Broker() as broker:
 
 
 @pytest.mark.program
-def test_features_that_need_files_are_refused_and_all_others_work(tmp_path: Path) -> None:
+def test_on_a_system_that_is_not_posix_only_features_that_keep_files_raise_an_error(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "file")], capture_output=True, text=True, check=False
     )

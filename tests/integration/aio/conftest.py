@@ -25,28 +25,28 @@ _NEAR_THE_LOOP = (
     # Order of callbacks, timers and cancellations within one iteration of the loop.
     "aio.test_cancellation",
     # Number of loop iterations of a call or a callback, and the end of a loop.
-    "test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_calls",
+    "test_callbacks_are_called_by_the_event_loop_in_order_and_never_inside_producer_calls",
     "test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop",
-    "test_a_manager_may_stop_a_producer_whose_loop_is_closed",
-    "test_f8_with_an_open_gate_a_send_needs_no_loop_iteration_and_one_write_contains_many_messages",
-    "test_a_producer_whose_loop_is_closed_admits_nothing",
-    "test_an_outbox_is_free_after_its_producer_is_closed_on_another_loop",
-    "test_E4_close_needs_no_thread_of_the_executor_of_the_loop",
+    "test_a_flow_manager_may_stop_a_producer_whose_event_loop_is_closed",
+    "test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages",
+    "test_a_producer_whose_event_loop_is_closed_admits_no_message",
+    "test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop",
+    "test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop",
     # Calls from other threads.
-    "test_d5_managers_and_other_threads_can_hold_an_async_producer",
-    "test_F6_the_manager_stops_and_starts_the_channel_from_any_thread",
+    "test_d5_flow_managers_and_other_threads_can_hold_an_async_producer",
+    "test_F6_the_flow_manager_can_stop_and_start_a_drop_in_channel_from_any_thread",
     # Sockets that are full, cut, refused, wrapped in TLS, or to be closed.
     "test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason",
     "test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly",
     "test_a_robust_connection_reconnects_together_with_its_producers",
-    "test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead",
-    "test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection",
-    "test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends",
-    "test_a_robust_channel_keeps_its_gate_correct_over_reconnections",
-    "test_messages_written_before_a_lost_connection_raise_as_with_aio_pika",
+    "test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead",
+    "test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection",
+    "test_J7_channel_flow_is_answered_and_no_message_is_published_until_flow_is_active",
+    "test_the_holds_of_a_robust_channel_are_correct_after_reconnections",
+    "test_publish_calls_of_messages_written_before_a_lost_connection_raise_the_error_of_aio_pika",
     "test_a_program_without_confirms_is_held_by_a_full_socket",
-    "test_flow_control_works_over_tls",
-    "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_the_callbacks",
+    "test_flow_control_of_the_drop_in_for_aio_pika_works_over_tls",
+    "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_all_close_callbacks",
 )
 
 

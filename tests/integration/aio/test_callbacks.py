@@ -32,7 +32,9 @@ from tests.integration.producer.tools import bodies
 from .tools import Run, held, in_line, kinds, soon
 
 
-def test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_calls(run: Run, broker: Broker) -> None:
+def test_callbacks_are_called_by_the_event_loop_in_order_and_never_inside_producer_calls(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         told: list[str] = []
         async with AsyncProducer(broker.url, routing_key="q") as producer:
@@ -53,7 +55,7 @@ def test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_call
     run(main())
 
 
-def test_a_callback_may_call_any_method(run: Run, broker: Broker) -> None:
+def test_a_flow_callback_may_call_any_method_of_the_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         receipts: list[Any] = []
         tasks: list[asyncio.Task[Any]] = []
@@ -77,7 +79,7 @@ def test_a_callback_may_call_any_method(run: Run, broker: Broker) -> None:
     run(main())
 
 
-def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
+def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event_and_no_message(
     run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -127,7 +129,9 @@ def test_on_delivery_may_send_and_may_close_the_producer(run: Run, broker: Broke
     assert bodies(broker) == [b"%d" % number for number in range(10)]
 
 
-def test_a_send_of_another_thread_during_a_callback_is_no_send_of_the_callback(run: Run, broker: Broker) -> None:
+def test_a_send_from_another_thread_during_a_callback_does_not_count_as_a_send_of_the_callback(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         errors: list[BaseException | None] = []
 
@@ -171,7 +175,7 @@ def test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop(
     assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
 
 
-def test_on_delivery_may_send_even_if_the_broker_confirms_faster_than_receipts_are_reported(
+def test_on_delivery_may_send_even_if_confirms_arrive_faster_than_receipts_are_reported(
     run: Run, broker: Broker
 ) -> None:
     why: list[list[str]] = []
@@ -249,7 +253,7 @@ def test_failures_reported_to_on_delivery_are_not_raised_again(run: Run, broker:
 
 
 @pytest.mark.parametrize("name", ["on_flow", "on_delivery"])
-def test_a_coroutine_function_is_refused_as_a_callback_because_it_would_not_be_awaited(
+def test_a_coroutine_function_as_a_callback_raises_an_error_because_it_would_not_be_awaited(
     run: Run, broker: Broker, name: str
 ) -> None:
     async def callback(_what: Any) -> None:
@@ -264,7 +268,7 @@ def test_a_coroutine_function_is_refused_as_a_callback_because_it_would_not_be_a
     run(main())
 
 
-def test_every_iterator_gets_all_flow_events_and_ends_with_the_producer(run: Run, broker: Broker) -> None:
+def test_every_iterator_over_flow_events_gets_all_events_and_ends_with_the_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         events = [producer.flow_events() for _ in range(2)]
@@ -287,7 +291,7 @@ def test_every_iterator_gets_all_flow_events_and_ends_with_the_producer(run: Run
     run(main())
 
 
-def test_an_iterator_that_the_program_abandons_leaves_nothing_behind(run: Run, broker: Broker) -> None:
+def test_an_abandoned_iterator_over_flow_events_leaves_no_state(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
 
@@ -308,7 +312,7 @@ def test_an_iterator_that_the_program_abandons_leaves_nothing_behind(run: Run, b
     run(main())
 
 
-def test_d5_managers_and_other_threads_can_hold_an_async_producer(run: Run, broker: Broker) -> None:
+def test_d5_flow_managers_and_other_threads_can_hold_an_async_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         manager = FlowManager("ops")
         async with AsyncProducer(broker.url, routing_key="q", manager=manager) as producer:
@@ -341,7 +345,7 @@ def test_d5_managers_and_other_threads_can_hold_an_async_producer(run: Run, brok
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
-def test_a_manager_may_stop_a_producer_whose_loop_is_closed(run: Run, broker: Broker) -> None:
+def test_a_flow_manager_may_stop_a_producer_whose_event_loop_is_closed(run: Run, broker: Broker) -> None:
     manager = FlowManager()
     producers = []
 
@@ -364,7 +368,7 @@ def test_a_manager_may_stop_a_producer_whose_loop_is_closed(run: Run, broker: Br
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_producer_whose_loop_was_closed_while_calls_waited_can_be_resumed_and_shut_down(
+def test_a_producer_whose_event_loop_was_closed_while_calls_waited_can_be_resumed_and_shut_down(
     make_loop: Callable[[], asyncio.AbstractEventLoop], broker: Broker
 ) -> None:
     async def main() -> tuple[AsyncProducer, list[Any]]:
@@ -395,7 +399,9 @@ def test_a_producer_whose_loop_was_closed_while_calls_waited_can_be_resumed_and_
     collect()
 
 
-def test_one_notice_covers_all_waiting_senders(run: Run, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_notice_covers_all_waiting_async_senders(
+    run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         notices: list[FlowEvent] = []
         producer = AsyncProducer(broker.url, routing_key="q", flow_control_wait_notify_period=0.1)
@@ -427,7 +433,7 @@ def test_one_notice_covers_all_waiting_senders(run: Run, broker: Broker, caplog:
     assert bodies(broker) == [b"%d" % number for number in range(1, 2000)]
 
 
-def test_callbacks_that_are_due_are_called_before_close_returns(run: Run, broker: Broker) -> None:
+def test_callbacks_that_are_due_are_called_before_close_of_an_async_producer_returns(run: Run, broker: Broker) -> None:
     async def main() -> None:
         told: list[FlowEventKind] = []
         producer = await AsyncProducer(broker.url, routing_key="q").connect()
@@ -444,7 +450,7 @@ def test_callbacks_that_are_due_are_called_before_close_returns(run: Run, broker
     run(main())
 
 
-def test_E6_events_for_a_callback_that_causes_more_events_are_bounded(
+def test_E6_flow_events_for_a_callback_that_causes_more_events_are_bounded(
     run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
@@ -472,7 +478,7 @@ def test_E6_events_for_a_callback_that_causes_more_events_are_bounded(
     assert "orders: 90 flow events were dropped, because callback <function" in caplog.text
 
 
-def test_E6_events_that_occur_before_the_loop_runs_are_bounded(
+def test_E6_flow_events_that_occur_before_the_event_loop_runs_are_bounded(
     broker: Broker, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = AsyncProducer(broker.url, routing_key="q", max_flow_events=10, name="orders")

@@ -17,9 +17,7 @@ from tests.integration.producer.tools import bodies
 from .tools import Run, held, in_line, soon
 
 
-def test_a_send_that_is_cancelled_in_the_waiting_line_sends_nothing_and_the_next_send_is_admitted(
-    run: Run, broker: Broker
-) -> None:
+def test_a_waiting_send_that_is_cancelled_sends_nothing_and_the_next_send_is_admitted(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=2, capacity_bytes=10) as producer:
             broker.withhold_confirms()
@@ -41,7 +39,7 @@ def test_a_send_that_is_cancelled_in_the_waiting_line_sends_nothing_and_the_next
     assert bodies(broker) == [b"123456", b"fits"]
 
 
-def test_a_message_not_admitted_before_its_cancellation_is_never_admitted(run: Run, broker: Broker) -> None:
+def test_a_message_whose_send_is_cancelled_before_admission_is_never_admitted(run: Run, broker: Broker) -> None:
     """This is also true if the hold ends in the same loop iteration, before the cancelled task has run."""
 
     async def main() -> None:
@@ -61,7 +59,7 @@ def test_a_message_not_admitted_before_its_cancellation_is_never_admitted(run: R
     assert bodies(broker) == [b"1", b"3"]
 
 
-def test_a_send_that_is_cancelled_after_the_admission_is_still_sent_and_its_failure_is_raised(
+def test_a_message_whose_send_is_cancelled_after_admission_is_sent_and_its_failure_is_raised(
     run: Run, broker: Broker
 ) -> None:
     async def main() -> None:
@@ -84,7 +82,9 @@ def test_a_send_that_is_cancelled_after_the_admission_is_still_sent_and_its_fail
     assert bodies(broker) == [b""]
 
 
-def test_a_cancellation_at_the_same_time_as_the_deadline_loses_nothing(run: Run, broker: Broker) -> None:
+def test_a_send_that_is_cancelled_exactly_at_its_deadline_loses_no_capacity_and_no_message(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             producer.pause()
@@ -103,7 +103,7 @@ def test_a_cancellation_at_the_same_time_as_the_deadline_loses_nothing(run: Run,
     assert bodies(broker) == [b"yes"]
 
 
-def test_cancelled_waits_leave_no_waiter_behind(run: Run, broker: Broker) -> None:
+def test_cancelled_waits_of_an_async_producer_leave_no_state(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.withhold_confirms()
@@ -133,7 +133,7 @@ def test_cancelled_waits_leave_no_waiter_behind(run: Run, broker: Broker) -> Non
     run(main())
 
 
-def test_a_cancelled_close_withdraws_messages_and_reports_them(run: Run, broker: Broker) -> None:
+def test_a_cancelled_close_withdraws_unsent_messages_and_reports_them(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = await AsyncProducer(broker.url, routing_key="q").connect()
         broker.withhold_confirms()
@@ -154,7 +154,7 @@ def test_a_cancelled_close_withdraws_messages_and_reports_them(run: Run, broker:
     run(main())
 
 
-def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing_behind(run: Run, broker: Broker) -> None:
+def test_a_connect_that_is_cancelled_at_any_point_leaves_no_task_and_no_connection(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connected = 0
         for turns in range(60):
@@ -180,7 +180,7 @@ def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing_behind(run: Run
 
 
 @pytest.mark.parametrize("seed", range(rounds(4)))
-def test_random_cancellations_lose_and_duplicate_nothing(run: Run, broker: Broker, seed: int) -> None:
+def test_random_cancellations_of_sends_lose_and_duplicate_no_message(run: Run, broker: Broker, seed: int) -> None:
     dice = random.Random(seed)
 
     async def main() -> None:
@@ -240,7 +240,7 @@ def test_random_cancellations_lose_and_duplicate_nothing(run: Run, broker: Broke
     run(main())
 
 
-def test_a_failing_task_group_cancels_its_sends(run: Run, broker: Broker) -> None:
+def test_a_failing_task_group_cancels_its_waiting_sends(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.flow(False)

@@ -151,7 +151,9 @@ def test_a_hundred_producers_on_one_connection_can_all_send_their_messages(run: 
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_a_connection_not_made_by_us_is_refused(run: Run, broker: Broker, robust: bool) -> None:
+def test_creating_a_producer_on_a_connection_of_another_library_raises_an_error(
+    run: Run, broker: Broker, robust: bool
+) -> None:
     async def main() -> None:
         connect = aio_pika.connect_robust if robust else aio_pika.connect
         async with await connect(broker.url) as connection:
@@ -162,7 +164,7 @@ def test_a_connection_not_made_by_us_is_refused(run: Run, broker: Broker, robust
     run(main())
 
 
-def test_url_and_connection_together_are_refused(run: Run, broker: Broker) -> None:
+def test_creating_a_producer_with_both_a_url_and_a_connection_raises_an_error(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await connect_async(broker.url) as connection:
             with pytest.raises(SettingsError, match="one"):
@@ -171,7 +173,7 @@ def test_url_and_connection_together_are_refused(run: Run, broker: Broker) -> No
     run(main())
 
 
-def test_a_producer_on_a_closed_connection_is_refused(run: Run, broker: Broker) -> None:
+def test_creating_a_producer_on_a_closed_connection_raises_an_error(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connection = await connect_async(broker.url)
         await connection.close()
@@ -181,7 +183,9 @@ def test_a_producer_on_a_closed_connection_is_refused(run: Run, broker: Broker) 
     run(main())
 
 
-def test_opening_more_channels_than_the_broker_allows_is_an_error(run: Run, make_broker: Callable[..., Broker]) -> None:
+def test_opening_more_channels_than_the_broker_allows_raises_an_error(
+    run: Run, make_broker: Callable[..., Broker]
+) -> None:
     broker = make_broker(channel_max=3)
 
     async def main() -> None:
@@ -198,7 +202,9 @@ def test_opening_more_channels_than_the_broker_allows_is_an_error(run: Run, make
     run(main())
 
 
-def test_a_channel_closed_by_the_broker_does_not_close_the_others(run: Run, broker: Broker) -> None:
+def test_a_channel_closed_by_the_broker_does_not_close_the_other_channels_of_the_connection(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         async with await connect_async(broker.url) as connection:
             one = await AsyncProducer(connection=connection, routing_key="q").connect()
@@ -272,7 +278,7 @@ def test_a_robust_connection_reconnects_together_with_its_producers(run: Run, br
     run(main())
 
 
-def test_a_broker_that_blocks_immediately_does_not_prevent_the_connection_from_opening(
+def test_a_connection_opens_even_if_the_broker_blocks_it_immediately(
     run: Run, make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker()
@@ -292,7 +298,7 @@ def test_a_broker_that_blocks_immediately_does_not_prevent_the_connection_from_o
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
+def test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead(
     run: Run, broker: Broker, proxy: Proxy, is_settled: bool
 ) -> None:
     async def main() -> None:
@@ -312,7 +318,7 @@ def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
 
 
 @pytest.mark.parametrize("reads_again", [True, False])
-def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
+def test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     run: Run,
     broker: Broker,
     proxy: Proxy,
@@ -358,7 +364,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "no url", "amqp://localhost:port/", 5])
-def test_an_argument_that_is_not_a_url_is_refused(run: Run, url: Any) -> None:
+def test_creating_a_connection_with_an_argument_that_is_not_a_url_raises_an_error(run: Run, url: Any) -> None:
     async def main() -> None:
         with pytest.raises(SettingsError, match="url="):
             await connect_async(url)
@@ -367,7 +373,7 @@ def test_an_argument_that_is_not_a_url_is_refused(run: Run, url: Any) -> None:
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_a_connection_that_cannot_be_made_is_an_error(
+def test_creating_a_connection_to_an_unreachable_broker_raises_an_error(
     run: Run, make_broker: Callable[..., Broker], robust: bool
 ) -> None:
     broker = make_broker(users={"ann": "right"})

@@ -30,7 +30,7 @@ from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, messag
 from .tools import Run, soon
 
 
-def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> None:
+def test_f4_a_thousand_tasks_can_send_with_one_async_producer(run: Run, broker: Broker) -> None:
     tasks = rounds(1000, least=300)
 
     async def main() -> None:
@@ -54,7 +54,7 @@ def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> Non
     assert ids == sorted(set(ids))
 
 
-def test_f8_with_an_open_gate_a_send_needs_no_loop_iteration_and_one_write_contains_many_messages(
+def test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_send_nowait_returns_a_receipt_and_not_a_coroutine(run: Run, broker: Bro
     assert bodies(broker) == [b"text"]
 
 
-def test_a_producer_connects_once_and_before_it_sends(run: Run, broker: Broker) -> None:
+def test_an_async_producer_connects_only_once_and_before_it_sends(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         for call in (
@@ -195,7 +195,7 @@ def test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason(run: Ru
     run(main())
 
 
-def test_a_send_may_wait_for_the_connection(run: Run, broker: Broker) -> None:
+def test_a_send_may_wait_until_an_async_producer_is_connected(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         connecting = asyncio.create_task(producer.connect())
@@ -221,7 +221,7 @@ def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(run: R
     run(main())
 
 
-def test_leaving_the_with_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
+def test_leaving_the_async_with_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
     async def main() -> None:
         broker.withhold_confirms()
         producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
@@ -257,7 +257,7 @@ def test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly(
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker) -> None:
+def test_a_producer_whose_event_loop_is_closed_admits_no_message(run: Run, broker: Broker) -> None:
     async def main() -> None:
         closed = asyncio.new_event_loop()
         closed.close()
@@ -282,7 +282,7 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
     assert bodies(broker) == []
 
 
-def test_a_message_of_a_signal_handler_that_runs_while_the_producer_connects_is_delivered(
+def test_a_message_that_a_signal_handler_sends_while_the_producer_connects_is_delivered(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Link.open
@@ -332,7 +332,7 @@ class _OtherLoop:
         self._loop.close()
 
 
-def test_tasks_of_two_loops_wait_for_one_receipt(run: Run, broker: Broker) -> None:
+def test_tasks_of_two_event_loops_can_wait_for_one_receipt(run: Run, broker: Broker) -> None:
     other = _OtherLoop(broker.url, True)
     broker.withhold_confirms()
     receipt = other.run(other.producer.send(b"m"))
@@ -352,7 +352,9 @@ def test_tasks_of_two_loops_wait_for_one_receipt(run: Run, broker: Broker) -> No
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_send_nowait_from_another_thread_leaves_the_rest_to_the_loop(run: Run, broker: Broker, debug: bool) -> None:
+def test_a_message_of_send_nowait_from_another_thread_is_written_by_the_event_loop(
+    run: Run, broker: Broker, debug: bool
+) -> None:
     kinds: list[str] = []
     other = _OtherLoop(broker.url, True, rate=1, on_flow=lambda event: kinds.append(event.kind))
     # In debug mode, asyncio raises an error in methods that are not thread-safe.
@@ -372,7 +374,9 @@ def test_send_nowait_from_another_thread_leaves_the_rest_to_the_loop(run: Run, b
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_calls_from_another_loop_that_may_wait_raise_immediately(run: Run, broker: Broker, elsewhere: bool) -> None:
+def test_calls_from_another_event_loop_that_may_wait_raise_an_error_immediately(
+    run: Run, broker: Broker, elsewhere: bool
+) -> None:
     other = _OtherLoop(broker.url, elsewhere)
     producer = other.producer
 
@@ -423,7 +427,7 @@ def test_E12_a_producer_that_was_shut_down_before_it_connected_never_connects(ru
     assert not broker.connections()
 
 
-def test_E12_a_second_shutdown_does_not_replace_the_first(run: Run, broker: Broker) -> None:
+def test_E12_a_second_shutdown_continues_the_first_shutdown(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.withhold_confirms()

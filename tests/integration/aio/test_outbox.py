@@ -67,7 +67,7 @@ def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_a_message_that_is_too_large_for_the_outbox_does_not_block_the_others(
+def test_a_message_that_is_too_large_for_the_outbox_does_not_block_other_messages(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
     async def main() -> None:
@@ -115,7 +115,7 @@ def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox_opens
     assert bodies(broker) == []
 
 
-def test_a_relative_path_is_resolved_when_the_producer_is_constructed_and_not_when_it_connects(
+def test_a_relative_outbox_path_is_resolved_at_the_construction_of_the_producer(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -131,7 +131,7 @@ def test_a_relative_path_is_resolved_when_the_producer_is_constructed_and_not_wh
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_E4_a_close_cancelled_at_any_loop_iteration_frees_the_outbox_for_the_next_producer(
+def test_E4_if_a_close_is_cancelled_at_any_moment_the_outbox_is_free_for_the_next_producer(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -150,7 +150,9 @@ def test_E4_a_close_cancelled_at_any_loop_iteration_frees_the_outbox_for_the_nex
     run(main())
 
 
-def test_E4_close_needs_no_thread_of_the_executor_of_the_loop(run: Run, broker: Broker, tmp_path: Path) -> None:
+def test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop(
+    run: Run, broker: Broker, tmp_path: Path
+) -> None:
     async def main() -> None:
         loop, event = asyncio.get_running_loop(), threading.Event()
         loop.set_default_executor(ThreadPoolExecutor(1))
@@ -198,7 +200,7 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         answers.set()
 
 
-def test_E4_the_waits_for_broker_and_disk_after_the_deadline_of_close_share_one_limit(
+def test_E4_after_the_deadline_of_close_the_waits_for_broker_and_disk_have_one_common_time_limit(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -226,7 +228,7 @@ def test_E4_the_waits_for_broker_and_disk_after_the_deadline_of_close_share_one_
     assert sum(waits) < 0.61
 
 
-def test_an_outbox_is_free_after_its_producer_is_closed_on_another_loop(
+def test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:
     async def open_one() -> AsyncProducer:

@@ -24,7 +24,7 @@ def program() -> Iterator[Start]:
         yield start
 
 
-def test_ctrl_c_ends_every_wait(program: Start) -> None:
+def test_ctrl_c_ends_every_wait_of_an_async_producer(program: Start) -> None:
     calls = ["send", "flush", "result", "wait_unflowed", "close"]
     process = program("interrupted", *calls)
     for call in calls:
@@ -43,13 +43,15 @@ def test_ctrl_c_ends_every_wait(program: Start) -> None:
     ("loop", "ways"),
     [("asyncio", ["cancelled", "cancelled twice", "timeout", "ctrl-c"]), ("uvloop", ["timeout", "ctrl-c"])],
 )
-def test_E4_a_close_cancelled_at_any_loop_iteration_ends_and_reports_withdrawn_messages(
+def test_E4_a_close_that_is_cancelled_at_any_moment_ends_and_reports_withdrawn_messages(
     program: Start, loop: str, ways: list[str]
 ) -> None:
     ends_well(program("cancelled_while_closing", loop, *ways))
 
 
-def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(program: Start, broker: Broker) -> None:
+def test_a_forked_child_that_uses_the_producer_gets_a_clear_error_and_the_parent_process_continues(
+    program: Start, broker: Broker
+) -> None:
     broker.declare_queue("r")
     forks = rounds(5, least=2)
     process = program("forked", broker.url, str(forks))
@@ -81,7 +83,7 @@ def test_a_fork_while_the_producer_reconnects_leaves_parent_and_child_independen
     assert bodies(broker, "r") == [b"child"] * forks
 
 
-def test_a_program_that_forgets_to_close_the_producer_still_ends(program: Start, broker: Broker) -> None:
+def test_a_program_that_does_not_close_its_async_producer_still_ends(program: Start, broker: Broker) -> None:
     process = program("forgotten", broker.url)
     assert process.stdout is not None
     # aio-pika and the log may have something to say about it, too, in the middle of a line.
@@ -99,7 +101,7 @@ def test_a_program_that_forgets_to_close_the_producer_still_ends(program: Start,
         ("dropped", "the producer was dropped without close()"),
     ],
 )
-def test_messages_lost_with_an_unclosed_producer_are_logged(
+def test_messages_that_are_lost_because_an_async_producer_is_not_closed_are_logged(
     dropped: str, why: str, program: Start, broker: Broker
 ) -> None:
     broker.withhold_confirms()
@@ -110,7 +112,7 @@ def test_messages_lost_with_an_unclosed_producer_are_logged(
     assert process.wait(PATIENCE) == 0
 
 
-def test_a_producer_dropped_before_its_loop_is_closed_frees_its_outbox_and_logs_once(
+def test_a_producer_garbage_collected_before_its_event_loop_is_closed_frees_the_outbox_and_logs_once(
     program: Start, broker: Broker, tmp_path: Path
 ) -> None:
     broker.withhold_confirms()
@@ -124,7 +126,7 @@ def test_a_producer_dropped_before_its_loop_is_closed_frees_its_outbox_and_logs_
     assert said.count("1 admitted messages were not delivered") == 2
 
 
-def test_a_program_ends_even_if_it_logs_when_no_thread_can_be_started(program: Start, broker: Broker) -> None:
+def test_a_program_that_logs_can_end_even_if_no_more_threads_can_be_started(program: Start, broker: Broker) -> None:
     process = program("forgotten_with_its_loop", broker.url)
     assert says(process) == "fine"
     assert process.stdout is not None

@@ -67,7 +67,7 @@ async def relay(broker: Broker) -> AsyncIterator[tuple[str, Callable[[bytes], No
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_bytes_that_are_not_frames_end_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
+def test_bytes_that_are_not_amqp_frames_end_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with relay(broker) as (url, say):
             producer = await AsyncProducer(url, routing_key="q").connect()
@@ -155,7 +155,7 @@ def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(run: Run
 
 
 @pytest.mark.parametrize("announced", [False, None, KeyError("capabilities")])
-def test_a_broker_that_does_not_confirm_leaves_messages_unknown(
+def test_messages_that_the_broker_does_not_confirm_settle_as_unknown(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch, announced: Any
 ) -> None:
     def publisher_confirms(_connection: object) -> Any:
@@ -197,7 +197,7 @@ def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Ru
 @pytest.mark.parametrize(
     ("run", "size"), [("asyncio", 150_000), *([("uvloop", 5000)] if COMPLETE else [])], indirect=["run"]
 )
-def test_heartbeats_are_sent_while_the_socket_always_has_input(
+def test_an_async_producer_sends_heartbeats_even_while_the_socket_always_has_input(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and aiormq may write only at the end of a frame."""
@@ -229,7 +229,7 @@ def test_heartbeats_are_sent_while_the_socket_always_has_input(
     run(main())
 
 
-def test_plain_bytes_before_tls_are_an_error(
+def test_connecting_raises_an_error_if_a_server_sends_plain_bytes_before_tls(
     run: Run,
     make_broker: Callable[..., Broker],
     certificate: tuple[Path, Path],

@@ -14,7 +14,9 @@ SMALL = [str(ROOT), "--url", EMBEDDED, "--peers", "plain", "--sizes", "10", "--m
 
 
 @pytest.mark.program
-def test_both_checkouts_run_and_a_table_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_of_two_checkouts_runs_both_and_prints_a_table_that_compares_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*SMALL, "--latency", "--floor", "1000"]) == 1
     printed = capsys.readouterr()
     title, head, *rows = printed.out.splitlines()
@@ -24,6 +26,6 @@ def test_both_checkouts_run_and_a_table_compares_them(capsys: pytest.CaptureFixt
     assert printed.err.splitlines() == ["below 1000.0: plain with 10 bytes"]
 
 
-def test_a_folder_that_is_not_a_checkout_is_reported(tmp_path: Path) -> None:
+def test_the_benchmark_of_two_checkouts_reports_a_folder_that_is_not_a_checkout(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"peer 'plain' of {tmp_path} ended with exit code 1"):
         main([str(tmp_path), *SMALL[1:]])

@@ -25,7 +25,7 @@ def _nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "gc", SimpleNamespace(collect=lambda: 0))
 
 
-def test_each_compared_client_publishes_all_messages_of_both_sizes(
+def test_each_client_in_the_publish_benchmark_publishes_all_messages_of_both_sizes(
     broker: Broker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, "--url", broker.url, "--json"]) == 0
@@ -42,7 +42,9 @@ def test_each_compared_client_publishes_all_messages_of_both_sizes(
 
 
 @pytest.mark.parametrize("more", ["--url embedded", "--unconfirmed", "--varying", "--latency"])
-def test_the_table_has_one_line_for_each_client(broker: Broker, capsys: pytest.CaptureFixture[str], more: str) -> None:
+def test_the_table_of_the_publish_benchmark_has_one_line_for_each_client(
+    broker: Broker, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
     given = [*SHORT, "--url", broker.url, "--sizes", "100", "--peers", "plain,qflow,qflow_async"]
     assert main([*given, *more.split()]) == 0
     out = capsys.readouterr().out
@@ -50,7 +52,7 @@ def test_the_table_has_one_line_for_each_client(broker: Broker, capsys: pytest.C
         assert title in out
 
 
-def test_a_required_ratio_that_is_not_reached_is_reported_and_fails_the_run(
+def test_the_publish_benchmark_fails_and_reports_a_required_ratio_that_is_not_reached(
     broker: Broker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Without pika's select nothing can be said of the ratio to it.

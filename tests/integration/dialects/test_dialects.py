@@ -103,7 +103,7 @@ def test_J7_A4_an_alarm_signalled_by_channel_flow_holds_the_producer_until_the_a
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_after_a_refusal_by_lavinmq_for_a_full_disk_all_messages_are_delivered_when_there_is_room(
+def test_after_lavinmq_closed_the_channel_for_a_full_disk_all_messages_are_delivered_when_there_is_room(
     play: Callable[..., Broker], wire: Wire, producer: str
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -133,7 +133,7 @@ def test_after_a_refusal_by_lavinmq_for_a_full_disk_all_messages_are_delivered_w
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_with_the_setting_fail_a_message_refused_for_a_full_disk_of_lavinmq_is_rejected(
+def test_with_on_refused_fail_a_message_that_lavinmq_refuses_for_a_full_disk_settles_as_rejected(
     play: Callable[..., Broker], producer: str
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -186,7 +186,7 @@ def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_aio_pika_a
     ("code", "text"),
     [(311, "CONTENT_TOO_LARGE - the queue takes no more"), (506, "RESOURCE_ERROR - the queue is full")],
 )
-def test_a_channel_closed_with_311_or_506_counts_as_a_refusal_for_lack_of_room_and_is_retried(
+def test_messages_are_retried_after_the_broker_closed_the_channel_with_311_or_506_for_lack_of_room(
     play: Callable[..., Broker], producer: str, code: int, text: str
 ) -> None:
     broker = play(Profile.QFLOW)
@@ -210,7 +210,7 @@ def test_a_channel_closed_with_311_or_506_counts_as_a_refusal_for_lack_of_room_a
 
 @pytest.mark.parametrize("producer", OURS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_on_a_broker_without_confirms_the_error_says_what_to_do(
+def test_a_producer_for_a_broker_without_confirms_raises_an_error_that_says_what_to_do(
     play: Callable[..., Broker], profile: Profile, producer: str
 ) -> None:
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_on_a_broker_without_confirms_the_error_says_what_to_do(
 
 
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_on_a_broker_without_confirms_the_drop_in_for_aio_pika_reports_it(
+def test_the_drop_in_for_aio_pika_raises_an_error_for_a_broker_without_confirms(
     play: Callable[..., Broker], profile: Profile
 ) -> None:
     """aio-pika raises the same error if the broker sends a capabilities table, and a KeyError if it sends none."""
@@ -236,7 +236,7 @@ def test_on_a_broker_without_confirms_the_drop_in_for_aio_pika_reports_it(
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_a_producer_works_with_small_frames_and_a_single_channel_and_no_heartbeats(
+def test_a_producer_works_with_small_frames_a_single_channel_and_no_heartbeats(
     play: Callable[..., Broker], wire: Wire, profile: Profile, producer: str
 ) -> None:
     broker = play(profile)
@@ -252,7 +252,7 @@ def test_a_producer_works_with_small_frames_and_a_single_channel_and_no_heartbea
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_a_broker_with_an_unsupported_protocol_version_is_reported_immediately(
+def test_a_producer_immediately_reports_a_broker_with_an_unsupported_protocol_version(
     play: Callable[..., Broker], producer: str
 ) -> None:
     words = "the header of another AMQP version begins like this: use a port, or a broker, that speaks AMQP 0-9-1"
@@ -260,7 +260,7 @@ def test_a_broker_with_an_unsupported_protocol_version_is_reported_immediately(
         make(producer, play(Profile.AMQP_0_9).url)
 
 
-def test_a_broker_with_an_unsupported_protocol_version_is_a_connection_error_for_the_drop_ins(
+def test_the_drop_ins_raise_a_connection_error_for_a_broker_with_an_unsupported_protocol_version(
     play: Callable[..., Broker],
 ) -> None:
     url = play(Profile.AMQP_0_9).url
@@ -275,7 +275,7 @@ def test_a_broker_with_an_unsupported_protocol_version_is_a_connection_error_for
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_if_channel_errors_end_the_connection_the_producer_reconnects(
+def test_a_producer_reconnects_if_a_channel_error_ends_the_connection(
     play: Callable[..., Broker], wire: Wire, producer: str
 ) -> None:
     broker = play(Profile.WSO2)

@@ -58,7 +58,7 @@ def make_async(url: str, path: Path, made: Made) -> None:
 # Ctrl-C comes between the call of a coroutine function and its await, too.
 @pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("make", [make, make_async])
-def test_a_producer_whose_construction_is_interrupted_at_any_line_frees_the_outbox_for_the_next_one(
+def test_if_ctrl_c_interrupts_the_construction_of_a_producer_its_outbox_is_free_for_the_next_producer(
     make: Callable[[str, Path, Made], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
@@ -85,7 +85,7 @@ def test_a_producer_whose_construction_is_interrupted_at_any_line_frees_the_outb
                 assert not thread.is_alive(), thread.name
 
 
-def test_a_loop_that_ends_while_a_producer_connects_frees_the_outbox_for_the_next_one(
+def test_if_the_event_loop_ends_while_a_producer_connects_its_outbox_is_free_for_the_next_producer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "outbox"

@@ -75,7 +75,7 @@ def killed_after(path: Path, seed: int, seconds: float) -> list[list[str]]:
 
 
 @pytest.mark.program
-def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_kept(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_an_outbox_has_all_durable_messages_in_order(tmp_path: Path) -> None:
     path = tmp_path / "outbox"
     moments = random.Random(1)
     durable: set[int] = set()
@@ -106,7 +106,7 @@ def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_
 
 
 @pytest.mark.program
-def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and_marks_copies(
+def test_after_a_kill_at_any_moment_a_producer_with_an_outbox_loses_no_message_and_marks_second_copies(
     tmp_path: Path,
 ) -> None:
     verdict, longest = None, 0.3
@@ -118,7 +118,7 @@ def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and
         longest *= 3
 
 
-def test_the_audit_finds_faults_that_the_test_inserts() -> None:
+def test_the_audit_of_an_outbox_after_kills_finds_planted_faults() -> None:
     told = {(0, 0): 2, (0, 1): 1, (1, 0): 2}
     right = [(b"0 0 0", False), (b"0 1 0", False), (b"0 0 1", False), (b"1 0 0", False), (b"0 0 1", True)]
     assert audit(told, [*right, (b"1 0 1", False), (b"1 0 2", False)]) == {
@@ -133,7 +133,7 @@ def test_the_audit_finds_faults_that_the_test_inserts() -> None:
     assert (wrong["lost"], wrong["out_of_order"], wrong["unmarked"]) == (1, 2, 1)
 
 
-def test_the_audit_permits_the_last_messages_of_a_killed_producer_to_arrive_late() -> None:
+def test_the_audit_of_an_outbox_after_kills_permits_the_last_messages_of_a_killed_producer_to_be_late() -> None:
     told = {(0, 0): 2, (1, 0): 1}
     late = audit(told, [(b"0 0 0", True), (b"0 0 1", True), (b"1 0 0", False), (b"0 0 1", False), (b"0 1 0", False)])
     assert (late["second_copies"], late["lost"], late["out_of_order"], late["unmarked"]) == (1, 0, 0, 0)

@@ -45,17 +45,17 @@ def producer(qflow_broker):
         pass
 
 
-def test_a_message_arrives(qflow_broker, producer):
+def test_in_a_test_with_the_plugin_a_message_arrives_in_the_broker(qflow_broker, producer):
     assert producer.send(b"one").result(20) is Outcome.CONFIRMED
     assert [message.body for message in qflow_broker.messages("orders")] == [b"one"]
 
 
-def test_each_test_gets_a_fresh_broker(qflow_broker):
+def test_the_plugin_gives_each_test_a_broker_without_queues(qflow_broker):
     assert qflow_broker.queues() == ()
     assert qflow_broker.connections() == ()
 
 
-def test_a_flowed_producer_stops_waiting_in_time_and_sends_nothing(qflow_broker, producer):
+def test_a_send_of_a_producer_that_the_plugin_flows_times_out_and_sends_nothing(qflow_broker, producer):
     producer.send(b"first").result(20)
     qflow_broker.flow(False)
     qflow_broker.wait_until(lambda broker: broker.producers()[0].flow_ok)
@@ -67,7 +67,7 @@ def test_a_flowed_producer_stops_waiting_in_time_and_sends_nothing(qflow_broker,
     assert qflow_broker.queue("orders").depth == 1
 
 
-def test_only_the_named_producer_is_flowed(qflow_broker, producer):
+def test_the_plugin_flows_only_the_named_producer(qflow_broker, producer):
     (first,) = qflow_broker.producers()
     with Producer(qflow_broker.url, routing_key="orders") as other:
         events = producer.flow_events()
@@ -78,7 +78,7 @@ def test_only_the_named_producer_is_flowed(qflow_broker, producer):
     qflow_broker.flow(True)
 
 
-def test_a_blocked_connection_holds_its_producer(qflow_broker, producer):
+def test_a_connection_that_the_plugin_blocks_holds_its_producer(qflow_broker, producer):
     events = producer.flow_events()
     qflow_broker.block("out of memory")
     assert next(events).hold.kind == "connection_blocked"
@@ -86,7 +86,7 @@ def test_a_blocked_connection_holds_its_producer(qflow_broker, producer):
     assert producer.wait_unflowed(20)
 
 
-def test_withheld_confirms_leave_the_outcome_unknown(qflow_broker, producer):
+def test_confirms_that_the_plugin_withholds_leave_the_outcome_unknown(qflow_broker, producer):
     qflow_broker.withhold_confirms()
     receipt = producer.send(b"one")
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
@@ -96,14 +96,14 @@ def test_withheld_confirms_leave_the_outcome_unknown(qflow_broker, producer):
     assert receipt.result(20) is Outcome.CONFIRMED
 
 
-def test_a_nack_is_reported(qflow_broker, producer):
+def test_a_nack_by_the_plugin_is_reported_to_the_producer(qflow_broker, producer):
     qflow_broker.nack_publishes()
     with pytest.raises(MessageNacked):
         producer.send(b"one").result(20)
 
 
 @pytest.mark.parametrize("end", ["close_connections", "drop_connections"])
-def test_a_lost_connection_leaves_the_outcome_unknown(qflow_broker, producer, end):
+def test_a_connection_ended_by_the_plugin_leaves_the_outcome_unknown(qflow_broker, producer, end):
     qflow_broker.withhold_confirms()
     receipt = producer.send(b"one")
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
@@ -113,7 +113,9 @@ def test_a_lost_connection_leaves_the_outcome_unknown(qflow_broker, producer, en
 
 
 @pytest.mark.parametrize(("end", "words"), [("close_connections", "320"), ("drop_connections", "")])
-def test_a_closed_connection_carries_a_reason_and_a_dropped_one_does_not(qflow_broker, producer, end, words):
+def test_only_a_connection_that_the_plugin_closes_has_a_reason_and_not_a_dropped_connection(
+    qflow_broker, producer, end, words
+):
     events = producer.flow_events(kinds=["disconnected"])
     getattr(qflow_broker, end)()
     hold = next(events).hold
@@ -121,7 +123,7 @@ def test_a_closed_connection_carries_a_reason_and_a_dropped_one_does_not(qflow_b
     assert ("320" in hold.detail) is bool(words)
 
 
-def test_a_closed_channel_is_reopened(qflow_broker, producer):
+def test_a_channel_closed_by_the_plugin_is_reopened_by_the_producer(qflow_broker, producer):
     (before,) = qflow_broker.producers()
     events = producer.flow_events(kinds=["disconnected"])
     qflow_broker.close_channels()
@@ -132,7 +134,7 @@ def test_a_closed_channel_is_reopened(qflow_broker, producer):
     assert (after.connection, after.published) == (before.connection, 1)
 
 
-def test_only_the_named_connection_is_dropped(qflow_broker, producer):
+def test_the_plugin_drops_only_the_named_connection(qflow_broker, producer):
     (first,) = qflow_broker.producers()
     with Producer(qflow_broker.url, routing_key="orders") as other:
         qflow_broker.drop_connections(connection=first.connection)
@@ -142,7 +144,7 @@ def test_only_the_named_connection_is_dropped(qflow_broker, producer):
             producer.send(b"one").result(20)
 
 
-def test_a_message_refused_by_one_queue_may_be_accepted_by_another(qflow_broker, producer):
+def test_the_plugin_can_nack_messages_to_one_queue_and_accept_messages_to_another(qflow_broker, producer):
     qflow_broker.declare_queue("refused-orders")
     qflow_broker.nack_publishes(queue="orders")
     with pytest.raises(MessageNacked):
@@ -150,7 +152,7 @@ def test_a_message_refused_by_one_queue_may_be_accepted_by_another(qflow_broker,
     assert producer.send(b"one", routing_key="refused-orders").result(20) is Outcome.CONFIRMED
 
 
-def test_a_full_queue_holds_the_producer_and_a_consumer_releases_it(qflow_broker, producer):
+def test_a_full_queue_of_the_plugin_holds_the_producer_until_a_consumer_makes_room(qflow_broker, producer):
     qflow_broker.declare_queue("small", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     events = producer.flow_events()
     for number in range(3):
@@ -163,7 +165,7 @@ def test_a_full_queue_holds_the_producer_and_a_consumer_releases_it(qflow_broker
     assert qflow_broker.queue("small").flow_stopped_count == 1
 
 
-def test_messages_lost_in_the_network_are_not_confirmed(qflow_broker, qflow_proxy):
+def test_messages_that_the_fault_proxy_of_the_plugin_discards_are_not_confirmed(qflow_broker, qflow_proxy):
     qflow_broker.declare_queue("orders")
     producer = Producer(qflow_proxy.url, routing_key="orders")
     producer.send(b"arrives").result(20)
@@ -195,12 +197,12 @@ def test_users_can_test_their_own_producers_with_the_plugin(pytester: pytest.Pyt
     result.assert_outcomes(passed=16)
 
 
-def test_pytest_finds_the_installed_plugin_by_itself() -> None:
+def test_pytest_loads_the_installed_plugin_automatically() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["pytest11"] == {"qflow": MODULE}
 
 
-def test_settings_come_from_the_fixture_and_the_nearest_marker_overrides_them(pytester: pytest.Pytester) -> None:
+def test_the_nearest_marker_overrides_the_broker_settings_of_the_fixture(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
         import pytest
@@ -241,7 +243,9 @@ def test_settings_come_from_the_fixture_and_the_nearest_marker_overrides_them(py
         ("colour=1", "colour"),
     ],
 )
-def test_an_invalid_marker_is_an_error_that_names_it(pytester: pytest.Pytester, marker: str, words: str) -> None:
+def test_an_invalid_marker_of_the_plugin_is_an_error_that_names_the_marker(
+    pytester: pytest.Pytester, marker: str, words: str
+) -> None:
     pytester.makepyfile(
         f"""
         import pytest
@@ -255,12 +259,12 @@ def test_an_invalid_marker_is_an_error_that_names_it(pytester: pytest.Pytester, 
     result.stdout.fnmatch_lines([f"*{words}*"])
 
 
-def test_the_marker_is_listed(pytester: pytest.Pytester) -> None:
+def test_pytest_lists_the_marker_of_the_plugin(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess(*NAMED, "--markers")
     result.stdout.fnmatch_lines(["@pytest.mark.qflow_broker(**settings): *"])
 
 
-def test_a_broker_adds_little_time_to_a_test() -> None:
+def test_the_broker_of_the_plugin_adds_little_time_to_a_test() -> None:
     times = []
     for _ in range(5):
         began = time.process_time()

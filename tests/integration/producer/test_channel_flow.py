@@ -14,7 +14,7 @@ from .tools import Consumer, Stopwatch, Wire, bodies, holds, message_ids, start,
 
 
 @pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
-def test_j7_in_the_middle_of_a_burst_nothing_is_published_after_flow_ok(
+def test_j7_in_the_middle_of_a_burst_no_message_is_published_after_flow_ok(
     make_producer: Callable[..., Producer], broker: Broker, wire: Wire, size: int
 ) -> None:
     producer = make_producer(capacity=2000 if size < 1000 else 100)
@@ -77,7 +77,7 @@ def test_j7_in_the_middle_of_a_burst_nothing_is_published_after_flow_ok(
     assert (channel.times_flowed, channel.flowed) == (1, False)
 
 
-def test_j7_flow_that_changes_often_is_always_answered_and_obeyed(
+def test_j7_channel_flow_that_changes_often_is_always_answered_and_obeyed(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     enough = threading.Event()
@@ -111,7 +111,9 @@ def test_j7_flow_that_changes_often_is_always_answered_and_obeyed(
         assert wire.came_between(answered[stop], said[stop + 1]) == []
 
 
-def test_j7_a_stop_and_a_start_in_one_read_are_both_answered(producer: Producer, broker: Broker, wire: Wire) -> None:
+def test_j7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answered(
+    producer: Producer, broker: Broker, wire: Wire
+) -> None:
     for _ in range(20):
         broker.flow(False)
         broker.flow(True)
@@ -119,7 +121,9 @@ def test_j7_a_stop_and_a_start_in_one_read_are_both_answered(producer: Producer,
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_j7_a_waiting_send_is_neither_admitted_nor_lost(producer: Producer, broker: Broker) -> None:
+def test_j7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flow_ends_and_not_lost(
+    producer: Producer, broker: Broker
+) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     job = start(producer.send, b"waited", timeout=None)
@@ -130,7 +134,7 @@ def test_j7_a_waiting_send_is_neither_admitted_nor_lost(producer: Producer, brok
     assert bodies(broker) == [b"waited"]
 
 
-def test_j7_other_channels_connections_consumers_and_acks_continue(
+def test_j7_channel_flow_does_not_stop_other_channels_connections_consumers_and_acks(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     flowed, other = make_producer(name="flowed"), make_producer(name="other", routing_key="r")
@@ -150,7 +154,7 @@ def test_j7_other_channels_connections_consumers_and_acks_continue(
     assert holds(other) == []
 
 
-def test_d11_two_clients_that_consume_messages_of_each_other_do_not_deadlock(
+def test_d11_two_producers_that_consume_each_other_s_messages_do_not_deadlock(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     """Each client acks a message after it has forwarded it. Both queues turn ON many times."""
@@ -170,7 +174,9 @@ def test_d11_two_clients_that_consume_messages_of_each_other_do_not_deadlock(
     assert broker.queue("ping").flow_stopped_count > 0
 
 
-def test_connection_blocked_is_a_hold_with_a_name_and_a_reason(producer: Producer, broker: Broker, wire: Wire) -> None:
+def test_connection_blocked_is_reported_as_a_hold_with_its_kind_and_reason(
+    producer: Producer, broker: Broker, wire: Wire
+) -> None:
     broker.block("low on memory")
     wait_held(producer, "connection_blocked")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="low on memory") as caught:
@@ -205,7 +211,7 @@ def test_channel_flow_applies_to_a_producer_created_later(
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_several_holds_are_all_reported_and_a_send_waits_until_the_last_of_them_ends(
+def test_several_holds_at_one_time_are_all_reported_and_a_send_waits_until_the_last_one_ends(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=3)

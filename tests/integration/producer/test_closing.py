@@ -51,7 +51,7 @@ def test_leaving_the_with_block_flushes_and_closes_the_connection_cleanly(broker
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_closing_during_an_alarm_does_not_lift_it_and_logs_no_error(
+def test_closing_a_producer_during_an_alarm_does_not_end_the_alarm_and_logs_no_error(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     flows = Flows()
@@ -69,7 +69,7 @@ def test_closing_during_an_alarm_does_not_lift_it_and_logs_no_error(
     assert [record for record in errors if record.name.startswith(libraries)] == []
 
 
-def test_close_is_idempotent_and_later_sends_are_refused(producer: Producer, broker: Broker) -> None:
+def test_close_is_idempotent_and_later_sends_raise_an_error(producer: Producer, broker: Broker) -> None:
     producer.send(b"1")
     producer.close()
     producer.close()
@@ -91,7 +91,7 @@ def test_close_is_idempotent_and_later_sends_are_refused(producer: Producer, bro
     assert producer.flow_state.closed == "the producer is closed"
 
 
-def test_closing_with_failures_raises_once(broker: Broker) -> None:
+def test_a_second_close_does_not_raise_the_failures_of_messages_again(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="nowhere")
     producer.send(b"")
     with pytest.raises(UndeliveredMessages):
@@ -105,7 +105,7 @@ def test_leaving_the_with_block_raises_undelivered_messages(broker: Broker) -> N
     assert p.closed
 
 
-def test_close_keeps_its_deadline_while_confirms_are_missing(producer: Producer, broker: Broker) -> None:
+def test_close_of_a_producer_keeps_its_deadline_while_confirms_are_missing(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     broker.wait_until(lambda b: b.queue("q").depth == 3)
@@ -119,7 +119,9 @@ def test_close_keeps_its_deadline_while_confirms_are_missing(producer: Producer,
 
 
 @pytest.mark.parametrize("way", ["channel_flow", "connection_blocked"])
-def test_close_keeps_its_deadline_while_flowed(producer: Producer, broker: Broker, way: str) -> None:
+def test_close_of_a_producer_keeps_its_deadline_while_the_producer_is_flowed(
+    producer: Producer, broker: Broker, way: str
+) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"written")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
@@ -140,7 +142,7 @@ def test_close_keeps_its_deadline_while_flowed(producer: Producer, broker: Broke
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_when_the_peer_is_dead(
+def test_close_of_a_producer_keeps_its_deadline_when_the_peer_is_dead(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, is_settled: bool
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -153,7 +155,7 @@ def test_close_keeps_its_deadline_when_the_peer_is_dead(
     assert watch.within(1.2)
 
 
-def test_close_keeps_its_deadline_while_a_callback_is_slow(
+def test_close_of_a_producer_keeps_its_deadline_while_a_callback_is_slow(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     go_on = threading.Event()
@@ -165,7 +167,7 @@ def test_close_keeps_its_deadline_while_a_callback_is_slow(
     go_on.set()
 
 
-def test_a_broker_that_closes_the_connection_slowly_may_use_the_remaining_time_of_close(
+def test_close_waits_for_a_slow_connection_close_of_the_broker_until_the_deadline(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -180,7 +182,7 @@ def test_a_broker_that_closes_the_connection_slowly_may_use_the_remaining_time_o
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_frames_for_an_abandoned_channel_are_dropped(
+def test_frames_for_the_channel_of_a_closed_producer_are_dropped(
     producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.withhold_confirms()
@@ -203,7 +205,7 @@ def test_frames_for_an_abandoned_channel_are_dropped(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_an_internal_error_leaves_no_caller_waiting(
+def test_an_internal_error_of_a_producer_leaves_no_caller_waiting(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bytes:
@@ -238,7 +240,7 @@ def test_close_waits_for_late_confirms(producer: Producer, broker: Broker) -> No
     assert receipt.outcome is Outcome.CONFIRMED
 
 
-def test_close_refuses_waiting_senders_immediately(producer: Producer, broker: Broker) -> None:
+def test_close_ends_waiting_sends_with_an_error_immediately(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     producer.send(b"")
     producer.pause()
@@ -378,7 +380,7 @@ def test_leaving_the_with_block_by_an_exception_delivers_all_messages_if_there_i
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_the_with_block_by_the_timeout_of_a_send_does_not_wait_a_second_time(broker: Broker) -> None:
+def test_leaving_the_with_block_by_a_flow_control_timeout_does_not_wait_again(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     broker.flow(False)
     wait_held(producer, "channel_flow")
@@ -463,7 +465,7 @@ def test_closing_after_a_lost_connection_raises_messages_with_an_unknown_outcome
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_producer_closes_even_if_the_broker_goes_away_meanwhile(producer: Producer, broker: Broker) -> None:
+def test_a_producer_closes_even_if_the_broker_ends_during_the_close(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
@@ -473,7 +475,7 @@ def test_a_producer_closes_even_if_the_broker_goes_away_meanwhile(producer: Prod
     assert isinstance(closing.wait(), UndeliveredMessages)
 
 
-def test_the_error_of_close_says_that_the_broker_had_not_answered_in_time(producer: Producer, broker: Broker) -> None:
+def test_the_error_of_close_shows_that_the_broker_did_not_confirm_in_time(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)

@@ -69,7 +69,7 @@ def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("skin", ["asyncio", "uvloop"] if COMPLETE else ["asyncio"], indirect=True)
-def test_a_message_is_sent_while_answers_are_coalesced(
+def test_a_message_is_sent_while_the_reading_of_confirms_is_delayed(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:
     producer = make_producer()
@@ -87,7 +87,7 @@ def test_a_message_is_sent_while_answers_are_coalesced(
 
 
 @pytest.mark.parametrize("skin", ["threads"], indirect=True)
-def test_messages_that_arrive_while_the_thread_sleeps_are_sent_when_it_wakes(
+def test_messages_sent_while_the_io_thread_delays_its_next_read_are_written_after_the_delay(
     make_producer: Callable[..., Producer], gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -100,7 +100,7 @@ def test_messages_that_arrive_while_the_thread_sleeps_are_sent_when_it_wakes(
     assert gathering.over
 
 
-def test_a_stop_is_obeyed_as_soon_as_it_is_read(
+def test_a_channel_flow_that_was_read_after_a_delay_is_obeyed_immediately(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -113,7 +113,7 @@ def test_a_stop_is_obeyed_as_soon_as_it_is_read(
     producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_a_connection_lost_while_answers_are_coalesced_is_restored(
+def test_a_connection_that_is_lost_while_the_reading_of_confirms_is_delayed_is_replaced(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -128,7 +128,7 @@ def test_a_connection_lost_while_answers_are_coalesced_is_restored(
     assert {message.body for message in broker.messages("q")} == {b"1", b"2", b"3", b"4"}
 
 
-def test_a_producer_closes_cleanly_while_answers_are_coalesced(
+def test_a_producer_closes_without_error_while_the_reading_of_confirms_is_delayed(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -140,7 +140,9 @@ def test_a_producer_closes_cleanly_while_answers_are_coalesced(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_answers_on_a_shared_connection_are_not_coalesced(broker: Broker, gathering: _Gathering) -> None:
+def test_the_reading_of_confirms_on_a_shared_pika_connection_is_not_delayed(
+    broker: Broker, gathering: _Gathering
+) -> None:
     connection = qflow_client.connect(broker.url)
     try:
         with Producer(connection=connection, routing_key="q") as producer:
@@ -151,7 +153,9 @@ def test_answers_on_a_shared_connection_are_not_coalesced(broker: Broker, gather
         connection.close()
 
 
-def test_answers_on_a_shared_asyncio_connection_are_not_coalesced(broker: Broker, gathering: _Gathering) -> None:
+def test_the_reading_of_confirms_on_a_shared_asyncio_connection_is_not_delayed(
+    broker: Broker, gathering: _Gathering
+) -> None:
     async def run() -> None:
         connection = await qflow_client.connect_async(broker.url)
         try:
@@ -165,7 +169,7 @@ def test_answers_on_a_shared_asyncio_connection_are_not_coalesced(broker: Broker
     assert not gathering.begun.is_set()
 
 
-def test_the_coalescing_delay_is_computed_from_the_size_of_the_answers(
+def test_the_delay_for_reading_confirms_depends_on_the_bytes_of_confirms_that_were_read(
     make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

@@ -55,7 +55,7 @@ def babbling() -> Iterator[int]:
         thread.join(5)
 
 
-def test_a_port_without_a_listener_is_an_error(refused: int) -> None:
+def test_connecting_to_a_port_without_a_listener_raises_an_error(refused: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
         Producer(f"amqp://guest:secret@127.0.0.1:{refused}/%2F", connect_timeout=10)
     assert watch.kept(0.0)
@@ -65,12 +65,14 @@ def test_a_port_without_a_listener_is_an_error(refused: int) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_host_without_an_address_is_an_error() -> None:
+def test_connecting_to_a_host_name_without_an_address_raises_an_error() -> None:
     with pytest.raises(ConnectionFailed, match=r"nowhere\.invalid"):
         Producer("amqp://guest:secret@nowhere.invalid/%2F", connect_timeout=5)
 
 
-def test_a_wrong_password_is_an_error(make_broker: Callable[..., Broker], caplog: pytest.LogCaptureFixture) -> None:
+def test_connecting_with_a_wrong_password_raises_an_error(
+    make_broker: Callable[..., Broker], caplog: pytest.LogCaptureFixture
+) -> None:
     broker = make_broker(users={"ann": "right"})
     url = f"amqp://ann:sesame@127.0.0.1:{broker.port}/%2F"
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
@@ -85,33 +87,33 @@ def test_a_wrong_password_is_an_error(make_broker: Callable[..., Broker], caplog
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_virtual_host_that_does_not_exist_is_an_error(broker: Broker) -> None:
+def test_connecting_to_a_virtual_host_that_does_not_exist_raises_an_error(broker: Broker) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed, match="nosuch"):
         Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
     assert watch.kept(0.0)
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_server_that_accepts_and_never_answers_is_an_error(silent: int) -> None:
+def test_connecting_to_a_server_that_accepts_and_never_answers_raises_an_error(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
         Producer(f"amqp://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
     assert watch.within(5)
     assert str(silent) in str(caught.value)
 
 
-def test_a_tls_server_that_accepts_and_never_answers_is_an_error(silent: int) -> None:
+def test_connecting_to_a_tls_server_that_accepts_and_never_answers_raises_an_error(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqps://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
     assert watch.within(5)
 
 
-def test_a_server_with_a_foreign_protocol_is_an_error(babbling: int) -> None:
+def test_connecting_to_a_server_with_another_protocol_raises_an_error(babbling: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{babbling}/%2F", connect_timeout=5)
     assert watch.within(6)
 
 
-def test_a_broker_that_disconnects_during_the_handshake_is_an_error() -> None:
+def test_connecting_to_a_broker_that_disconnects_during_the_handshake_raises_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}/%2F"
         job = start(Producer, url, connect_timeout=10)
@@ -121,7 +123,7 @@ def test_a_broker_that_disconnects_during_the_handshake_is_an_error() -> None:
         assert isinstance(job.wait(), ConnectionFailed)
 
 
-def test_hosts_are_tried_in_turn(
+def test_a_new_producer_tries_several_hosts_one_after_the_other(
     broker: Broker, refused: int, silent: int, make_producer: Callable[..., Producer]
 ) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{port}/%2F" for port in (refused, silent)]
@@ -166,14 +168,14 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 SEVERAL = "amqp://guest:guest@several.test/%2F"
 
 
-def test_E15_all_addresses_of_a_host_name_are_tried_even_after_a_dead_one(
+def test_E15_all_addresses_of_a_host_name_are_tried_even_if_the_first_does_not_answer(
     broker: Broker, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(refused, refused, broker.port)
     make_producer(SEVERAL).send(b"").result(timeout=20)
 
 
-def test_E15_an_address_that_does_not_answer_uses_only_its_share_of_the_time(
+def test_E15_an_address_that_does_not_answer_uses_only_a_share_of_connect_timeout(
     broker: Broker, deaf: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(deaf, broker.port)
@@ -183,7 +185,7 @@ def test_E15_an_address_that_does_not_answer_uses_only_its_share_of_the_time(
     producer.send(b"").result(timeout=20)
 
 
-def test_E15_an_address_that_sends_nothing_costs_one_attempt(
+def test_E15_an_address_that_accepts_and_sends_nothing_costs_one_connection_attempt(
     broker: Broker, silent: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(silent, broker.port)
@@ -199,7 +201,7 @@ def test_if_no_address_of_a_host_name_can_be_reached_the_error_shows_the_name(
         make_producer(SEVERAL, connect_timeout=0.5)
 
 
-def test_if_no_host_can_be_reached_the_error_shows_each(refused: int, silent: int) -> None:
+def test_if_no_host_can_be_reached_the_error_shows_each_host(refused: int, silent: int) -> None:
     urls = [f"amqp://guest:secret@127.0.0.1:{port}/%2F" for port in (refused, silent)]
     with pytest.raises(ConnectionFailed) as caught:
         Producer(urls, connect_timeout=0.3)
@@ -253,20 +255,20 @@ def test_unknown_query_parameters_of_the_url_are_passed_to_pika(
 
 
 @pytest.mark.parametrize("query", ["no_such_parameter=1", "heartbeat=often", "ssl_options={"])
-def test_a_parameter_unknown_to_pika_is_refused(broker: Broker, query: str) -> None:
+def test_a_url_parameter_that_pika_does_not_know_raises_an_error(broker: Broker, query: str) -> None:
     with pytest.raises(SettingsError, match=query.split("=")[0]) as caught:
         Producer(f"{broker.url}?{query}")
     assert "guest:guest" not in str(caught.value)
     assert broker.connections() == ()
 
 
-def test_a_missing_certificate_file_is_refused_with_the_name_of_its_setting(broker: Broker) -> None:
+def test_a_missing_certificate_file_raises_an_error_that_names_the_setting(broker: Broker) -> None:
     url = f"{broker.url}?ssl_options=%7B%27ca_certs%27%3A%27%2Fnowhere.pem%27%7D"
     with pytest.raises(SettingsError, match=r"nowhere\.pem.*: a file of ssl_options cannot be used: .*No such file"):
         Producer(url)
 
 
-def test_an_invalid_host_is_refused_before_the_next_one_is_tried(silent: int) -> None:
+def test_an_invalid_host_raises_an_error_before_the_next_host_is_tried(silent: int) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
     with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
         Producer(urls, connect_timeout=10)
@@ -302,7 +304,9 @@ def test_a_producer_that_cannot_be_registered_leaves_no_connection_behind(broker
         ({"no_such_setting": 1}, "no_such_setting=***"),
     ],
 )
-def test_a_bad_value_is_refused_before_connecting(broker: Broker, keywords: dict[str, Any], words: str) -> None:
+def test_an_invalid_setting_raises_an_error_before_connecting(
+    broker: Broker, keywords: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         Producer(broker.url, **keywords)
     assert words in str(caught.value)
@@ -322,7 +326,7 @@ def test_a_bad_value_is_refused_before_connecting(broker: Broker, keywords: dict
         ({"on_flow": asyncio.sleep}, "on_flow=.*: it must be a plain function"),
     ],
 )
-def test_an_argument_of_a_wrong_type_is_refused_before_connecting(
+def test_an_argument_of_a_wrong_type_raises_an_error_before_connecting(
     broker: Broker, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TypeError, match=words):
@@ -331,7 +335,7 @@ def test_an_argument_of_a_wrong_type_is_refused_before_connecting(
 
 
 @pytest.mark.parametrize("error", [LookupError("a mistake"), SystemExit("the end")])
-def test_a_channel_that_cannot_be_opened_is_an_error_immediately(
+def test_a_producer_whose_channel_cannot_be_opened_raises_an_error_immediately(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def fail(*_: object) -> None:
@@ -345,7 +349,7 @@ def test_a_channel_that_cannot_be_opened_is_an_error_immediately(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_channel_that_takes_too_long_to_open_is_an_error_in_time(
+def test_a_producer_whose_channel_takes_too_long_to_open_raises_an_error_in_time(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -356,11 +360,13 @@ def test_a_channel_that_takes_too_long_to_open_is_an_error_in_time(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_connect_timeout_may_be_longer_than_the_longest_possible_wait(make_producer: Callable[..., Producer]) -> None:
+def test_connect_timeout_may_be_longer_than_the_longest_wait_that_the_system_supports(
+    make_producer: Callable[..., Producer],
+) -> None:
     assert make_producer(connect_timeout=1e12).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_broker_at_its_connection_limit_is_an_error(make_broker: Callable[..., Broker]) -> None:
+def test_connecting_to_a_broker_at_its_connection_limit_raises_an_error(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(max_connections=1)
     with Producer(broker.url, routing_key="q") as producer:
         with pytest.raises(ConnectionFailed):

@@ -113,7 +113,7 @@ def test_a_shared_connection_is_a_complete_pika_connection(
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_parameter_objects_of_pika_are_accepted(
+def test_a_connection_accepts_parameter_objects_of_pika(
     connect: Callable[..., pika.BlockingConnection], broker: Broker
 ) -> None:
     parameters = pika.ConnectionParameters("127.0.0.1", broker.port, heartbeat=7)
@@ -126,7 +126,9 @@ def test_parameter_objects_of_pika_are_accepted(
     producer.close()
 
 
-def test_a_consumer_callback_may_send_and_wait(connection: pika.BlockingConnection, broker: Broker) -> None:
+def test_a_consumer_callback_on_a_shared_connection_may_send_and_wait(
+    connection: pika.BlockingConnection, broker: Broker
+) -> None:
     """A thread of the application runs the callbacks, and no I/O waits for this thread."""
     broker.declare_queue("r")
     (source,) = made(connection)
@@ -221,24 +223,26 @@ def test_closing_a_producer_closes_its_channel_and_nothing_else(
     assert broker.queue("q").depth == 5
 
 
-def test_a_connection_not_made_by_us_is_refused(broker: Broker) -> None:
+def test_creating_a_producer_on_a_connection_of_another_library_raises_an_error(broker: Broker) -> None:
     url = pika.URLParameters(broker.url)
     with pika.BlockingConnection(url) as connection, pytest.raises(SettingsError, match=r"qflow_client\.connect"):
         Producer(connection=connection)
 
 
-def test_url_and_connection_together_are_refused(connection: pika.BlockingConnection, broker: Broker) -> None:
+def test_creating_a_producer_with_both_a_url_and_a_connection_raises_an_error(
+    connection: pika.BlockingConnection, broker: Broker
+) -> None:
     with pytest.raises(SettingsError, match="give only one"):
         Producer(broker.url, connection=connection)
 
 
-def test_a_producer_on_a_closed_connection_is_refused(connection: pika.BlockingConnection) -> None:
+def test_creating_a_producer_on_a_closed_connection_raises_an_error(connection: pika.BlockingConnection) -> None:
     connection.close()
     with pytest.raises(ConnectionFailed, match="the connection is lost: it was closed"):
         Producer(connection=connection)
 
 
-def test_opening_more_channels_than_the_broker_allows_is_an_error(
+def test_opening_more_channels_than_the_broker_allows_raises_an_error(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     connection = connect(make_broker(channel_max=3).url)
@@ -253,7 +257,7 @@ def test_opening_more_channels_than_the_broker_allows_is_an_error(
         producer.close()
 
 
-def test_a_channel_closed_by_the_broker_does_not_close_the_others(
+def test_a_channel_closed_by_the_broker_does_not_close_the_other_channels_of_the_connection(
     connection: pika.BlockingConnection, broker: Broker, wire: Wire
 ) -> None:
     one, two = made(connection, 2)
@@ -289,7 +293,7 @@ def test_closing_the_shared_connection_ends_its_producers(connection: pika.Block
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_an_unreferenced_connection_ends(broker: Broker) -> None:
+def test_an_unreferenced_shared_connection_ends(broker: Broker) -> None:
     connection = qflow_client.connect(broker.url)
     assert connection.is_open
     del connection
@@ -313,7 +317,7 @@ def test_a_lost_connection_is_reported_to_pika_and_to_all_producers(
         connection.process_data_events(time_limit=None)
 
 
-def test_a_broker_that_closes_the_connection_gives_the_reason_to_pika_and_to_producers(
+def test_pika_and_producers_get_the_reason_if_the_broker_closes_their_connection(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     # The application answers only when it uses the connection; the broker does not wait for it that long.
@@ -350,7 +354,7 @@ def test_heartbeats_continue_while_the_application_is_busy_and_detect_a_dead_pee
         dead.process_data_events(time_limit=None)
 
 
-def test_a_broker_that_blocks_immediately_holds_the_producer(
+def test_connection_blocked_right_after_the_handshake_holds_the_producer(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker()
@@ -366,7 +370,7 @@ def test_a_broker_that_blocks_immediately_holds_the_producer(
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
+def test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy, is_settled: bool
 ) -> None:
     connection = connect(proxy.url(broker))
@@ -384,7 +388,7 @@ def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
 
 
 @pytest.mark.parametrize("reads_again", [True, False])
-def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
+def test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     connect: Callable[..., pika.BlockingConnection],
     broker: Broker,
     proxy: Proxy,
@@ -422,7 +426,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     assert bodies(broker)[-1] == b"other"
 
 
-def test_messages_of_pika_wait_for_the_socket_and_are_not_buffered_in_memory(
+def test_on_a_shared_connection_messages_of_pika_wait_for_the_socket_and_are_not_buffered(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
     """`basic_publish` of pika blocks while the broker does not read, as on any other connection."""
@@ -449,7 +453,7 @@ def test_messages_of_pika_wait_for_the_socket_and_are_not_buffered_in_memory(
     producer.close()
 
 
-def test_frames_that_arrive_while_pika_is_not_called_are_kept_for_it(
+def test_frames_for_pika_that_arrive_while_the_program_does_not_call_pika_are_kept(
     connection: pika.BlockingConnection, broker: Broker
 ) -> None:
     channel = connection.channel()
@@ -476,7 +480,7 @@ def test_a_producer_without_confirms_works_on_a_shared_connection(
     eventually(lambda: broker.queue("q").depth == 1)
 
 
-def test_the_connection_works_over_tls(
+def test_a_connection_shared_by_producers_works_over_tls(
     connect: Callable[..., pika.BlockingConnection],
     make_broker: Callable[..., Broker],
     certificate: tuple[Path, Path],
@@ -503,12 +507,12 @@ def test_the_connection_works_over_tls(
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "amqp://localhost:port/", 5, None])
-def test_an_argument_that_is_not_a_url_is_refused(url: Any) -> None:
+def test_creating_a_connection_with_an_argument_that_is_not_a_url_raises_an_error(url: Any) -> None:
     with pytest.raises(SettingsError, match="url="):
         qflow_client.connect(url)
 
 
-def test_a_connection_that_cannot_be_made_is_an_error(make_broker: Callable[..., Broker]) -> None:
+def test_creating_a_connection_to_an_unreachable_broker_raises_an_error(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(users={"ann": "right"})
     with pytest.raises(ConnectionFailed, match="Connection refused") as caught:
         qflow_client.connect("amqp://guest:secret@127.0.0.1:1/%2F")
@@ -523,7 +527,7 @@ def test_a_connection_that_cannot_be_made_is_an_error(make_broker: Callable[...,
     eventually(lambda: not broker.connections())
 
 
-def test_a_broker_that_does_not_answer_channel_open_is_an_error(
+def test_creating_a_producer_raises_an_error_if_the_broker_does_not_answer_channel_open(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
     connection = connect(proxy.url(broker))

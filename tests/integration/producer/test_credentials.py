@@ -124,7 +124,7 @@ def test_E8_credentials_without_an_expiry_are_requested_again_when_the_broker_cl
     assert SECRET not in all_logs()
 
 
-def test_E8_the_error_names_an_exception_of_the_callable_but_does_not_contain_its_text(
+def test_E8_an_error_names_the_exception_of_the_credentials_callable_without_its_text(
     broker: Broker, make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     with pytest.raises(ConnectionFailed) as caught:
@@ -135,7 +135,7 @@ def test_E8_the_error_names_an_exception_of_the_callable_but_does_not_contain_it
     assert caught.value.__cause__ is None
 
 
-def test_E8_a_failing_callable_is_called_again_and_health_shows_the_reason_meanwhile(
+def test_E8_a_failing_credentials_callable_is_called_again_and_health_shows_the_reason(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     tokens = Tokens(life=60)
@@ -164,7 +164,7 @@ def test_E8_a_refused_password_is_not_permanent_if_the_credentials_can_be_renewe
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_E8_a_callable_that_hangs_is_called_once_and_each_attempt_keeps_its_deadline(
+def test_E8_a_credentials_callable_that_hangs_is_called_once_and_each_attempt_keeps_its_deadline(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     tokens = Tokens(life=60)
@@ -249,7 +249,7 @@ def test_E8_the_producer_opens_a_new_connection_if_the_credentials_name_another_
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
+def test_creating_a_producer_with_invalid_credentials_arguments_raises_an_error(broker: Broker) -> None:
     with pytest.raises(TypeError, match="credentials=5: it must be None or callable"):
         Producer(broker.url, credentials=5)  # type: ignore[arg-type]
     with connect(broker.url) as connection, pytest.raises(SettingsError, match="credentials and connection"):
@@ -262,7 +262,9 @@ def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
         Producer(broker.url, credentials=issue)  # type: ignore[arg-type]
 
 
-def test_the_library_of_a_shared_connection_updates_its_secret(make_broker: Callable[..., Broker]) -> None:
+def test_on_a_shared_connection_the_program_updates_the_secret_through_the_library(
+    make_broker: Callable[..., Broker],
+) -> None:
     life = 2.0
     tokens = Tokens(life)
     broker = make_broker(authenticate=tokens.authenticate)
@@ -292,7 +294,7 @@ def test_the_library_of_a_shared_connection_updates_its_secret(make_broker: Call
 # For asyncio only.
 
 
-def test_E8_a_coroutine_function_is_awaited_in_the_loop(make_broker: Callable[..., Broker]) -> None:
+def test_E8_a_credentials_coroutine_function_is_awaited_in_the_event_loop(make_broker: Callable[..., Broker]) -> None:
     tokens = Tokens(life=60, told=1.0)
     broker = make_broker(authenticate=tokens.authenticate)
 
@@ -316,7 +318,7 @@ def test_E8_a_coroutine_function_is_awaited_in_the_loop(make_broker: Callable[..
     assert len(bodies(broker)) == 2
 
 
-def test_E8_an_awaited_callable_is_cancelled_at_its_deadline(broker: Broker) -> None:
+def test_E8_an_awaited_credentials_callable_is_cancelled_at_its_deadline(broker: Broker) -> None:
     ended = []
 
     async def hang() -> Credentials:

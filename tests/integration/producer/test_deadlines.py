@@ -46,7 +46,7 @@ def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Brok
 
 
 @pytest.mark.parametrize("timeout", [0.05, 0.3])
-def test_a4_a_deadline_is_kept_and_the_message_is_not_enqueued(
+def test_a4_a_send_keeps_its_deadline_and_the_message_is_not_enqueued(
     producer: Producer, broker: Broker, timeout: float
 ) -> None:
     _flow(broker, producer)
@@ -64,7 +64,9 @@ def test_a4_a_deadline_is_kept_and_the_message_is_not_enqueued(
     assert bodies(broker) == [b"later"]
 
 
-def test_a4_the_setting_is_the_default_deadline(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a4_the_setting_max_producer_flow_control_wait_is_the_default_timeout_of_a_send(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(max_producer_flow_control_wait=0.3)
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
@@ -76,7 +78,7 @@ def test_a4_the_setting_is_the_default_deadline(make_producer: Callable[..., Pro
 
 
 @pytest.mark.parametrize("how", ["send", "setting"])
-def test_a4_a_timeout_of_none_waits_without_a_time_limit(
+def test_a4_a_send_with_timeout_none_waits_without_a_time_limit(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
@@ -90,7 +92,7 @@ def test_a4_a_timeout_of_none_waits_without_a_time_limit(
     assert job.result().result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a4_every_thread_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
+def test_a4_each_of_several_sending_threads_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
     _flow(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
@@ -108,7 +110,7 @@ def test_a4_every_thread_has_its_own_deadline(producer: Producer, broker: Broker
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_a4_a_message_is_either_admitted_or_refused(
+def test_a4_each_send_either_admits_its_message_or_raises_an_error(
     make_producer: Callable[..., Producer], broker: Broker, turn: int
 ) -> None:
     """Deadlines expire when the hold ends. A message whose call raised is in no queue, all others are in the queue."""
@@ -147,7 +149,7 @@ def test_a4_a_message_is_either_admitted_or_refused(
     assert producer.available == 5
 
 
-def test_d1_a_send_does_not_wait_with_the_setting_raise(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_d1_with_when_flowed_raise_a_send_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(when_flowed="raise")
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
@@ -162,7 +164,7 @@ def test_d1_a_send_does_not_wait_with_the_setting_raise(make_producer: Callable[
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "raise"])
-def test_d1_send_nowait_always_raises_while_flowed(
+def test_d1_send_nowait_raises_while_the_producer_is_flowed(
     make_producer: Callable[..., Producer], broker: Broker, when_flowed: str
 ) -> None:
     producer = make_producer(when_flowed=when_flowed)
@@ -184,7 +186,7 @@ def test_d1_send_nowait_always_raises_while_flowed(
     ],
     ids=["block", "raise", "spill"],
 )
-def test_d1_the_error_of_a_send_without_waiting_says_which_call_would_wait(
+def test_d1_the_error_of_a_send_that_may_not_wait_says_which_call_would_wait(
     make_producer: Callable[..., Producer], tmp_path: Path, when_flowed: str, of_send: str | None, of_send_nowait: str
 ) -> None:
     outbox = {"outbox": tmp_path / "orders.outbox"} if of_send is None else {}
@@ -238,7 +240,7 @@ def test_a_send_that_waits_only_briefly_logs_nothing(producer: Producer, broker:
     assert FlowEventKind.WAITING not in flows.kinds
 
 
-def test_confirm_timeouts_are_not_flow_control_timeouts(producer: Producer, broker: Broker) -> None:
+def test_a_confirm_timeout_is_not_a_flow_control_timeout(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     with Stopwatch() as watch, pytest.raises(ConfirmTimeout) as caught:
@@ -263,7 +265,7 @@ def test_confirm_timeouts_are_not_flow_control_timeouts(producer: Producer, brok
     producer.flush(timeout=0)
 
 
-def test_a_full_window_is_a_flow_control_error_and_a_missing_confirm_is_not(
+def test_a_full_window_raises_a_flow_control_error_and_a_missing_confirm_raises_another_error(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1, max_producer_flow_control_wait=0.1)
@@ -279,7 +281,7 @@ def test_a_full_window_is_a_flow_control_error_and_a_missing_confirm_is_not(
     assert receipt.result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_an_event_exactly_at_the_deadline_is_in_time(
+def test_flush_and_wait_unflowed_succeed_if_their_condition_becomes_true_exactly_at_the_deadline(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(do: Callable[[], None], condition: Callable[[], object]) -> None:
@@ -299,7 +301,7 @@ def test_an_event_exactly_at_the_deadline_is_in_time(
     assert producer.wait_unflowed(timeout=0.01)
 
 
-def test_wait_unflowed_on_a_full_window_immediately_begins_a_capacity_hold(
+def test_wait_unflowed_with_a_full_window_immediately_raises_the_hold_for_a_full_window(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -344,7 +346,7 @@ def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) ->
     assert [job.result() for job in jobs] == [True] * 4
 
 
-def test_f2_messages_are_not_sent_faster_than_the_configured_rate(
+def test_f2_messages_are_not_sent_faster_than_the_rate_limit(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(rate=100, rate_burst=5)
@@ -360,7 +362,9 @@ def test_f2_messages_are_not_sent_faster_than_the_configured_rate(
     assert bodies(broker) == [b"%d" % number for number in range(30)] + [b"thread"] * 10
 
 
-def test_f2_a_rate_refuses_a_send_that_does_not_wait(make_producer: Callable[..., Producer]) -> None:
+def test_f2_a_send_with_timeout_0_that_exceeds_the_rate_limit_raises_an_error(
+    make_producer: Callable[..., Producer],
+) -> None:
     producer = make_producer(rate=4, rate_burst=5)
 
     def send_at_once() -> None:
@@ -374,7 +378,7 @@ def test_f2_a_rate_refuses_a_send_that_does_not_wait(make_producer: Callable[...
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_a_send_that_is_held_by_a_rate_keeps_its_timeout(
+def test_a_send_that_is_held_by_the_rate_limit_keeps_its_deadline(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(rate=0.1)
@@ -387,7 +391,7 @@ def test_a_send_that_is_held_by_a_rate_keeps_its_timeout(
 
 
 @pytest.mark.parametrize("call", ["send", "flush", "close", "wait_unflowed", "wait", "result"])
-def test_an_invalid_timeout_is_refused_whether_or_not_a_wait_is_needed(producer: Producer, call: str) -> None:
+def test_an_invalid_timeout_raises_an_error_even_if_no_wait_is_needed(producer: Producer, call: str) -> None:
     receipt = producer.send(b"")
     assert receipt.wait(20)
     arguments = [b"no"] if call == "send" else []
@@ -399,7 +403,7 @@ def test_an_invalid_timeout_is_refused_whether_or_not_a_wait_is_needed(producer:
 
 
 @pytest.mark.parametrize("timeout", [1e12, math.inf])
-def test_a_timeout_may_be_longer_than_the_longest_possible_wait(
+def test_a_timeout_may_be_longer_than_the_longest_wait_that_the_system_supports(
     producer: Producer, broker: Broker, timeout: float
 ) -> None:
     broker.withhold_confirms()
@@ -421,7 +425,7 @@ def test_a_timeout_may_be_longer_than_the_longest_possible_wait(
     producer.close(timeout=timeout)
 
 
-def test_a_negative_timeout_has_already_expired(producer: Producer, broker: Broker) -> None:
+def test_a_call_with_a_negative_timeout_does_not_wait(producer: Producer, broker: Broker) -> None:
     """A caller passes the rest of its own deadline, which may be negative."""
     broker.withhold_confirms()
     receipt = producer.send(b"", timeout=-0.1)

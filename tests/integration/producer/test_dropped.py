@@ -36,7 +36,7 @@ def _threads(kind: str) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["plain", "with callbacks"])
-def test_E6_a_dropped_producer_emits_a_warning_and_delivers_admitted_messages_and_ends(
+def test_E6_a_producer_without_references_emits_a_warning_delivers_admitted_messages_and_ends(
     broker: Broker, listens: bool
 ) -> None:
     told: list[Receipt] = []
@@ -55,7 +55,7 @@ def test_E6_a_dropped_producer_emits_a_warning_and_delivers_admitted_messages_an
     assert len(told) == 100 * listens
 
 
-def test_E6_messages_that_a_dropped_producer_could_not_deliver_are_logged(
+def test_E6_messages_that_a_producer_without_references_could_not_deliver_are_logged(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped", max_producer_flow_control_wait=0.1)]
@@ -69,7 +69,7 @@ def test_E6_messages_that_a_dropped_producer_could_not_deliver_are_logged(
     broker.release_confirms()
 
 
-def test_a_dropped_producer_releases_its_outbox(broker: Broker, tmp_path: Path) -> None:
+def test_a_producer_without_references_releases_its_outbox(broker: Broker, tmp_path: Path) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped", outbox=tmp_path / "outbox")]
     held[0].send(b"kept")
     with pytest.warns(ResourceWarning, match="dropped"):
@@ -92,7 +92,7 @@ def test_a_closed_producer_emits_no_warning(broker: Broker, recwarn: pytest.Warn
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_E6_a_dropped_async_producer_emits_a_warning_and_delivers_admitted_messages_and_ends(broker: Broker) -> None:
+def test_E6_an_async_producer_without_references_emits_a_warning_delivers_its_messages_and_ends(broker: Broker) -> None:
     async def main() -> None:
         held = [await AsyncProducer(broker.url, routing_key="q", name="dropped").connect()]
         broker.withhold_confirms()
@@ -112,7 +112,7 @@ def test_an_async_producer_that_never_connected_emits_no_warning(recwarn: pytest
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_an_async_producer_whose_loop_is_closed_can_be_dropped_without_an_error(broker: Broker) -> None:
+def test_an_async_producer_whose_event_loop_is_closed_can_be_garbage_collected_without_an_error(broker: Broker) -> None:
     # Not the result of a task, which an exception of aiormq may keep alive.
     held: list[AsyncProducer] = []
 
@@ -160,7 +160,7 @@ def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> No
 
 
 @pytest.mark.parametrize("when", ["as the loop ends", "after the loop"])
-def test_a_producer_that_is_dropped_with_its_loop_frees_its_outbox_and_reports_what_it_lost(
+def test_a_producer_garbage_collected_with_its_event_loop_frees_the_outbox_and_logs_lost_messages(
     broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     held: list[AsyncProducer] = []

@@ -30,7 +30,7 @@ def other() -> Iterator[Broker]:
         yield broker
 
 
-def test_E15_a_blocked_host_is_abandoned_and_unsettled_messages_are_resent_in_order_and_marked(
+def test_E15_a_producer_leaves_a_host_that_blocks_it_and_resends_unsettled_messages_in_order(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     producer = make_producer([broker.url, other.url], on_blocked="failover", failover_delay=0.1)
@@ -47,7 +47,7 @@ def test_E15_a_blocked_host_is_abandoned_and_unsettled_messages_are_resent_in_or
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_blocked": "failover", "failover_delay": 0.01}], ids=["wait", "one host"])
-def test_E15_a_producer_stays_on_a_blocked_host_without_an_alternative(
+def test_E15_a_producer_stays_on_a_host_that_blocks_it_if_there_is_no_other_host(
     make_producer: Callable[..., Producer], broker: Broker, settings: dict[str, object]
 ) -> None:
     producer = make_producer(broker.url, **settings)
@@ -60,7 +60,7 @@ def test_E15_a_producer_stays_on_a_blocked_host_without_an_alternative(
     assert flows.events == []
 
 
-def test_E15_a_silent_host_with_overdue_confirms_is_abandoned(
+def test_E15_a_producer_leaves_a_silent_host_with_overdue_confirms(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -72,7 +72,7 @@ def test_E15_a_silent_host_with_overdue_confirms_is_abandoned(
     assert marked(other) == [True]
 
 
-def test_E15_a_host_with_late_confirms_that_answers_the_probe_is_kept(
+def test_E15_a_producer_stays_on_a_host_with_late_confirms_that_answers_the_liveness_probe(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[bytes] = []
@@ -104,7 +104,7 @@ def test_E15_a_host_with_late_confirms_that_answers_the_probe_is_kept(
     assert bodies(broker) == [b"1"]
 
 
-def test_E15_a_producer_returns_to_its_first_host_and_resends_unsettled_messages_in_order_and_marked(
+def test_E15_a_producer_that_returns_to_its_first_host_resends_unsettled_messages_in_order(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -161,7 +161,7 @@ def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
         ("other", False),
     ],
 )
-def test_E15_a_probe_distinguishes_answers_of_brokers_from_answers_of_other_servers(
+def test_E15_the_probe_of_the_first_host_accepts_only_the_answer_of_an_amqp_broker(
     stack: ExitStack, certificate: tuple[Path, Path], server: str, expected: bool
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -197,7 +197,7 @@ def test_E15_a_probe_distinguishes_answers_of_brokers_from_answers_of_other_serv
     assert answers(url, 0.3 if server == "silent" else PATIENCE) is expected
 
 
-def test_E15_a_broker_that_disconnects_during_the_handshake_does_not_count_as_an_answer(stack: ExitStack) -> None:
+def test_E15_the_probe_of_the_first_host_fails_if_the_broker_disconnects_during_the_handshake(stack: ExitStack) -> None:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
     def serve() -> None:

@@ -16,7 +16,7 @@ from .tools import unused_port
 
 
 @pytest.mark.parametrize("capacity", ["auto", 100])
-def test_every_byte_arrives_with_a_delay_in_both_directions_and_in_order(
+def test_the_simulated_distant_broker_delays_every_byte_in_both_directions_and_keeps_the_order(
     broker: Broker, stack: ExitStack, capacity: int | str
 ) -> None:
     url = stack.enter_context(delayed(broker.url, 0.05))
@@ -30,7 +30,7 @@ def test_every_byte_arrives_with_a_delay_in_both_directions_and_in_order(
     assert [message.body for message in broker.messages("q")] == bodies
 
 
-def test_a_connection_to_an_unreachable_broker_ends(stack: ExitStack) -> None:
+def test_the_simulated_distant_broker_ends_a_connection_if_its_broker_is_unreachable(stack: ExitStack) -> None:
     url = f"amqp://guest:guest@127.0.0.1:{unused_port()}/%2F"
     with pytest.raises(ConnectionFailed):
         Producer(stack.enter_context(delayed(url, 0.001)), connect_timeout=5)

@@ -60,7 +60,9 @@ def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
 
 
 @pytest.mark.parametrize("fault", [*LASTING, *ENDING])
-def test_connecting_fails_within_its_timeout(faulty: FaultProxy, broker: Broker, skin: Any, fault: str) -> None:
+def test_connecting_through_a_faulty_network_fails_within_connect_timeout(
+    faulty: FaultProxy, broker: Broker, skin: Any, fault: str
+) -> None:
     (LASTING | ENDING)[fault](faulty)
     error = in_time(lambda: skin(faulty.url, connect_timeout=DEADLINE))
     assert isinstance(error, ConnectionFailed)
@@ -110,7 +112,7 @@ def test_every_call_returns_within_its_deadline_and_every_message_settles(
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_frames_may_be_split_anywhere(
+def test_the_network_may_split_frames_at_any_byte(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], size: int
 ) -> None:
     faulty.split(size)
@@ -123,7 +125,9 @@ def test_frames_may_be_split_anywhere(
     assert bodies(broker) == sent
 
 
-def test_a_stop_injected_by_the_proxy_is_obeyed(faulty: FaultProxy, make_producer: Callable[..., Producer]) -> None:
+def test_a_channel_flow_injected_by_the_proxy_is_obeyed(
+    faulty: FaultProxy, make_producer: Callable[..., Producer]
+) -> None:
     producer = make_producer(faulty.url)
     faulty.inject(Channel.Flow(False), 1)
     wait_held(producer, "channel_flow")
@@ -132,7 +136,7 @@ def test_a_stop_injected_by_the_proxy_is_obeyed(faulty: FaultProxy, make_produce
     assert holds(producer) == []
 
 
-def test_stalled_bytes_arrive_when_the_stall_ends(
+def test_bytes_that_the_network_stalled_arrive_when_the_stall_ends(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(faulty.url)

@@ -65,7 +65,7 @@ def test_E8_the_files_of_a_flow_log_are_private_to_their_owner(tmp_path: Path) -
     assert all_private(tmp_path)
 
 
-def test_E8_an_existing_file_keeps_its_mode_and_its_wal_file_gets_the_same_mode(tmp_path: Path) -> None:
+def test_E8_an_existing_database_file_keeps_its_mode_and_the_wal_file_gets_the_same_mode(tmp_path: Path) -> None:
     path = tmp_path / "orders.outbox"
     Outbox(path).close()
     path.chmod(0o640)
@@ -80,7 +80,7 @@ def test_E8_an_existing_file_keeps_its_mode_and_its_wal_file_gets_the_same_mode(
     )
 
 
-def test_E8_the_target_of_a_symbolic_link_is_made_private(tmp_path: Path) -> None:
+def test_E8_the_target_of_an_outbox_path_that_is_a_symbolic_link_is_created_private(tmp_path: Path) -> None:
     target = tmp_path / "there"
     target.mkdir()
     (tmp_path / "orders.outbox").symlink_to(target / "file")
@@ -97,7 +97,7 @@ OPEN: dict[str, tuple[Callable[[Path], Any], type[QflowError]]] = {
 
 @pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize("exists", [True, False])
-def test_E8_a_lock_file_that_is_a_symbolic_link_is_refused_and_its_target_not_changed(
+def test_E8_a_lock_file_that_is_a_symbolic_link_raises_an_error_and_the_target_is_not_changed(
     kind: str, exists: bool, tmp_path: Path
 ) -> None:
     make, error = OPEN[kind]
@@ -112,7 +112,7 @@ def test_E8_a_lock_file_that_is_a_symbolic_link_is_refused_and_its_target_not_ch
 
 
 @pytest.mark.parametrize("kind", OPEN)
-def test_E8_a_lock_file_with_foreign_content_is_refused_and_not_changed(kind: str, tmp_path: Path) -> None:
+def test_E8_a_lock_file_with_foreign_content_raises_an_error_and_is_not_changed(kind: str, tmp_path: Path) -> None:
     make, error = OPEN[kind]
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -44,7 +44,7 @@ FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
 RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
 
 
-def test_events_report_the_hold_its_reason_and_its_duration_in_order(
+def test_flow_events_report_each_hold_with_reason_and_duration_in_order(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(name="orders")
@@ -83,7 +83,7 @@ def test_events_report_the_hold_its_reason_and_its_duration_in_order(
         assert word in str(last)
 
 
-def test_callbacks_run_on_a_separate_thread(producer: Producer, broker: Broker) -> None:
+def test_callbacks_of_a_producer_run_on_a_separate_thread(producer: Producer, broker: Broker) -> None:
     one, two = Flows(), Flows()
     producer.on_flow(one)
     producer.on_flow(two)
@@ -113,7 +113,7 @@ def test_callbacks_run_on_a_separate_thread(producer: Producer, broker: Broker) 
         assert held == len(event.holds)
 
 
-def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> None:
+def test_a_flow_callback_may_call_any_method_of_the_producer(producer: Producer, broker: Broker) -> None:
     done = Growing()
 
     def callback(event: FlowEvent) -> None:
@@ -143,7 +143,7 @@ def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> N
         producer.send(b"")
 
 
-def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
+def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event_and_no_message(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def callback(event: FlowEvent) -> None:
@@ -165,7 +165,7 @@ def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
     flows.wait_for(FLOWED, 2)
 
 
-def test_system_exit_in_a_callback_loses_no_event_and_the_producer_still_closes(
+def test_system_exit_in_a_flow_callback_loses_no_event_and_the_producer_can_still_be_closed(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """SystemExit in a callback ends an asyncio loop, but not a thread."""
@@ -187,7 +187,7 @@ def test_system_exit_in_a_callback_loses_no_event_and_the_producer_still_closes(
     assert producer.closed
 
 
-def test_a_slow_callback_delays_no_sender(producer: Producer, broker: Broker) -> None:
+def test_a_slow_flow_callback_delays_no_sender(producer: Producer, broker: Broker) -> None:
     go_on = threading.Event()
     producer.on_flow(lambda _event: go_on.wait(20))
     broker.flow(False)
@@ -199,7 +199,7 @@ def test_a_slow_callback_delays_no_sender(producer: Producer, broker: Broker) ->
     go_on.set()
 
 
-def test_an_unsubscribed_callback_is_not_called_any_more(producer: Producer, broker: Broker) -> None:
+def test_an_unsubscribed_flow_callback_is_no_longer_called(producer: Producer, broker: Broker) -> None:
     gone, stays = Flows(), Flows()
     unsubscribe = producer.on_flow(gone)
     producer.on_flow(stays)
@@ -214,7 +214,7 @@ def test_an_unsubscribed_callback_is_not_called_any_more(producer: Producer, bro
     assert gone.kinds == heard == [FLOWED]
 
 
-def test_two_subscriptions_of_one_callback_end_independently(producer: Producer, broker: Broker) -> None:
+def test_two_subscriptions_of_one_flow_callback_end_independently(producer: Producer, broker: Broker) -> None:
     flows = Flows()
     one, two = producer.on_flow(flows), producer.on_flow(flows)
     producer.pause()
@@ -247,7 +247,7 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
     assert list(producer.flow_events()) == []
 
 
-def test_an_iterator_that_the_program_abandons_leaves_nothing_behind(producer: Producer) -> None:
+def test_an_abandoned_iterator_over_flow_events_leaves_no_state(producer: Producer) -> None:
     producer.pause()
     events, never_begun = producer.flow_events(), producer.flow_events()
     producer.resume()
@@ -271,7 +271,7 @@ def test_flow_events_ends_when_a_lost_connection_closes_the_producer(producer: P
     assert UNFLOWED not in kinds
 
 
-def test_holds_that_begin_while_close_flushes_are_reported_like_other_holds(
+def test_holds_that_begin_while_a_close_waits_for_confirms_are_reported_as_flow_events(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -292,7 +292,7 @@ def test_holds_that_begin_while_close_flushes_are_reported_like_other_holds(
     assert list(events) == []
 
 
-def test_a_clean_close_causes_no_flow_event(producer: Producer, broker: Broker) -> None:
+def test_a_close_of_a_producer_without_errors_causes_no_flow_event(producer: Producer, broker: Broker) -> None:
     events = producer.flow_events()
     producer.send(b"")
     producer.close()
@@ -365,7 +365,7 @@ def test_a_log_handler_may_send_with_the_producer_that_logs(
     ]
 
 
-def test_a_log_handler_that_raises_affects_only_the_log(
+def test_a_log_handler_that_raises_an_error_affects_only_the_log(
     producer: Producer, broker: Broker, add_handler: AddHandler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(record: logging.LogRecord) -> None:
@@ -415,7 +415,7 @@ def test_a_log_handler_that_blocks_delays_no_sender(
     go_on.set()
 
 
-def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_on_delivery_gets_every_receipt_exactly_once(make_producer: Callable[..., Producer], broker: Broker) -> None:
     told: list[Receipt] = []
     threads = set()
 
@@ -457,7 +457,7 @@ def test_on_delivery_gets_the_receipts_of_messages_lost_with_the_connection(
     assert len(told) == 5
 
 
-def test_an_exception_in_on_delivery_is_logged_and_loses_nothing(
+def test_an_exception_in_on_delivery_is_logged_and_loses_no_receipt(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     told = []
@@ -476,7 +476,7 @@ def test_an_exception_in_on_delivery_is_logged_and_loses_nothing(
     assert sum("on_delivery" in record.getMessage() for record in caplog.records) == 10
 
 
-def test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late(
+def test_a_callback_may_wait_for_a_producer_that_is_held_because_callbacks_are_slow(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     waited = Growing()
@@ -494,7 +494,9 @@ def test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late(
     assert list(waited) == [True] * 40
 
 
-def test_on_delivery_may_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_on_delivery_may_send_messages_with_the_producer(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     sent: list[Receipt] = []
 
     def on_delivery(receipt: Receipt) -> None:
@@ -558,7 +560,7 @@ def test_receipts_that_wait_for_on_delivery_are_bounded(make_producer: Callable[
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_send_in_on_delivery_that_may_not_wait_raises_immediately(
+def test_a_send_in_on_delivery_with_timeout_0_raises_immediately(
     make_producer: Callable[..., Producer], broker: Broker, raises: bool
 ) -> None:
     found = Growing()
@@ -588,7 +590,7 @@ def test_a_send_in_on_delivery_that_may_not_wait_raises_immediately(
     assert bodies(broker) == [b"1", b"2"]
 
 
-def test_failures_not_reported_to_on_delivery_in_time_are_raised_by_close(
+def test_close_raises_failures_that_were_not_reported_to_on_delivery_in_time(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     go_on, begun = threading.Event(), threading.Event()
@@ -641,7 +643,7 @@ def wait_passed_on(producer: Producer) -> None:
     assert producer.flow_state is not None
 
 
-def test_E6_unread_events_are_bounded_and_the_oldest_are_dropped(
+def test_E6_flow_events_that_an_iterator_has_not_read_are_bounded_and_the_oldest_are_dropped(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(max_flow_events=10, name="orders")
@@ -668,7 +670,7 @@ def test_E6_unread_events_are_bounded_and_the_oldest_are_dropped(
     assert list(unread) == []
 
 
-def test_E6_events_for_a_slow_callback_are_bounded_and_the_oldest_are_dropped(
+def test_E6_flow_events_for_a_slow_callback_are_bounded_and_the_oldest_are_dropped(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(max_flow_events=10, name="orders")

@@ -18,7 +18,9 @@ def kinds_told(flows: Flows) -> list[str]:
     return [str(event.hold.kind) for event in flows.events if event.hold is not None]
 
 
-def test_a_callback_gets_only_events_of_its_kinds(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_flow_callback_gets_only_events_about_holds_of_the_requested_kinds(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=1)
     some, all_ = Flows(), Flows()
     producer.on_flow(some, kinds=(HoldKind.CONNECTION_BLOCKED, "paused"))
@@ -41,7 +43,9 @@ def test_a_callback_gets_only_events_of_its_kinds(make_producer: Callable[..., P
     assert "capacity" in kinds_told(all_)
 
 
-def test_an_iterator_gets_only_events_of_its_kinds(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_an_iterator_over_flow_events_gets_only_events_about_holds_of_the_requested_kinds(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=1)
     events = producer.flow_events(kinds=["paused"])
     broker.withhold_confirms()
@@ -59,7 +63,7 @@ def test_an_iterator_gets_only_events_of_its_kinds(make_producer: Callable[..., 
     assert list(events) == []
 
 
-def test_a_notice_is_about_the_oldest_hold(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_wait_notice_names_the_oldest_hold(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(flow_control_wait_notify_period=0.05)
     paused, rate = Flows(), Flows()
     producer.on_flow(rate, kinds=["rate"])
@@ -74,19 +78,21 @@ def test_a_notice_is_about_the_oldest_hold(make_producer: Callable[..., Producer
 
 
 @pytest.mark.parametrize("kinds", ["paused", 5, [None]])
-def test_a_value_that_is_not_a_list_of_kinds_is_refused(producer: Producer, kinds: Any) -> None:
+def test_a_flow_callback_with_a_value_that_is_not_a_list_of_hold_kinds_raises_an_error(
+    producer: Producer, kinds: Any
+) -> None:
     with pytest.raises(TypeError):
         producer.on_flow(print, kinds=kinds)
     with pytest.raises(TypeError):
         producer.flow_events(kinds=kinds)
 
 
-def test_a_kind_that_is_not_a_hold_kind_is_refused(producer: Producer) -> None:
+def test_a_flow_callback_for_a_hold_kind_that_does_not_exist_raises_an_error(producer: Producer) -> None:
     for listen in (partial(producer.on_flow, print), producer.flow_events):
         with pytest.raises(ValueError, match="no hold kind 'blocked'; the kinds are channel_flow, connection_blocked"):
             listen(kinds=["paused", "blocked"])
 
 
-def test_a_callback_that_is_not_callable_is_refused(producer: Producer) -> None:
+def test_a_flow_callback_that_is_not_callable_raises_an_error(producer: Producer) -> None:
     with pytest.raises(TypeError, match="callback='x': it must be callable"):
         producer.on_flow("x")  # type: ignore[arg-type]  # that is the point

@@ -82,7 +82,7 @@ REFUSED: dict[str, Callable[[Producer], object]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_E2_a_call_that_would_deadlock_with_a_step_of_the_producer_raises_after_a_limited_time(
+def test_E2_a_call_in_a_log_handler_that_would_deadlock_with_the_producer_raises_after_a_limited_time(
     broker: Broker, call: str
 ) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
@@ -101,7 +101,7 @@ def test_E2_a_call_that_would_deadlock_with_a_step_of_the_producer_raises_after_
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_a_call_that_waits_for_a_step_on_another_loop_waits_only_for_a_limited_time(broker: Broker) -> None:
+def test_E2_a_call_waits_only_for_a_limited_time_for_a_producer_call_on_another_event_loop(broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=1) as producer:
             broker.withhold_confirms()
@@ -120,7 +120,7 @@ def test_E2_a_call_that_waits_for_a_step_on_another_loop_waits_only_for_a_limite
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_an_exception_from_a_signal_handler_does_not_say_that_a_message_was_not_sent(
+def test_E2_an_exception_of_a_signal_handler_is_not_reported_as_a_message_that_was_not_sent(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Admission.send
@@ -137,7 +137,7 @@ def test_E2_an_exception_from_a_signal_handler_does_not_say_that_a_message_was_n
     assert bodies(broker) == [b"sent"]
 
 
-def test_E2_postponed_calls_keep_their_order(broker: Broker) -> None:
+def test_E2_calls_that_are_postponed_because_the_producer_is_busy_keep_their_order(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         with Handler().logs_in_a_step_of(producer):
             producer.capacity = 2
@@ -149,7 +149,9 @@ def test_E2_postponed_calls_keep_their_order(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("call", ["pause", "capacity", "on_flow"])
-def test_E2_a_call_without_a_result_is_done_when_the_step_has_ended(broker: Broker, call: str) -> None:
+def test_E2_a_call_without_a_result_is_postponed_while_the_producer_is_busy_and_then_done(
+    broker: Broker, call: str
+) -> None:
     told = threading.Event()
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         with Handler().logs_in_a_step_of(producer):
@@ -173,7 +175,9 @@ def test_E2_a_call_without_a_result_is_done_when_the_step_has_ended(broker: Brok
             assert told.wait(PATIENCE)
 
 
-def test_E2_a_waiting_send_is_withdrawn_at_its_deadline(broker: Broker, goes_on: threading.Event) -> None:
+def test_E2_a_send_that_waits_for_a_busy_producer_is_withdrawn_at_its_deadline(
+    broker: Broker, goes_on: threading.Event
+) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
@@ -188,7 +192,9 @@ def test_E2_a_waiting_send_is_withdrawn_at_its_deadline(broker: Broker, goes_on:
     assert bodies(broker) == [b"admitted", b"next"]
 
 
-def test_E2_a_send_waits_for_a_step_that_decides_about_its_message(broker: Broker, goes_on: threading.Event) -> None:
+def test_E2_a_send_at_its_deadline_waits_for_another_thread_that_is_just_admitting_the_message(
+    broker: Broker, goes_on: threading.Event
+) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
@@ -204,7 +210,7 @@ def test_E2_a_send_waits_for_a_step_that_decides_about_its_message(broker: Broke
         broker.release_confirms()
 
 
-def test_E2_a_send_ended_by_ctrl_c_is_not_admitted_by_a_running_step(
+def test_E2_a_waiting_send_that_ctrl_c_ends_is_not_admitted_by_another_thread(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -226,7 +232,7 @@ def test_E2_a_send_ended_by_ctrl_c_is_not_admitted_by_a_running_step(
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_a_close_whose_steps_cannot_run_ends_the_producer_later(
+def test_E2_a_close_that_cannot_run_because_the_producer_is_busy_ends_the_producer_later(
     broker: Broker, caplog: pytest.LogCaptureFixture, goes_on: threading.Event
 ) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)
@@ -244,7 +250,7 @@ def test_E2_a_close_whose_steps_cannot_run_ends_the_producer_later(
     assert "shut down: 1 admitted messages were not delivered" in caplog.text
 
 
-def test_E2_a_dropped_producer_ends_even_if_a_step_takes_long(broker: Broker) -> None:
+def test_E2_a_producer_without_references_ends_even_if_it_is_busy_for_a_long_time(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)
     engine = producer._engine
     with Handler().logs_in_a_step_of(producer):

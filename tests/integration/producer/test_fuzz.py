@@ -76,7 +76,7 @@ class Change:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_changed_bytes_from_a_broker_raise_one_of_our_errors_in_time(
+def test_changed_bytes_from_a_broker_raise_an_error_of_this_library_in_time(
     broker: Broker, skin: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     write = relay.Way._write
@@ -107,7 +107,9 @@ def test_changed_bytes_from_a_broker_raise_one_of_our_errors_in_time(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_invalid_frames_raise_one_of_our_errors_in_time(broker: Broker, skin: Any, stack: ExitStack, seed: int) -> None:
+def test_invalid_frames_from_a_broker_raise_an_error_of_this_library_in_time(
+    broker: Broker, skin: Any, stack: ExitStack, seed: int
+) -> None:
     proxy = stack.enter_context(FaultProxy(broker.url))
     for number in range(CHANGES):
         chance = random.Random(f"{seed} {number}")

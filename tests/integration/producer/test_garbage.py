@@ -30,7 +30,7 @@ MUCH = pamqp.frame.marshal(pamqp.commands.Connection.Unblocked(), 0) * 10_000
     ids=["immediately", "after a close by the broker", "after many valid frames", "a frame of 2 GB"],
 )
 @pytest.mark.usefixtures("one_connection")
-def test_invalid_bytes_end_the_producer_and_the_reason_is_an_earlier_close_if_there_was_one(
+def test_invalid_bytes_end_the_producer_with_the_reason_of_an_earlier_close_if_there_was_one(
     broker: Broker, proxy: Proxy, make_producer: Callable[..., Producer], data: bytes, reason: str
 ) -> None:
     producer = make_producer(proxy.url(broker))

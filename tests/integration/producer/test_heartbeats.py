@@ -117,7 +117,7 @@ def test_heartbeats_continue_while_a_producer_is_idle_or_flowed_and_detect_a_dea
         assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_half_open_connection_is_detected_by_heartbeats_while_flowed_and_restored(
+def test_a_dead_connection_of_a_flowed_producer_is_detected_by_heartbeats_and_replaced(
     make_producer: Callable[..., Producer], make_broker: Callable[..., Broker], stack: ExitStack, silence: Silence
 ) -> None:
     waiting = []

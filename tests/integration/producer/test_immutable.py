@@ -37,7 +37,7 @@ class Reused:
         return Message(b"", headers=self._headers)
 
 
-def test_E3_headers_can_be_reused_after_a_refusal(
+def test_E3_headers_can_be_reused_after_a_send_raised_an_error(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), on_refused="retry", retry_delay=0.01)
@@ -91,7 +91,9 @@ def test_E3_headers_can_be_reused_while_earlier_messages_wait(
 
 
 @pytest.mark.parametrize("tracing", [False, True])
-def test_E3_a_refused_message_is_returned_unchanged(make_producer: Callable[..., Producer], tracing: bool) -> None:
+def test_E3_an_error_of_send_contains_the_unchanged_message(
+    make_producer: Callable[..., Producer], tracing: bool
+) -> None:
     producer = make_producer(tracing=tracing)
     producer.pause()
     reused = Reused()

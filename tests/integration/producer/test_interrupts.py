@@ -18,7 +18,7 @@ from .tools import PATIENCE, Stopwatch, bodies, start, wait_in_line
 EVERY = 11 if EFFORT == "quick" else 1
 
 
-def test_a_resume_that_is_interrupted_at_any_line_is_completed_by_the_next_call(
+def test_a_resume_of_a_producer_that_ctrl_c_interrupts_at_any_line_is_completed_by_the_next_call(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -36,7 +36,7 @@ def test_a_resume_that_is_interrupted_at_any_line_is_completed_by_the_next_call(
     assert broker.queue("q").depth == 2 * (1 + (at - 1) // EVERY)
 
 
-def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_usable(
+def test_a_send_that_ctrl_c_interrupts_at_any_line_leaves_the_producer_usable(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(max_unwritten_bytes=1)
@@ -59,7 +59,7 @@ def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_usable(
     assert bodies(broker) == [b"other"] * (1 + (at - 1) // EVERY)
 
 
-def test_an_interrupted_close_is_completed_by_the_next_call(broker: Broker) -> None:
+def test_a_close_that_ctrl_c_interrupts_is_completed_by_the_next_call(broker: Broker) -> None:
     for at in range(1, 1000, EVERY):
         producer = Producer(broker.url, routing_key="q")
         producer.send(b"")
@@ -74,7 +74,7 @@ def test_an_interrupted_close_is_completed_by_the_next_call(broker: Broker) -> N
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_second_ctrl_c_in_a_close_leaves_no_thread_waiting_for_its_end(
+def test_a_second_ctrl_c_during_a_close_leaves_no_thread_waiting_for_the_end_of_the_close(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = Producer(broker.url, routing_key="q")

@@ -26,7 +26,7 @@ def test_a_set_latch_wakes_all_waiting_threads_and_later_threads_do_not_wait() -
 
 
 @pytest.mark.parametrize("round_", range(20))
-def test_a_thread_that_arrives_while_a_latch_is_set_is_not_missed(round_: int) -> None:
+def test_a_thread_that_begins_to_wait_while_a_latch_is_being_set_is_woken(round_: int) -> None:
     latch, ready = Latch(), threading.Barrier(3)
 
     def wait() -> bool:

@@ -122,7 +122,7 @@ def _find_no_virtual_host(broker: Broker) -> None:
         _find_no_virtual_host,
     ],
 )
-def test_no_thread_socket_or_file_is_left_behind(
+def test_a_closed_producer_leaves_no_thread_socket_or_file(
     broker: Broker, way: Callable[[Broker], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     # pika logs its socket itself, and pytest keeps that.
@@ -165,7 +165,7 @@ def test_a_closed_producer_is_garbage_collected(broker: Broker) -> None:
     assert receipt.delivered
 
 
-def test_settled_messages_are_not_kept_in_memory(broker: Broker) -> None:
+def test_a_producer_keeps_no_settled_messages_in_memory(broker: Broker) -> None:
     """A long-running producer keeps no settled message in memory, even if its receipt was never read."""
     with Producer(broker.url, routing_key="q") as producer:
         for _ in range(rounds(3000)):

@@ -31,7 +31,7 @@ def test_a_body_arrives_as_a_persistent_message_and_is_confirmed(
     assert (message.exchange, message.routing_key) == ("", "q")
 
 
-def test_all_properties_arrive(producer: Producer, broker: Broker) -> None:
+def test_all_properties_of_a_message_arrive(producer: Producer, broker: Broker) -> None:
     when = datetime(2026, 2, 3, 4, 5, 6, tzinfo=UTC)
     properties = {
         "content_type": "application/json",
@@ -69,7 +69,7 @@ def test_bodies_of_any_number_of_frames_arrive(producer: Producer, broker: Broke
     assert bodies(broker) == [body, body]
 
 
-def test_a_small_frame_max_is_respected(
+def test_frames_of_a_producer_respect_a_small_frame_max(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(frame_max=4096)
@@ -93,7 +93,7 @@ def test_messages_of_one_thread_arrive_in_order_with_unique_ids(producer: Produc
     assert len({len(str(each)) for each in ids}) == 1
 
 
-def test_ids_of_two_producers_differ(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_generated_message_ids_of_two_producers_differ(make_producer: Callable[..., Producer], broker: Broker) -> None:
     for producer in (make_producer(), make_producer()):
         for _ in range(100):
             producer.send(b"")
@@ -163,14 +163,18 @@ def test_without_message_ids_messages_have_no_id(make_producer: Callable[..., Pr
 
 
 @pytest.mark.parametrize("message", [None, 5, {"a": 1}, ["a"]])
-def test_an_invalid_body_is_refused_and_does_no_harm(producer: Producer, message: object) -> None:
+def test_sending_an_invalid_body_raises_an_error_and_the_producer_continues(
+    producer: Producer, message: object
+) -> None:
     with pytest.raises(TypeError, match="bytes or str"):
         producer.send(message)  # type: ignore[arg-type]  # that is the point
     assert producer.unsettled == 0
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_message_that_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Callable[..., Producer]) -> None:
+def test_sending_a_message_that_cannot_be_encoded_raises_an_error_and_the_producer_continues(
+    make_producer: Callable[..., Producer],
+) -> None:
     producer = make_producer(capacity=1)
     for _ in range(3):
         with pytest.raises((TypeError, ValueError)):
@@ -181,7 +185,7 @@ def test_a_message_that_cannot_be_encoded_is_refused_and_does_no_harm(make_produ
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_producer_is_shown_with_its_name(
+def test_the_repr_of_a_producer_shows_its_name(
     make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack
 ) -> None:
     producer = make_producer(name="orders")

@@ -35,7 +35,9 @@ def test_d5_messages_admitted_before_a_pause_are_still_sent(producer: Producer, 
     assert broker.queue("q").depth == count
 
 
-def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_d5_stop_all_and_start_all_of_the_flow_manager_apply_to_every_producer(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producers = [make_producer(name=f"p{number}") for number in range(2)]
     assert set(flow_manager.resources) == set(producers)
     assert flow_manager.stop_all("the operator says so") == 2
@@ -59,7 +61,7 @@ def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[
     assert bodies(broker) == [b"yes"] * 3
 
 
-def test_d5_a_pause_by_the_application_and_one_by_the_manager_are_two_holds(
+def test_d5_a_pause_by_the_application_and_a_pause_by_the_flow_manager_are_two_holds(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     manager = FlowManager("operator")
@@ -77,7 +79,9 @@ def test_d5_a_pause_by_the_application_and_one_by_the_manager_are_two_holds(
     assert flow_manager.resources == ()
 
 
-def test_a_closed_producer_is_not_in_the_registry(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_closed_producer_is_not_in_the_registry_of_the_flow_manager(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     manager = FlowManager()
     producer = make_producer(manager=manager)
     assert set(manager.resources) == {producer}
@@ -86,7 +90,7 @@ def test_a_closed_producer_is_not_in_the_registry(make_producer: Callable[..., P
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_freed(
+def test_a_producer_that_ended_by_a_lost_connection_stays_in_the_flow_manager_until_it_is_freed(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     # pika logs its socket itself, and pytest keeps that.
@@ -101,7 +105,7 @@ def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_free
     assert not manager.resources
 
 
-def test_d5_producers_can_be_stopped_and_started_while_all_send(
+def test_d5_the_flow_manager_can_stop_and_start_producers_while_all_send(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producers = [make_producer() for _ in range(2)]

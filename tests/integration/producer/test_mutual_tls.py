@@ -56,7 +56,7 @@ def test_a_producer_presents_its_certificate_to_a_broker_that_requires_one(
     assert producer.send(b"x").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_broker_that_requires_a_certificate_refuses_a_missing_or_a_wrong_one(
+def test_a_broker_that_requires_a_client_certificate_refuses_clients_without_one_or_with_a_wrong_one(
     skin: Any, options: Callable[..., str], wary: Broker, certificate: Pair, tmp_path: Path
 ) -> None:
     other = certify(tmp_path, "other", "DNS:other")
@@ -66,12 +66,12 @@ def test_a_broker_that_requires_a_certificate_refuses_a_missing_or_a_wrong_one(
     wary.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_broker_with_an_untrusted_certificate_is_refused(skin: Any, wary: Broker) -> None:
+def test_a_producer_does_not_connect_to_a_broker_with_an_untrusted_certificate(skin: Any, wary: Broker) -> None:
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
         skin(wary.url, connect_timeout=5)
 
 
-def test_a_broker_whose_certificate_has_a_different_name_is_refused(
+def test_a_producer_does_not_connect_to_a_broker_whose_certificate_has_another_name(
     skin: Any, options: Callable[..., str], make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     elsewhere = certify(tmp_path, "elsewhere", "DNS:example.org")

@@ -75,7 +75,9 @@ def two(broker: Broker) -> Iterator[tuple[Producer, Producer]]:
 
 @pytest.mark.parametrize("call", ["send", *CALLS])
 @pytest.mark.parametrize("inside", ["send", "full", "pause", "flush"])
-def test_E2_a_signal_handler_may_call_any_method_inside_any_call(broker: Broker, call: str, inside: str) -> None:
+def test_E2_a_signal_handler_may_call_any_producer_method_inside_any_other_call(
+    broker: Broker, call: str, inside: str
+) -> None:
     receipts: list[Any] = []
     refused: list[ProducerFlowed] = []
     calls = 0
@@ -152,7 +154,7 @@ def test_E2_a_signal_handler_can_remove_the_flow_callback_that_it_has_added(two:
     assert not leftovers
 
 
-def test_E2_a_call_made_inside_a_step_after_the_connection_ended_is_done_by_the_next_call(broker: Broker) -> None:
+def test_E2_a_nested_call_that_is_postponed_after_the_connection_ended_is_done_by_the_next_call(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
         broker.drop_connections()
         eventually(lambda: producer._engine.link is not None and producer._engine.link.ended)
@@ -163,7 +165,7 @@ def test_E2_a_call_made_inside_a_step_after_the_connection_ended_is_done_by_the_
     in_time(lambda: [*nested, *last].clear())
 
 
-def test_E2_a_call_made_inside_a_step_while_the_connection_ends_is_done(
+def test_E2_a_nested_call_that_is_postponed_while_the_connection_ends_is_done(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
@@ -182,7 +184,7 @@ def test_E2_a_call_made_inside_a_step_while_the_connection_ends_is_done(
         eventually(lambda: producer.capacity == 7)
 
 
-def test_E2_a_call_of_a_closed_producer_inside_a_step_leaves_nothing_queued(broker: Broker) -> None:
+def test_E2_a_nested_call_of_a_closed_producer_leaves_nothing_postponed(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q") as producer:
         pass
     for _ in range(3):
@@ -202,7 +204,7 @@ class Garbage:
         self.call()
 
 
-def test_E2_finalizers_on_any_thread_may_call_any_method(two: tuple[Producer, Producer]) -> None:
+def test_E2_finalizers_on_any_thread_may_call_any_producer_method(two: tuple[Producer, Producer]) -> None:
     turns = itertools.count()
     nested: list[Any] = []
     threads: set[str] = set()
@@ -248,7 +250,7 @@ def test_E2_finalizers_on_any_thread_may_call_any_method(two: tuple[Producer, Pr
     assert not failures
 
 
-def test_E2_a_call_that_would_wait_on_the_thread_of_a_connection_is_refused(broker: Broker) -> None:
+def test_E2_a_call_that_would_wait_on_the_io_thread_of_the_connection_raises_an_error(broker: Broker) -> None:
     errors: list[NestedCall] = []
     done = threading.Event()
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
@@ -285,7 +287,9 @@ def test_E2_a_call_that_would_wait_on_the_thread_of_a_connection_is_refused(brok
     assert broker.queue("q").depth == 1
 
 
-def test_E2_two_producers_on_one_connection_may_call_each_other(broker: Broker) -> None:
+def test_E2_a_signal_handler_may_send_with_another_producer_of_the_same_connection_inside_a_send(
+    broker: Broker,
+) -> None:
     connection = qflow_client.connect(broker.url)
     receipts: list[Any] = []
 
@@ -329,7 +333,9 @@ ASYNC_CALLS: dict[str, Callable[[AsyncProducer], object]] = {
 
 @pytest.mark.parametrize("call", ASYNC_CALLS)
 @pytest.mark.parametrize("inside", ["send_nowait", "send", "pause"])
-def test_E2_a_signal_handler_may_call_any_method_at_any_point_of_a_loop(broker: Broker, call: str, inside: str) -> None:
+def test_E2_a_signal_handler_may_call_any_producer_method_at_any_point_of_an_event_loop(
+    broker: Broker, call: str, inside: str
+) -> None:
     receipts: list[Any] = []
     calls = 0
 
@@ -375,7 +381,7 @@ def test_E2_a_signal_handler_may_call_any_method_at_any_point_of_a_loop(broker: 
     assert len({receipt.message_id for receipt in receipts}) == len(receipts)
 
 
-def test_E2_finalizers_on_the_thread_of_the_loop_may_call_any_method(broker: Broker) -> None:
+def test_E2_finalizers_on_the_thread_of_the_event_loop_may_call_any_producer_method(broker: Broker) -> None:
     turns = itertools.count()
     nested: list[Any] = []
     failures: list[BaseException] = []

@@ -242,7 +242,7 @@ def test_frames_are_never_torn_by_a_tls_socket_that_accepts_few_bytes(
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_neither_writer_starves_while_both_always_have_output(
+def test_of_pika_and_a_producer_that_both_always_have_output_neither_starves(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path], tls: bool
 ) -> None:
     wire = make_wire(4096, tls=certificate) if tls else make_wire(700)
@@ -280,7 +280,7 @@ def test_a_connection_whose_socket_cannot_be_written_is_closed(make_wire: Callab
     assert wire.lost.is_set()
 
 
-def test_reading_from_a_tls_socket_that_is_never_empty_is_interrupted(
+def test_reading_from_a_tls_socket_that_always_has_input_is_interrupted_for_other_work(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path]
 ) -> None:
     wire = make_wire(1 << 16, tls=certificate)

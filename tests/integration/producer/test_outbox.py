@@ -92,7 +92,7 @@ def leave_behind(make_producer: Callable[..., Producer], path: Path, count: int,
     assert leave(producer).stored == count
 
 
-def test_an_admitted_message_is_on_disk_when_send_returns_and_removed_once_it_is_confirmed(
+def test_a_message_is_in_the_outbox_on_disk_when_send_returns_and_is_removed_when_it_is_confirmed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -111,7 +111,7 @@ def test_an_admitted_message_is_on_disk_when_send_returns_and_removed_once_it_is
     assert marked(broker) == []
 
 
-def test_send_nowait_also_writes_the_message_to_disk(
+def test_send_nowait_also_writes_the_message_to_the_outbox_on_disk(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -122,7 +122,9 @@ def test_send_nowait_also_writes_the_message_to_disk(
     wait_done([receipt])
 
 
-def test_many_senders_share_their_commits(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+def test_many_senders_share_the_disk_commits_of_an_outbox(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
     producer = make_producer(outbox=path, outbox_synchronous="full")
     # What leaves the outbox is committed too.
     broker.withhold_confirms()
@@ -152,7 +154,7 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
     producer.flush(timeout=PATIENCE)
 
 
-def test_the_error_of_a_second_producer_names_the_first_as_the_user_of_the_outbox(
+def test_the_error_of_a_second_producer_on_an_outbox_names_the_producer_that_uses_the_outbox(
     make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -162,7 +164,7 @@ def test_the_error_of_a_second_producer_names_the_first_as_the_user_of_the_outbo
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
-def test_a_producer_that_cannot_connect_releases_the_outbox(
+def test_a_producer_that_cannot_connect_releases_its_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     with pytest.raises(ConnectionFailed):
@@ -170,7 +172,7 @@ def test_a_producer_that_cannot_connect_releases_the_outbox(
     Outbox(path).close()
 
 
-def test_unconfirmed_messages_stay_on_disk_after_close_and_are_reported(
+def test_unconfirmed_messages_stay_in_the_outbox_after_close_and_are_reported(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -193,7 +195,7 @@ def test_unconfirmed_messages_stay_on_disk_after_close_and_are_reported(
     assert on_disk(path) == []
 
 
-def test_messages_of_an_earlier_run_are_sent_first_and_in_order(
+def test_outbox_messages_of_an_earlier_run_are_sent_first_and_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     count = rounds(1200, least=400)
@@ -209,7 +211,7 @@ def test_messages_of_an_earlier_run_are_sent_first_and_in_order(
     assert holds(producer) == []
 
 
-def test_a_flush_waits_for_messages_of_an_earlier_run(
+def test_a_flush_waits_for_outbox_messages_of_an_earlier_run(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 30)
@@ -218,7 +220,7 @@ def test_a_flush_waits_for_messages_of_an_earlier_run(
     assert len(bodies(broker)) == 30
 
 
-def test_new_messages_wait_until_messages_of_an_earlier_run_are_sent_and_the_error_names_the_reason(
+def test_new_messages_wait_until_outbox_messages_of_an_earlier_run_are_sent(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -235,7 +237,7 @@ def test_new_messages_wait_until_messages_of_an_earlier_run_are_sent_and_the_err
     assert bodies(broker) == [b"left 0", b"left 1", b"left 2", b"new"]
 
 
-def test_a_flowed_producer_spills_messages_and_sends_them_in_order_when_it_is_unflowed(
+def test_a_flowed_producer_spills_messages_to_its_outbox_and_sends_them_in_order_when_it_is_unflowed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     count = rounds(1000, least=300)
@@ -261,7 +263,9 @@ def test_a_flowed_producer_spills_messages_and_sends_them_in_order_when_it_is_un
     assert holds(producer) == []
 
 
-def test_a_spilled_message_uses_no_memory(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+def test_a_message_that_was_spilled_to_the_outbox_uses_no_memory(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
     producer.pause()
     receipt: Any = producer.send(Message(b"kept", message_id="own"))
@@ -279,7 +283,7 @@ def test_a_spilled_message_uses_no_memory(broker: Broker, make_producer: Callabl
     assert len(bodies(broker)) == 101
 
 
-def test_messages_that_are_spilled_when_the_producer_closes_settle_as_stored(
+def test_messages_spilled_to_the_outbox_settle_as_stored_when_the_producer_closes(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -297,7 +301,7 @@ def test_messages_that_are_spilled_when_the_producer_closes_settle_as_stored(
         receipt.message  # noqa: B018  # it is what raises
 
 
-def test_leaving_the_with_block_by_an_exception_reports_messages_that_stay_on_disk(
+def test_leaving_the_with_block_by_an_exception_reports_messages_that_stay_in_the_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -309,7 +313,7 @@ def test_leaving_the_with_block_by_an_exception_reports_messages_that_stay_on_di
     assert on_disk(path) == [b"one"]
 
 
-def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_ones_are_spilled(
+def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_messages_are_spilled(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy, path: Path
 ) -> None:
     producer = make_producer(proxy.url(broker), outbox=path, when_flowed="spill", reconnect_delay=0.01)
@@ -344,7 +348,7 @@ def test_returned_and_rejected_messages_are_removed_from_the_outbox(
     eventually(lambda: on_disk(path) == [], "an empty outbox")
 
 
-def test_undelivered_messages_of_an_earlier_run_are_raised_by_flush(
+def test_flush_raises_an_error_for_undelivered_outbox_messages_of_an_earlier_run(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 2, routing_key="nowhere")
@@ -355,7 +359,7 @@ def test_undelivered_messages_of_an_earlier_run_are_raised_by_flush(
     assert told.value.stored == 0
 
 
-def test_a_full_outbox_raises_an_error_if_configured(
+def test_with_when_flowed_raise_a_send_to_a_full_outbox_raises_an_error(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, outbox_full="raise")
@@ -371,7 +375,7 @@ def test_a_full_outbox_raises_an_error_if_configured(
     producer.send(bytes(500)).result(timeout=PATIENCE)
 
 
-def test_a_full_outbox_is_a_hold_until_there_is_room(
+def test_a_full_outbox_holds_the_producer_until_there_is_room(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000)
@@ -392,7 +396,7 @@ def test_a_full_outbox_is_a_hold_until_there_is_room(
     assert producer.wait_unflowed(PATIENCE)
 
 
-def test_f4_senders_that_wait_for_room_to_spill_are_served_in_order(
+def test_f4_senders_that_wait_until_a_full_outbox_has_room_are_served_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")
@@ -416,7 +420,7 @@ def test_f4_senders_that_wait_for_room_to_spill_are_served_in_order(
     assert [body[:1] for body in bodies(broker)] == [b"0", b"1", b"2", b"3", b"4", b"5"]
 
 
-def test_messages_that_wait_on_disk_for_too_long_are_settled_and_not_sent(
+def test_messages_that_wait_in_the_outbox_for_too_long_are_settled_and_not_sent(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill", outbox_max_age=0.2)
@@ -435,7 +439,7 @@ def test_messages_that_wait_on_disk_for_too_long_are_settled_and_not_sent(
     assert bodies(broker) == [b"young"]
 
 
-def test_a_disk_failure_fails_the_send_and_the_write_is_retried(
+def test_a_disk_failure_of_the_outbox_fails_the_send_and_the_write_is_retried(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -455,7 +459,7 @@ def test_a_disk_failure_fails_the_send_and_the_write_is_retried(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_an_unreadable_backlog_affects_no_commit_and_is_retried(
+def test_a_failed_read_of_the_outbox_is_retried_and_affects_no_commit(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, fails = Outbox.read, threading.Event()
@@ -483,7 +487,7 @@ def test_an_unreadable_backlog_affects_no_commit_and_is_retried(
     assert bodies(broker) == [b"%d" % number for number in range(20)]
 
 
-def test_on_delivery_gets_receipts_of_spilled_messages_and_of_an_earlier_run(
+def test_on_delivery_gets_receipts_of_spilled_messages_and_of_messages_of_an_earlier_run(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -499,7 +503,7 @@ def test_on_delivery_gets_receipts_of_spilled_messages_and_of_an_earlier_run(
     assert told == [(body, "confirmed") for body in (b"left 0", b"left 1", b"left 2", b"new")]
 
 
-def test_messages_of_an_earlier_run_are_not_sent_faster_than_the_configured_rate(
+def test_outbox_messages_of_an_earlier_run_are_not_sent_faster_than_the_rate_limit(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 20)
@@ -510,7 +514,7 @@ def test_messages_of_an_earlier_run_are_not_sent_faster_than_the_configured_rate
     assert producer.flow_state.seconds_flowed["outbox"] >= 0.15
 
 
-def test_a_child_process_leaves_the_outbox_to_its_parent(
+def test_a_forked_child_leaves_the_outbox_to_its_parent(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -522,7 +526,7 @@ def test_a_child_process_leaves_the_outbox_to_its_parent(
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_child_process_releases_the_outbox_without_needing_its_lock(
+def test_a_forked_child_releases_the_outbox_even_if_a_thread_of_the_parent_held_its_lock(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -544,7 +548,7 @@ def test_a_child_process_releases_the_outbox_without_needing_its_lock(
     assert bodies(broker) == [b"sent", b"spilled"]
 
 
-def test_a_relative_path_means_the_same_file_after_a_change_of_the_working_directory(
+def test_a_relative_outbox_path_means_the_same_file_after_a_change_of_the_working_directory(
     broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -564,7 +568,7 @@ def test_a_relative_path_means_the_same_file_after_a_change_of_the_working_direc
 
 
 @pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["set back", "set forward"])
-def test_a_change_of_the_wall_clock_does_not_make_a_message_too_old(
+def test_a_change_of_the_wall_clock_does_not_make_an_outbox_message_too_old(
     broker: Broker,
     make_producer: Callable[..., Producer],
     path: Path,

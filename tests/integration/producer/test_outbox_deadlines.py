@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[Producer], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_E4_after_admission_a_call_ends_by_its_deadline_and_its_error_carries_the_receipt(
+def test_E4_a_send_that_waits_for_the_disk_ends_at_its_deadline_with_an_error_that_has_the_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, call: Callable[[Producer], Any]
 ) -> None:
     producer = make_producer(outbox=path)
@@ -110,7 +110,7 @@ def test_E4_a_message_is_on_disk_before_send_returns_if_the_file_lock_ends_befor
     broker.release_confirms()
 
 
-def test_E4_each_of_many_senders_keeps_its_own_deadline(
+def test_E4_each_of_many_senders_that_wait_for_the_disk_keeps_its_own_deadline(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -131,7 +131,7 @@ def test_E4_each_of_many_senders_keeps_its_own_deadline(
     producer.flush(timeout=PATIENCE)
 
 
-def test_E4_a_spilled_message_that_is_not_on_disk_in_time_is_admitted_and_its_error_carries_the_receipt(
+def test_E4_a_spilled_message_that_is_not_on_disk_in_time_is_admitted_and_the_error_has_the_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -143,7 +143,7 @@ def test_E4_a_spilled_message_that_is_not_on_disk_in_time_is_admitted_and_its_er
     assert bodies(broker) == [b"spilled"]
 
 
-def test_E4_close_ends_by_its_deadline_and_frees_the_outbox(
+def test_E4_close_ends_at_its_deadline_and_frees_the_outbox_even_if_the_file_stays_locked(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -158,7 +158,7 @@ def test_E4_close_ends_by_its_deadline_and_frees_the_outbox(
 
 
 @pytest.mark.parametrize("has_callback", [False, True], ids=["no callback", "on_delivery"])
-def test_E4_a_message_that_never_reached_the_disk_is_not_reported_as_stored(
+def test_E4_a_message_that_was_never_written_to_the_outbox_file_is_not_reported_as_stored(
     broker: Broker,
     make_producer: Callable[..., Producer],
     path: Path,
@@ -196,7 +196,7 @@ def test_E4_a_message_that_never_reached_the_disk_is_not_reported_as_stored(
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
 
 
-def test_E4_a_short_deadline_is_sufficient_once_a_failed_disk_works_again(
+def test_E4_a_short_timeout_is_sufficient_after_a_failed_disk_works_again(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The deadlines are short compared with the pause after an error, and long enough for a slow disk.
@@ -242,7 +242,7 @@ def test_E4_a_disk_that_does_not_answer_delays_no_call_beyond_its_deadline(
     assert Outbox.look(path) == []
 
 
-def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_connect_timeout(
+def test_E4_creating_a_producer_whose_outbox_is_locked_fails_within_connect_timeout(
     make_producer: Callable[..., Producer], path: Path
 ) -> None:
     Outbox(path).close()

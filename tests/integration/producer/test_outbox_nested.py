@@ -59,7 +59,7 @@ class Nested:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
-def test_E2_a_signal_handler_may_send_at_any_point_of_a_send(
+def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_a_send(
     broker: Broker, tmp_path: Path, when_flowed: str, call: Callable[[Producer], object]
 ) -> None:
     path = tmp_path / "outbox"
@@ -81,7 +81,7 @@ def test_E2_a_signal_handler_may_send_at_any_point_of_a_send(
     assert Outbox.look(path) == []
 
 
-def test_E2_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) -> None:
+def test_E2_with_an_outbox_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) -> None:
     nested = None
 
     def run() -> None:
@@ -106,7 +106,9 @@ def test_E2_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) ->
     nested.check(broker)
 
 
-def test_E2_a_signal_handler_may_send_at_any_point_of_a_send_on_a_loop(broker: Broker, tmp_path: Path) -> None:
+def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_an_asyncio_send(
+    broker: Broker, tmp_path: Path
+) -> None:
     nested = None
 
     async def run() -> None:

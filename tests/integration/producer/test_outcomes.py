@@ -48,7 +48,7 @@ def test_an_unroutable_mandatory_message_is_returned(producer: Producer) -> None
     assert not receipt.may_have_arrived
 
 
-def test_returns_are_matched_to_their_messages(producer: Producer, broker: Broker) -> None:
+def test_basic_returns_are_attributed_to_their_messages(producer: Producer, broker: Broker) -> None:
     receipts = []
     for number in range(300):
         key = "nowhere" if number % 7 == 0 else "q"
@@ -101,7 +101,9 @@ def test_without_confirms_on_delivery_is_called_once_for_a_returned_message(
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_nacked_message_is_not_delivered_and_the_producer_continues(producer: Producer, broker: Broker) -> None:
+def test_the_receipt_of_a_nacked_message_shows_that_it_was_not_delivered_and_the_producer_continues(
+    producer: Producer, broker: Broker
+) -> None:
     assert producer.send(b"1").result(timeout=20) is Outcome.CONFIRMED
     broker.nack_publishes()
     receipts = [producer.send(b"no") for _ in range(100)]
@@ -119,7 +121,7 @@ def test_a_nacked_message_is_not_delivered_and_the_producer_continues(producer: 
 
 @pytest.mark.usefixtures("no_retries")
 @pytest.mark.parametrize("end", ["flush", "close"])
-def test_E6_unread_failures_are_dropped_and_counted(
+def test_E6_failures_of_messages_beyond_the_limit_are_dropped_and_counted_if_nobody_reads_them(
     make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     producer = make_producer(max_failed_bytes=20_000, capacity=1)
@@ -140,7 +142,7 @@ def test_E6_unread_failures_are_dropped_and_counted(
     producer.close(timeout=20)
 
 
-def test_a_lone_message_for_which_the_broker_closes_the_channel_is_rejected(
+def test_a_message_alone_in_flight_when_a_publish_closes_the_channel_is_rejected(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     assert producer.send(b"fine").result(timeout=20) is Outcome.CONFIRMED
@@ -156,7 +158,9 @@ def test_a_lone_message_for_which_the_broker_closes_the_channel_is_rejected(
 
 
 @pytest.mark.parametrize("place", [0, 150, 299])
-def test_a_poison_message_among_hundreds_affects_only_itself(producer: Producer, broker: Broker, place: int) -> None:
+def test_of_hundreds_of_messages_only_the_one_at_which_the_broker_closes_the_channel_is_rejected(
+    producer: Producer, broker: Broker, place: int
+) -> None:
     receipts = []
     for number in range(300):
         exchange = "no such exchange" if number == place else ""
@@ -176,7 +180,9 @@ def test_a_poison_message_among_hundreds_affects_only_itself(producer: Producer,
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_many_poison_messages_are_rejected_one_by_one(producer: Producer, broker: Broker) -> None:
+def test_many_messages_at_which_the_broker_closes_the_channel_are_rejected_one_by_one(
+    producer: Producer, broker: Broker
+) -> None:
     receipts = [
         producer.send(b"%d" % number, exchange=f"none {number}" if number % 3 else "", timeout=None)
         for number in range(60)
@@ -188,7 +194,7 @@ def test_many_poison_messages_are_rejected_one_by_one(producer: Producer, broker
     producer.flush(timeout=20)
 
 
-def test_a_channel_closed_by_an_operator_is_reopened(producer: Producer, broker: Broker) -> None:
+def test_a_producer_reopens_a_channel_that_an_operator_closed(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"1")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
@@ -242,7 +248,7 @@ def test_a_lost_connection_settles_all_messages_and_wakes_all_waiters(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_later_sends_raise_the_reason_of_the_end(producer: Producer, broker: Broker) -> None:
+def test_sends_after_the_end_of_a_producer_raise_the_reason_of_the_end(producer: Producer, broker: Broker) -> None:
     broker.close_connections(320, "going home")
     wait_closed(producer)
     with pytest.raises(ProducerClosed, match="going home"):
@@ -250,7 +256,9 @@ def test_later_sends_raise_the_reason_of_the_end(producer: Producer, broker: Bro
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker: Broker) -> None:
+def test_a_connection_that_is_lost_while_the_producer_is_flowed_ends_waiting_sends(
+    producer: Producer, broker: Broker
+) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     job = start(producer.send, b"", timeout=None)
@@ -261,7 +269,7 @@ def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_after_a_cut_in_a_burst_the_outcomes_correctly_show_which_messages_may_have_arrived(
+def test_after_a_connection_is_cut_in_a_burst_the_outcomes_show_which_messages_may_have_arrived(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=5000)
@@ -289,7 +297,7 @@ def test_after_a_cut_in_a_burst_the_outcomes_correctly_show_which_messages_may_h
 
 
 @pytest.mark.parametrize("look", ["result", "error", "outcome", "delivered"])
-def test_failures_that_were_read_are_not_raised_again(producer: Producer, look: str) -> None:
+def test_failures_of_messages_that_the_program_has_read_are_not_raised_again(producer: Producer, look: str) -> None:
     seen, unseen = (producer.send(b"%d" % number, routing_key="nowhere") for number in range(2))
     if look == "result":
         with pytest.raises(MessageReturned):
@@ -308,7 +316,7 @@ def test_failures_that_were_read_are_not_raised_again(producer: Producer, look: 
     producer.close()
 
 
-def test_failures_that_were_not_read_are_raised_at_the_end(producer: Producer) -> None:
+def test_failures_of_messages_that_the_program_has_not_read_are_raised_by_close(producer: Producer) -> None:
     receipt = producer.send(b"lost", routing_key="nowhere")
     with pytest.raises(UndeliveredMessages, match="1 safe to send again") as caught:
         producer.close()
@@ -318,7 +326,9 @@ def test_failures_that_were_not_read_are_raised_at_the_end(producer: Producer) -
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_undelivered_messages_can_be_sent_again(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_undelivered_messages_in_an_error_can_be_sent_again(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer()
     broker.nack_publishes()
     for number in range(5):

@@ -178,7 +178,7 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_E8_no_error_contains_a_password_from_any_argument(
+def test_E8_no_error_contains_a_password_that_was_passed_in_any_argument(
     door: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -253,7 +253,7 @@ def test_E8_a_password_may_contain_any_characters(before: str, after: str) -> No
     assert not SECRET.search(hide_password(url) + hide_password(repr(url)) + hide_password(f"at {url}"))
 
 
-def test_E8_passwords_are_found_and_hidden_in_linear_time() -> None:
+def test_E8_passwords_in_texts_are_found_and_hidden_in_linear_time() -> None:
     for text in ("x", ":", "/", "@", "'", "://", ":/", "x:@", "a.b-", "?&=", "#"):
         assert len(hide_password(text * 300_000)) <= 2_000_000
 
@@ -283,7 +283,7 @@ def test_E8_a_misspelt_setting_is_reported_with_the_most_similar_one() -> None:
         Producer(capcity=5)  # type: ignore[call-arg]
 
 
-def test_E8_an_enumeration_member_is_shown_by_its_name() -> None:
+def test_E8_an_error_about_a_setting_shows_an_enumeration_member_by_its_name() -> None:
     class Place(StrEnum):
         PROD = "amqp://user:s3cr3t-pw@host"
 

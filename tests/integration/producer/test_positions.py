@@ -89,7 +89,7 @@ def test_E13_send_many_accepts_messages_with_their_positions(
     assert producer.position(ROWS) == ("four" if way == "mixed" else 3)
 
 
-def test_E13_a_batch_that_fills_the_window_continues_as_soon_as_messages_are_settled(
+def test_E13_send_many_with_positions_continues_after_a_full_window_as_soon_as_messages_settle(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than the test may take.
@@ -100,7 +100,7 @@ def test_E13_a_batch_that_fills_the_window_continues_as_soon_as_messages_are_set
     assert bodies(broker) == [b"%d" % number for number in range(1, 101)]
 
 
-def test_E13_a_position_without_an_outbox_is_refused_before_sending(
+def test_E13_a_position_without_an_outbox_raises_an_error_before_sending(
     broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -118,7 +118,7 @@ def test_E13_a_position_without_an_outbox_is_refused_before_sending(
     assert bodies(broker) == [b"2"]
 
 
-def test_E13_an_invalid_position_is_refused_before_sending(
+def test_E13_an_invalid_position_raises_an_error_before_sending(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -132,7 +132,7 @@ def test_E13_an_invalid_position_is_refused_before_sending(
 
 
 @pytest.mark.parametrize("given", [b"body", Message(b"body"), RoutedMessage(b"body", routing_key="q")], ids=type)
-def test_E13_an_error_carries_the_message_that_was_passed_in(
+def test_E13_an_error_about_a_message_with_a_position_contains_the_message_that_was_passed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, given: bytes | Message
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=500, outbox_full="raise")
@@ -159,7 +159,7 @@ def test_E13_an_error_carries_the_message_that_was_passed_in(
     assert closed.value.message is given
 
 
-def test_E13_a_message_that_waited_for_admission_keeps_its_position(
+def test_E13_a_message_with_a_position_that_waited_for_admission_keeps_the_position(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -174,7 +174,7 @@ def test_E13_a_message_that_waited_for_admission_keeps_its_position(
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0], ids=["commits itself", "the writer commits"])
-def test_E13_a_message_is_sent_immediately_after_it_is_on_disk_and_not_before(
+def test_E13_a_message_with_a_position_is_sent_immediately_after_it_is_on_disk_and_not_before(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, timeout: float | None
 ) -> None:
     producer = make_producer(outbox=path)
@@ -199,7 +199,7 @@ def send_late(producer: Producer) -> None:
         producer.send(b"2")
 
 
-def test_E13_while_the_disk_fails_the_message_is_not_sent_to_the_broker(
+def test_E13_while_the_disk_fails_a_message_with_a_position_is_not_sent_to_the_broker(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = make_producer(outbox=path)
@@ -225,7 +225,7 @@ def test_E13_while_the_disk_fails_the_message_is_not_sent_to_the_broker(
     assert bodies(broker) == [b"1", b"2"]
 
 
-def test_E13_a_position_survives_a_lost_connection_and_its_messages_keep_their_order(
+def test_E13_messages_with_positions_keep_their_positions_and_order_over_a_lost_connection(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), outbox=path, reconnect_delay=0.01)
@@ -240,7 +240,7 @@ def test_E13_a_position_survives_a_lost_connection_and_its_messages_keep_their_o
     assert producer.position(ROWS) == 5
 
 
-def test_E13_a_send_interrupted_at_any_point_is_stored_with_its_position_or_not_at_all(
+def test_E13_a_send_that_ctrl_c_interrupts_is_stored_with_the_position_or_not_at_all(
     broker: Broker, path: Path
 ) -> None:
     sent = []

@@ -26,7 +26,7 @@ def run() -> Iterator[Start]:
 
 
 @pytest.mark.program
-def test_ctrl_c_ends_every_blocking_call(run: Start) -> None:
+def test_ctrl_c_ends_every_blocking_call_of_a_producer(run: Start) -> None:
     calls = ["send", "flush", "result", "wait_unflowed", "flow_events", "close", "leaving", "connect", "good_bye"]
     process = run("interrupted", *calls)
     for call in calls:
@@ -39,13 +39,13 @@ def test_ctrl_c_ends_every_blocking_call(run: Start) -> None:
 
 
 @pytest.mark.program
-def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(run: Start) -> None:
+def test_a_forked_child_that_uses_the_producer_gets_a_clear_error_and_the_parent_process_continues(run: Start) -> None:
     ends_well(run("forked"))
 
 
 @pytest.mark.program
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
-def test_a_fork_at_a_busy_moment_leaves_parent_and_child_independent(run: Start) -> None:
+def test_a_fork_while_a_producer_is_busy_leaves_parent_and_child_independent(run: Start) -> None:
     ends_well(run("forked_in_the_middle"))
 
 
@@ -71,7 +71,7 @@ def test_in_a_forked_child_all_unsettled_messages_are_unknown_even_if_they_were_
     assert broker.queue("q").depth == len(receipts)
 
 
-def test_the_manager_in_a_forked_child_waits_for_no_thread_of_the_parent_and_holds_no_producer_of_it(
+def test_the_flow_manager_of_a_forked_child_waits_for_no_thread_and_holds_no_producer_of_the_parent(
     make_producer: Callable[..., Producer],
 ) -> None:
     manager = FlowManager()
@@ -122,7 +122,9 @@ def test_a_fork_while_the_producer_reconnects_leaves_parent_and_child_independen
 
 
 @pytest.mark.program
-def test_a_program_that_forgets_to_close_still_delivers_as_much_as_possible(run: Start, broker: Broker) -> None:
+def test_a_program_that_does_not_close_its_producer_still_delivers_as_many_messages_as_possible(
+    run: Start, broker: Broker
+) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "900", str(PATIENCE))
     assert says(process) == "fine"
@@ -135,7 +137,7 @@ def test_a_program_that_forgets_to_close_still_delivers_as_much_as_possible(run:
 
 @pytest.mark.program
 @pytest.mark.parametrize("way", ["flow", "block"])
-def test_a_program_that_forgets_to_close_reports_lost_messages(run: Start, broker: Broker, way: str) -> None:
+def test_a_program_that_does_not_close_its_producer_reports_lost_messages(run: Start, broker: Broker, way: str) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "3")
     assert says(process) == "fine"
@@ -153,7 +155,9 @@ def test_a_program_that_forgets_to_close_reports_lost_messages(run: Start, broke
 
 
 @pytest.mark.program
-def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(run: Start, broker: Broker) -> None:
+def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_each_message_is_admitted_or_not(
+    run: Start, broker: Broker
+) -> None:
     process = run("pressed_at_any_moment", broker.url, str(rounds(3000, least=750)))
     own, others = map(int, says(process).split())
     assert process.wait(PATIENCE) == 0
@@ -169,7 +173,7 @@ def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start
 
 
 @pytest.mark.program
-def test_an_exit_handler_that_runs_after_the_one_of_the_library_can_send_with_an_outbox(
+def test_an_exit_handler_that_runs_after_the_exit_handler_of_the_library_can_send_with_an_outbox(
     run: Start, broker: Broker, tmp_path: Path
 ) -> None:
     process = run("sends_at_the_very_end", broker.url, str(tmp_path / "outbox"))
@@ -181,7 +185,7 @@ def test_an_exit_handler_that_runs_after_the_one_of_the_library_can_send_with_an
 
 
 @pytest.mark.program
-def test_E4_a_disk_that_does_not_answer_does_not_keep_a_program_from_ending(
+def test_E4_a_program_can_end_even_if_the_disk_of_its_outbox_does_not_answer(
     run: Start, broker: Broker, tmp_path: Path
 ) -> None:
     process = run("ends_while_the_disk_hangs", broker.url, str(tmp_path / "outbox"))

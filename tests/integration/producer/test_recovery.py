@@ -72,7 +72,7 @@ def begin(stack: ExitStack, **options: Any) -> Broker:
     return broker
 
 
-def test_unsettled_messages_are_resent_in_order_and_marked_before_new_ones(
+def test_unsettled_messages_are_resent_in_order_marked_as_second_copies_and_before_new_messages(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(reconnect_delay=0.3)
@@ -96,7 +96,7 @@ def test_unsettled_messages_are_resent_in_order_and_marked_before_new_ones(
     assert not producer.closed
 
 
-def test_with_the_setting_fail_unsettled_messages_become_unknown_and_the_producer_continues(
+def test_with_on_disconnect_fail_unsettled_messages_become_unknown_and_the_producer_continues(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(on_disconnect="fail", **FAST)
@@ -112,7 +112,7 @@ def test_with_the_setting_fail_unsettled_messages_become_unknown_and_the_produce
     assert marked(broker) == [False, False]
 
 
-def test_with_the_setting_fail_messages_that_were_never_written_are_safe_to_send_again(
+def test_with_on_disconnect_fail_messages_that_were_never_written_are_safe_to_send_again(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), on_disconnect="fail", max_unwritten_bytes=1 << 26, **FAST)
@@ -152,7 +152,7 @@ def test_the_producer_waits_for_a_broker_that_restarts(
     assert "disconnected" in [event.hold.kind for event in events if event.hold is not None]
 
 
-def test_several_hosts_are_tried_in_turn(
+def test_a_reconnecting_producer_tries_several_hosts_one_after_the_other(
     make_producer: Callable[..., Producer], first: ExitStack, broker: Broker
 ) -> None:
     lost = begin(first)
@@ -225,7 +225,7 @@ def test_a_producer_ends_when_its_reconnect_timeout_has_passed(
         producer.send(b"")
 
 
-def test_closing_while_disconnected_ends_immediately_if_all_messages_are_settled(
+def test_closing_a_disconnected_producer_ends_immediately_if_all_messages_are_settled(
     make_producer: Callable[..., Producer], first: ExitStack
 ) -> None:
     broker = begin(first)
@@ -238,7 +238,7 @@ def test_closing_while_disconnected_ends_immediately_if_all_messages_are_settled
 
 
 @pytest.mark.parametrize("delay", [0.02, 60])
-def test_closing_while_disconnected_retries_until_its_deadline_and_returns_unsettled_messages(
+def test_closing_a_disconnected_producer_reconnects_until_the_deadline_and_reports_unsettled_messages(
     make_producer: Callable[..., Producer], first: ExitStack, delay: float
 ) -> None:
     broker = begin(first)
@@ -254,7 +254,7 @@ def test_closing_while_disconnected_retries_until_its_deadline_and_returns_unset
     assert [message.body for message in caught.value.unknown] == [b"1"]
 
 
-def test_closing_while_disconnected_delivers_if_the_broker_comes_back(
+def test_closing_a_disconnected_producer_delivers_its_messages_if_the_broker_comes_back(
     make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker]
 ) -> None:
     broker = begin(first)
@@ -290,7 +290,7 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_a_connection(
     assert len(undelivered.unknown) == 1
 
 
-def test_a_message_that_was_cut_off_in_the_middle_arrives_whole(
+def test_a_message_that_was_partly_written_when_the_connection_was_lost_arrives_whole(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), **FAST)
@@ -307,7 +307,9 @@ def test_a_message_that_was_cut_off_in_the_middle_arrives_whole(
     assert marked(broker) == [True, False]
 
 
-def test_many_senders_lose_nothing_over_many_losses(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_many_senders_lose_no_message_over_many_lost_connections(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=50, **FAST)
     count, senders = rounds(300, least=100), 4
 
@@ -334,7 +336,7 @@ def test_many_senders_lose_nothing_over_many_losses(make_producer: Callable[...,
         seen.add(message.body)
 
 
-def test_a_refused_message_is_retried_until_there_is_room(
+def test_a_nacked_message_is_retried_until_the_broker_has_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(retry_delay=0.02)
@@ -354,7 +356,7 @@ def test_a_refused_message_is_retried_until_there_is_room(
     assert marked(broker) == [False, True, False]
 
 
-def test_a_full_queue_gets_all_messages_when_it_is_emptied(
+def test_a_queue_that_nacks_messages_while_it_is_full_gets_all_messages_when_it_is_emptied(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(retry_delay=0.02, retry_delay_max=0.1)
@@ -374,7 +376,7 @@ def test_a_full_queue_gets_all_messages_when_it_is_emptied(
     assert {int(body) for body in bodies(broker)} == set(range(200))
 
 
-def test_a_refused_message_is_nacked_when_its_retry_time_has_passed(
+def test_a_message_that_is_nacked_until_retry_for_is_over_settles_as_nacked(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(retry_for=0.3, retry_delay=0.02)
@@ -387,7 +389,7 @@ def test_a_refused_message_is_nacked_when_its_retry_time_has_passed(
     assert bodies(broker) == [b"2"]
 
 
-def test_closing_while_refused_keeps_its_deadline_and_returns_refused_messages(
+def test_closing_a_producer_with_nacked_messages_keeps_the_deadline_and_reports_those_messages(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -486,7 +488,7 @@ class Dropping:
             assert not thread.is_alive()
 
 
-def test_a_message_for_which_the_broker_drops_the_connection_is_settled_and_the_others_arrive_in_order(
+def test_a_message_at_which_the_broker_drops_the_connection_is_settled_and_all_others_arrive_in_order(
     make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack
 ) -> None:
     relay = Dropping(broker.port, b"poison")

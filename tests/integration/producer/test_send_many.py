@@ -37,7 +37,7 @@ def numbered(count: int, first: int = 0) -> list[bytes]:
 
 @KINDS
 @pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
-def test_all_messages_arrive_in_order_and_each_has_its_receipt(
+def test_all_messages_of_send_many_arrive_in_order_and_each_has_a_receipt(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any], capacity: int
 ) -> None:
     # More than twice what one part of it is.
@@ -63,7 +63,9 @@ def test_send_many_accepts_messages_of_all_types(
     assert producer.send_many([]) == []
 
 
-def test_each_message_is_sent_before_the_next_is_taken_from_the_iterable(producer: Producer, broker: Broker) -> None:
+def test_send_many_sends_each_message_before_it_takes_the_next_from_the_iterable(
+    producer: Producer, broker: Broker
+) -> None:
     def as_they_come() -> Iterator[bytes]:
         for number in range(5):
             yield b"%d" % number
@@ -74,7 +76,7 @@ def test_each_message_is_sent_before_the_next_is_taken_from_the_iterable(produce
 
 
 @KINDS
-def test_messages_admitted_before_a_timeout_are_not_lost(
+def test_messages_that_send_many_admitted_before_its_timeout_are_not_lost(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any]
 ) -> None:
     producer = make_producer(capacity=100)
@@ -108,7 +110,9 @@ def test_send_many_with_a_timeout_of_0_or_less_does_not_wait(
     wait_done(caught.value.receipts)
 
 
-def test_send_many_raises_while_flowed_with_the_setting_raise(make_producer: Make, broker: Broker) -> None:
+def test_with_when_flowed_raise_send_many_raises_while_the_producer_is_flowed(
+    make_producer: Make, broker: Broker
+) -> None:
     producer = make_producer(capacity=3, when_flowed="raise")
     broker.withhold_confirms()
     with pytest.raises(ProducerFlowed) as caught:
@@ -120,7 +124,7 @@ def test_send_many_raises_while_flowed_with_the_setting_raise(make_producer: Mak
 
 
 @KINDS
-def test_messages_admitted_before_an_invalid_one_are_not_lost(
+def test_messages_that_send_many_admitted_before_an_invalid_message_are_not_lost(
     producer: Producer, broker: Broker, kind: Callable[[Any], Any]
 ) -> None:
     mistakes: list[tuple[Any, type[Exception]]] = [
@@ -136,7 +140,9 @@ def test_messages_admitted_before_an_invalid_one_are_not_lost(
     assert bodies(broker) == [b"good 0", b"good 1"]
 
 
-def test_messages_admitted_before_the_iterable_fails_are_not_lost(producer: Producer, broker: Broker) -> None:
+def test_messages_that_send_many_admitted_before_the_iterable_raised_are_not_lost(
+    producer: Producer, broker: Broker
+) -> None:
     def fail() -> Iterator[bytes]:
         yield b"1"
         raise LookupError("no more")
@@ -165,9 +171,7 @@ def test_a_close_during_send_many_reports_the_admitted_messages(
     closing.result()
 
 
-def test_send_many_overtakes_no_waiting_sender_and_blocks_none_for_the_whole_batch(
-    make_producer: Make, broker: Broker
-) -> None:
+def test_send_many_takes_turns_with_waiting_senders_after_each_message(make_producer: Make, broker: Broker) -> None:
     """It waits in line for each message like any other sender (F4)."""
     producer = make_producer(capacity=10)
     done = threading.Event()
@@ -187,7 +191,7 @@ def test_send_many_overtakes_no_waiting_sender_and_blocks_none_for_the_whole_bat
     assert broker.queue("q").depth == total + 50
 
 
-def test_a_pause_stops_send_many_between_messages(make_producer: Make, broker: Broker) -> None:
+def test_a_pause_of_the_producer_stops_send_many_between_two_messages(make_producer: Make, broker: Broker) -> None:
     producer = make_producer()
     producer.pause("a break")
     sending = start(producer.send_many, numbered(100), timeout=None)
@@ -199,19 +203,19 @@ def test_a_pause_stops_send_many_between_messages(make_producer: Make, broker: B
 
 
 @pytest.mark.parametrize("one", [b"body", "text", bytearray(b"body")])
-def test_a_single_message_is_refused_as_an_iterable(producer: Producer, one: Any) -> None:
+def test_send_many_with_a_single_message_instead_of_an_iterable_raises_an_error(producer: Producer, one: Any) -> None:
     with pytest.raises(TypeError, match=r"send\(\)"):
         producer.send_many(one)
 
 
-def test_an_invalid_timeout_is_refused_before_sending(producer: Producer, broker: Broker) -> None:
+def test_send_many_with_an_invalid_timeout_raises_an_error_before_sending(producer: Producer, broker: Broker) -> None:
     with pytest.raises(TypeError):
         producer.send_many([b""], timeout="soon")  # type: ignore[arg-type]  # the mistake
     producer.flush()
     assert bodies(broker) == []
 
 
-def test_with_tracing_each_message_has_its_own_span(make_producer: Make, broker: Broker) -> None:
+def test_with_tracing_each_message_of_send_many_has_its_own_span(make_producer: Make, broker: Broker) -> None:
     producer = make_producer(tracing=True)
     wait_done(producer.send_many(numbered(3)))
     assert bodies(broker) == numbered(3)
@@ -231,7 +235,7 @@ def fail_for_now(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @KINDS
-def test_messages_admitted_while_the_disk_fails_have_receipts_even_if_they_had_to_wait(
+def test_messages_that_send_many_admits_while_the_disk_fails_have_receipts(
     make_producer: Make,
     broker: Broker,
     tmp_path: Path,
@@ -256,7 +260,7 @@ def test_messages_admitted_while_the_disk_fails_have_receipts_even_if_they_had_t
 
 
 @pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
-def test_a_disk_failure_does_not_replace_a_different_error(
+def test_a_disk_failure_during_send_many_does_not_replace_another_error(
     make_producer: Make, broker: Broker, tmp_path: Path, kind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = make_producer(outbox=tmp_path / "outbox")
@@ -270,7 +274,7 @@ def test_a_disk_failure_does_not_replace_a_different_error(
     assert bodies(broker) == numbered(2)
 
 
-def test_ctrl_c_does_not_wait_for_a_failing_disk(
+def test_ctrl_c_during_send_many_does_not_wait_for_a_failing_disk(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (

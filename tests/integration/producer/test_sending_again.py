@@ -55,7 +55,7 @@ def test_the_message_of_a_receipt_goes_to_its_original_destination(producer: Pro
     assert bodies(broker, "later") == [b"with properties"]
 
 
-def test_arguments_override_the_destination_of_a_message(producer: Producer, broker: Broker) -> None:
+def test_arguments_of_send_override_the_destination_of_a_routed_message(producer: Producer, broker: Broker) -> None:
     (plain, other) = _undelivered(producer).unsent
     producer.send(plain, routing_key="q").result(timeout=20)
     assert bodies(broker) == [b"plain"]
@@ -65,7 +65,7 @@ def test_arguments_override_the_destination_of_a_message(producer: Producer, bro
         producer.flush(timeout=20)
 
 
-def test_an_outbox_keeps_the_destinations_of_messages(
+def test_an_outbox_keeps_the_destinations_of_routed_messages(
     make_producer: Callable[..., Producer], broker: Broker, tmp_path: object
 ) -> None:
     producer = make_producer(outbox=f"{tmp_path}/outbox")

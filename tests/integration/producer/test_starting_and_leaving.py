@@ -30,7 +30,7 @@ def port() -> int:
     return unused_port()
 
 
-def test_E12_a_producer_can_be_created_without_a_broker_and_connects_when_there_is_one(
+def test_E12_a_producer_created_without_a_broker_connects_when_the_broker_starts(
     make_producer: Callable[..., Producer], port: int
 ) -> None:
     producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", declare="q", **LATER)
@@ -46,7 +46,7 @@ def test_E12_a_producer_can_be_created_without_a_broker_and_connects_when_there_
         assert not flows.events or flows.kinds[-1] == "unflowed"
 
 
-def test_E12_with_an_outbox_a_producer_accepts_messages_immediately(
+def test_E12_with_an_outbox_a_producer_accepts_messages_before_it_is_connected(
     make_producer: Callable[..., Producer], port: int, tmp_path: Path
 ) -> None:
     settings = {"outbox": tmp_path / "outbox", "when_flowed": "spill"}
@@ -60,7 +60,9 @@ def test_E12_with_an_outbox_a_producer_accepts_messages_immediately(
         assert bodies(broker) == [b"0", b"1", b"2"]
 
 
-def test_E12_a_permanent_error_ends_the_producer(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_a_permanent_error_ends_a_producer_that_connects_in_the_background(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(broker.url.replace("guest:guest", "guest:wrong"), **LATER)
     wait_closed(producer)
     health = producer.health()
@@ -71,7 +73,7 @@ def test_E12_a_permanent_error_ends_the_producer(make_producer: Callable[..., Pr
         producer.send(b"1")
 
 
-def test_E12_a_producer_can_be_closed_in_time_before_it_has_connected(
+def test_E12_a_producer_that_has_not_connected_yet_can_be_closed_in_time(
     make_producer: Callable[..., Producer], port: int
 ) -> None:
     producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", **LATER)
@@ -79,7 +81,7 @@ def test_E12_a_producer_can_be_closed_in_time_before_it_has_connected(
     assert producer.health().reasons == (producer.flow_state.closed,)
 
 
-def test_E12_health_distinguishes_a_blocked_connection_from_a_burst(
+def test_E12_health_distinguishes_a_blocked_connection_from_a_burst_of_messages(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -96,7 +98,9 @@ def test_E12_health_distinguishes_a_blocked_connection_from_a_burst(
     assert health.since is not None
 
 
-def test_E12_readiness_works_for_asgi_and_wsgi(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_the_readiness_application_works_with_asgi_and_wsgi(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(name="orders")
 
     def ask() -> tuple[int, dict[str, Any], bool]:
@@ -118,7 +122,9 @@ def test_E12_readiness_works_for_asgi_and_wsgi(make_producer: Callable[..., Prod
     assert ask() == (503, {"state": "blocked", "reasons": ["paused: for a test"]}, True)
 
 
-def test_E12_close_takes_no_longer_than_its_setting(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_close_takes_no_longer_than_the_setting_close_timeout(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(close_timeout=0.1)
     broker.withhold_confirms()
     producer.send(b"1")
@@ -164,7 +170,7 @@ except ProducerClosed:
 
 
 @pytest.mark.program
-def test_E12_a_program_that_is_terminated_loses_nothing(broker: Broker) -> None:
+def test_E12_a_program_that_gets_sigterm_loses_no_message(broker: Broker) -> None:
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, broker.url], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -178,14 +184,16 @@ def test_E12_a_program_that_is_terminated_loses_nothing(broker: Broker) -> None:
         process.wait()
 
 
-def test_without_connect_in_background_a_producer_needs_its_broker(
+def test_without_connect_in_background_creating_a_producer_without_a_broker_raises_an_error(
     make_producer: Callable[..., Producer], port: int
 ) -> None:
     with pytest.raises(ConnectionFailed, match=f"127.0.0.1:{port}"):
         make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
 
 
-def test_on_flow_passed_to_the_constructor_misses_no_event(make_producer: Callable[..., Producer], port: int) -> None:
+def test_an_on_flow_callback_passed_to_the_constructor_misses_no_flow_event(
+    make_producer: Callable[..., Producer], port: int
+) -> None:
     flows = Flows()
     with Broker(port=port) as broker:
         broker.declare_queue("q")
@@ -195,7 +203,7 @@ def test_on_flow_passed_to_the_constructor_misses_no_event(make_producer: Callab
         eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
 
 
-def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_says_that_it_is_flowed(
+def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_is_flowed(
     make_producer: Callable[..., Producer], port: int, all_logs: Callable[[], str]
 ) -> None:
     flows = Flows()
@@ -213,7 +221,7 @@ def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_says_
         eventually(lambda: "connected again to amqp:" in all_logs())
 
 
-def test_without_connect_in_background_connecting_makes_no_event(
+def test_without_connect_in_background_connecting_causes_no_flow_event(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     flows = Flows()
@@ -252,7 +260,7 @@ def test_E12_a_process_ends_even_if_shutdown_cannot_start_a_thread(
         assert producer._engine._leaves_until is None
 
 
-def test_on_flow_of_a_producer_that_could_not_be_created_leaves_no_thread(port: int) -> None:
+def test_a_producer_with_on_flow_that_could_not_be_created_leaves_no_thread(port: int) -> None:
     with pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{port}/", name="not-made", on_flow=print)
     assert "qflow-callbacks not-made" not in [thread.name for thread in threading.enumerate()]

@@ -15,7 +15,7 @@ from tests.effort import EFFORT, rounds
 @pytest.mark.program
 @pytest.mark.parametrize("storm", ["both", "log"] if EFFORT == "quick" else ["signal", "gc", "both", "log"])
 @pytest.mark.parametrize("skin", ["threads", "tasks"])
-def test_E2_a_storm_of_nested_calls_hangs_no_producer_and_assigns_no_number_twice(
+def test_E2_many_nested_calls_from_signal_handlers_hang_no_producer_and_assign_no_message_number_twice(
     broker: Broker, skin: str, storm: str
 ) -> None:
     seconds = rounds(10, least=5) / 10

@@ -146,7 +146,7 @@ def test_sent_messages_are_counted_by_destination_and_error(
     }
 
 
-def test_the_name_of_a_destination_follows_the_conventions() -> None:
+def test_the_destination_name_in_telemetry_follows_the_opentelemetry_conventions() -> None:
     names = [telemetry.destination_name(*each) for each in (("e", "k"), ("e", ""), ("", "k"), ("", ""))]
     assert names == ["e:k", "e", "k", "amq.default"]
 
@@ -162,7 +162,7 @@ def test_the_number_of_metric_series_stays_bounded_with_any_number_of_routing_ke
     assert sent[None] == 10
 
 
-def test_a_duration_lasts_from_the_call_of_send_to_the_confirm(
+def test_the_recorded_duration_of_a_message_lasts_from_the_call_of_send_to_the_confirm(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -182,7 +182,7 @@ def test_a_duration_lasts_from_the_call_of_send_to_the_confirm(
     assert list(point.explicit_bounds[:3]) in ([0.005, 0.01, 0.025], [0.0, 5.0, 10.0])
 
 
-def test_durations_are_recorded_less_often_than_messages_are_sent_and_include_the_longest(
+def test_send_durations_are_recorded_less_often_than_messages_are_sent_and_include_the_longest(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -202,7 +202,7 @@ def test_durations_are_recorded_less_often_than_messages_are_sent_and_include_th
     assert producer._protocol.admission.observer.began == {}
 
 
-def test_C7_refusals_and_holds_and_the_time_flowed_are_counted_by_kind(
+def test_C7_metrics_count_failed_sends_holds_and_flowed_time_by_kind_of_hold(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -230,7 +230,7 @@ def test_C7_refusals_and_holds_and_the_time_flowed_are_counted_by_kind(
     assert seconds == collected.values("qflow.producer.flowed.time", "qflow.hold.kind")
 
 
-def test_the_window_and_the_waiting_line_are_measured(
+def test_metrics_show_the_use_of_the_window_and_the_length_of_the_waiting_line(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(capacity=10)
@@ -244,7 +244,7 @@ def test_the_window_and_the_waiting_line_are_measured(
     assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 0]
 
 
-def test_counters_of_closed_producers_never_decrease(
+def test_metric_counters_do_not_decrease_when_a_producer_is_closed(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     first = make_producer()
@@ -269,7 +269,7 @@ def test_counters_of_closed_producers_never_decrease(
     assert collected.values("qflow.producer.refusals", "qflow.hold.kind")["paused"] == 1
 
 
-def test_two_producers_with_the_same_name_are_one_series(
+def test_two_producers_with_the_same_name_share_one_metric_series(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     one, two = make_producer(), make_producer(capacity=10)
@@ -320,7 +320,7 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_is_in_the_
     assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
 
 
-def test_a_span_shows_the_host_to_which_the_producer_has_moved(spans: Any, broker: Broker) -> None:
+def test_the_span_of_a_message_shows_the_host_to_which_the_producer_has_moved(spans: Any, broker: Broker) -> None:
     with ExitStack() as brokers:
         first = brokers.enter_context(Broker())
         first.declare_queue("q")
@@ -339,7 +339,7 @@ def test_a_span_shows_the_host_to_which_the_producer_has_moved(spans: Any, broke
     assert [(span.attributes or {})["network.peer.port"] for span in spans(3)] == [*ports, broker.port]
 
 
-def test_E13_a_traced_message_keeps_its_position(
+def test_E13_a_message_with_tracing_keeps_its_position(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     producer = make_producer(tracing=True, outbox=tmp_path / "outbox.db")
@@ -357,7 +357,7 @@ def test_E13_a_traced_message_keeps_its_position(
     assert flowed.value.message is given
 
 
-def test_the_span_of_a_spilled_message_ends_when_it_is_in_the_outbox(
+def test_the_span_of_a_message_that_is_spilled_ends_when_the_message_is_in_the_outbox(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     producer = make_producer(tracing=True, outbox=str(tmp_path / "outbox.db"), when_flowed="spill")
@@ -373,7 +373,7 @@ def test_the_span_of_a_spilled_message_ends_when_it_is_in_the_outbox(
     spans(1)
 
 
-def test_a_sender_gets_its_receipt_even_if_an_exporter_raises(
+def test_a_sender_gets_its_receipt_even_if_a_telemetry_exporter_raises(
     monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     class Raising(SpanProcessor):
@@ -392,7 +392,7 @@ def test_a_sender_gets_its_receipt_even_if_an_exporter_raises(
 PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
 
 
-def test_a_span_is_a_child_of_the_span_of_its_thread(spans: Any, broker: Broker) -> None:
+def test_the_span_of_a_message_is_a_child_of_the_current_span_of_the_sending_thread(spans: Any, broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", tracing=True) as producer:
         producer.pause()
 
@@ -409,7 +409,7 @@ def test_a_span_is_a_child_of_the_span_of_its_thread(spans: Any, broker: Broker)
     assert (span.context.trace_id, span.parent.span_id) == (7, 8)
 
 
-def test_a_span_is_a_child_of_the_span_of_its_task(spans: Any, broker: Broker) -> None:
+def test_the_span_of_a_message_is_a_child_of_the_current_span_of_the_sending_task(spans: Any, broker: Broker) -> None:
     async def work() -> None:
         async with AsyncProducer(broker.url, routing_key="q", tracing=True) as producer:
             with trace.use_span(PARENT):
@@ -422,7 +422,7 @@ def test_a_span_is_a_child_of_the_span_of_its_task(spans: Any, broker: Broker) -
     assert [each["traceparent"][:35] for each in headers(broker)] == [f"00-{7:032x}"] * 2
 
 
-def test_a_context_that_the_application_put_into_the_message_is_kept_and_linked(
+def test_a_tracing_context_that_the_application_put_into_the_message_is_kept_and_linked(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -434,7 +434,9 @@ def test_a_context_that_the_application_put_into_the_message_is_kept_and_linked(
     assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [(7, 8)]
 
 
-def test_an_undelivered_message_is_an_error_of_its_span(spans: Any, make_producer: Callable[..., Producer]) -> None:
+def test_the_span_of_an_undelivered_message_has_the_status_error(
+    spans: Any, make_producer: Callable[..., Producer]
+) -> None:
     producer = make_producer(tracing=True, mandatory=True)
     with pytest.raises(MessageReturned):
         producer.send(b"x", routing_key="nowhere").result(20)
@@ -444,7 +446,7 @@ def test_an_undelivered_message_is_an_error_of_its_span(spans: Any, make_produce
     assert (span.attributes or {})["error.type"] == "returned"
 
 
-def test_a_message_that_is_not_admitted_is_an_error_of_its_span_and_returned_unchanged(
+def test_the_span_of_a_message_that_is_not_admitted_has_the_status_error(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -482,7 +484,7 @@ def test_the_message_of_a_receipt_can_be_sent_again_with_a_new_span(
     ]
 
 
-def test_without_the_setting_there_are_no_spans_and_no_headers(
+def test_without_the_tracing_setting_there_are_no_spans_and_no_tracing_headers(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     make_producer().send(b"x").result(20)
@@ -490,7 +492,9 @@ def test_without_the_setting_there_are_no_spans_and_no_headers(
     assert headers(broker) == [{}]
 
 
-def test_tracing_without_an_sdk_adds_no_headers(broker: Broker, make_producer: Callable[..., Producer]) -> None:
+def test_tracing_without_an_opentelemetry_sdk_adds_no_headers(
+    broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
     make_producer(tracing=True).send(b"x").result(20)
     assert headers(broker) == [{}]
 
@@ -498,7 +502,7 @@ def test_tracing_without_an_sdk_adds_no_headers(broker: Broker, make_producer: C
 # Whether there is an SDK.
 
 
-def test_without_an_sdk_messages_are_not_observed(make_producer: Callable[..., Producer]) -> None:
+def test_without_an_opentelemetry_sdk_messages_are_not_observed(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer()
     producer.send(b"x").result(20)
     assert producer._protocol.admission.observer is None
@@ -539,7 +543,7 @@ with Broker() as broker:
 
 
 @pytest.mark.program
-def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on() -> None:
+def test_an_opentelemetry_sdk_installed_after_the_producer_counts_from_its_first_collection_on() -> None:
     assert run(
         _PROGRAM
         + """
@@ -552,7 +556,7 @@ def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on
 
 
 @pytest.mark.program
-def test_the_counts_of_a_child_process_are_not_added_to_its_parent() -> None:
+def test_the_telemetry_counts_of_a_forked_child_are_not_added_to_those_of_the_parent() -> None:
     assert run(
         _PROGRAM
         + """
@@ -574,7 +578,7 @@ def test_the_counts_of_a_child_process_are_not_added_to_its_parent() -> None:
 # The dashboard.
 
 
-def test_every_metric_of_the_dashboard_exists_under_its_prometheus_name(
+def test_every_metric_of_the_producer_dashboard_exists_under_its_prometheus_name(
     monkeypatch: pytest.MonkeyPatch, make_producer: Callable[..., Producer]
 ) -> None:
     reader = PrometheusMetricReader()

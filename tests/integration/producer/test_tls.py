@@ -54,7 +54,7 @@ def tls_proxy(tls_broker: Broker, stack: ExitStack) -> Proxy:
     return proxy
 
 
-def test_messages_of_all_sizes_arrive(tls_producer: Producer, tls_broker: Broker) -> None:
+def test_messages_of_all_sizes_arrive_over_tls(tls_producer: Producer, tls_broker: Broker) -> None:
     assert tls_broker.url.startswith("amqps://")
     sizes = [0, 1, 16_383, 16_384, 16_385, 131_064, 500_000, 3_000_000]
     receipts = [tls_producer.send(bytes(size)) for size in sizes]
@@ -62,7 +62,7 @@ def test_messages_of_all_sizes_arrive(tls_producer: Producer, tls_broker: Broker
     assert [len(body) for body in bodies(tls_broker)] == sizes
 
 
-def test_a_burst_from_eight_threads_arrives(tls_producer: Producer, tls_broker: Broker) -> None:
+def test_a_burst_of_messages_from_eight_threads_arrives_over_tls(tls_producer: Producer, tls_broker: Broker) -> None:
     count = rounds(500, least=200)
     jobs = [start(lambda t: [tls_producer.send(b"%d %d" % (t, n)) for n in range(count)], t) for t in range(8)]
     for job in jobs:
@@ -72,7 +72,7 @@ def test_a_burst_from_eight_threads_arrives(tls_producer: Producer, tls_broker: 
     assert len(set(found)) == len(found) == 8 * count
 
 
-def test_the_trust_store_of_the_system_is_used(
+def test_tls_connections_use_the_trust_store_of_the_system(
     make_producer: Callable[..., Producer],
     tls_broker: Broker,
     certificate: tuple[Path, Path],
@@ -82,12 +82,12 @@ def test_the_trust_store_of_the_system_is_used(
     assert make_producer(tls_broker.url).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_certificate_that_cannot_be_verified_is_a_clear_error(tls_broker: Broker) -> None:
+def test_a_broker_certificate_that_cannot_be_verified_raises_a_clear_error(tls_broker: Broker) -> None:
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
         Producer(tls_broker.url, connect_timeout=10)
 
 
-def test_a_certificate_for_a_different_host_is_a_clear_error(
+def test_a_broker_certificate_for_a_different_host_raises_a_clear_error(
     tls_broker: Broker, certificate: tuple[Path, Path]
 ) -> None:
     options = {"ca_certs": str(certificate[0]), "cert_reqs": int(ssl.CERT_REQUIRED), "server_hostname": "example.org"}
@@ -96,7 +96,7 @@ def test_a_certificate_for_a_different_host_is_a_clear_error(
         Producer(url, connect_timeout=10)
 
 
-def test_plain_amqp_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
+def test_connecting_without_tls_to_a_tls_port_or_with_tls_to_a_plain_port_raises_an_error(
     tls_broker: Broker, make_broker: Callable[..., Broker]
 ) -> None:
     with pytest.raises(ConnectionFailed):
@@ -105,7 +105,7 @@ def test_plain_amqp_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
         Producer(make_broker().url.replace("amqp:", "amqps:"), connect_timeout=5)
 
 
-def test_j7_flow_is_obeyed_while_the_tls_socket_is_full(
+def test_j7_channel_flow_is_obeyed_while_the_tls_socket_is_full(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")
@@ -141,7 +141,7 @@ def test_heartbeats_are_sent_while_the_tls_socket_always_has_input(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_cut_in_the_middle_settles_all_messages(
+def test_a_tls_connection_that_is_cut_in_the_middle_settles_all_messages(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")

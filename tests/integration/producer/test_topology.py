@@ -38,14 +38,18 @@ def empty() -> Iterator[Broker]:
         yield broker
 
 
-def test_the_first_send_works_on_an_empty_broker(make_producer: Callable[..., Producer], empty: Broker) -> None:
+def test_with_a_topology_the_first_send_of_a_producer_works_on_an_empty_broker(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
     producer = make_producer(empty.url, declare="q")
     producer.send(b"1").result(PATIENCE)
     assert bodies(empty) == [b"1"]
     assert empty.queue("q").durable
 
 
-def test_queues_exchanges_and_bindings_are_declared(make_producer: Callable[..., Producer], empty: Broker) -> None:
+def test_a_producer_declares_the_queues_exchanges_and_bindings_of_its_topology(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
     producer = make_producer(empty.url, declare=TOPOLOGY)
     producer.send(b"1", exchange="in", routing_key="a.b").result(PATIENCE)
     producer.send(b"2", exchange="in", routing_key="b").result(PATIENCE)
@@ -58,7 +62,7 @@ def test_queues_exchanges_and_bindings_are_declared(make_producer: Callable[...,
     connection.close()
 
 
-def test_a_topology_lost_by_the_broker_is_redeclared_before_any_message_is_published(
+def test_after_a_reconnect_the_topology_is_redeclared_before_any_message_is_published(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
@@ -70,7 +74,7 @@ def test_a_topology_lost_by_the_broker_is_redeclared_before_any_message_is_publi
     assert bodies(empty) == [b"2"]
 
 
-def test_an_existing_object_that_differs_is_named_in_the_error_and_not_retried(
+def test_the_error_names_an_existing_object_that_differs_from_the_topology_and_no_retry_is_made(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     empty.declare_queue("q", durable=False)
@@ -78,7 +82,7 @@ def test_an_existing_object_that_differs_is_named_in_the_error_and_not_retried(
         make_producer(empty.url, declare=Queue("q"))
 
 
-def test_a_queue_given_only_by_name_may_have_any_properties(
+def test_a_queue_that_the_topology_gives_only_by_name_may_exist_with_any_properties(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     empty.declare_queue("q", arguments={"qpid.flow_stop_count": 5})
@@ -89,7 +93,7 @@ def test_a_queue_given_only_by_name_may_have_any_properties(
     assert (empty.queue("q").depth, empty.queue("other").depth) == (1, 1)
 
 
-def test_a_binding_to_a_missing_object_is_named_in_the_error(
+def test_the_error_names_a_binding_of_the_topology_to_a_missing_object(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     topology = Topology(bindings=[Binding("missing", "q")])
@@ -97,7 +101,7 @@ def test_a_binding_to_a_missing_object_is_named_in_the_error(
         make_producer(empty.url, declare=topology)
 
 
-def test_a_producer_whose_queue_was_replaced_by_a_different_one_ends_without_retrying(
+def test_a_producer_whose_queue_was_replaced_by_a_queue_with_other_arguments_ends_without_retrying(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     producer = make_producer(empty.url, declare=Queue("q"), reconnect_delay=0.02)
@@ -109,7 +113,7 @@ def test_a_producer_whose_queue_was_replaced_by_a_different_one_ends_without_ret
         producer.send(b"1")
 
 
-def test_an_exchange_of_an_unknown_type_is_named_in_the_error_and_not_retried(
+def test_the_error_names_an_exchange_of_an_unknown_type_and_no_retry_is_made(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     topology = Topology(exchanges=[Exchange("e", "topik")])
@@ -122,7 +126,7 @@ def test_an_exchange_of_an_unknown_type_is_named_in_the_error_and_not_retried(
         producer.send(b"1")
 
 
-def test_arguments_exchanges_and_bindings_are_declared_again_after_a_loss(
+def test_arguments_exchanges_and_bindings_are_declared_again_after_a_lost_connection(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     topology = Topology([Queue("q", arguments={"x-max-length": 2})], [Exchange("in")], [Binding("in", "q", "k")])
@@ -156,7 +160,7 @@ def cut_while_declaring(monkeypatch: pytest.MonkeyPatch) -> Callable[[FaultProxy
 
 
 @pytest.mark.parametrize("lost", ["connection", "channel"])
-def test_a_connection_lost_while_the_topology_is_redeclared_is_restored(
+def test_a_producer_reconnects_if_the_connection_is_lost_while_the_topology_is_redeclared(
     make_producer: Callable[..., Producer],
     empty: Broker,
     cut_while_declaring: Callable[[FaultProxy], threading.Event],
@@ -177,7 +181,7 @@ def test_a_connection_lost_while_the_topology_is_redeclared_is_restored(
         producer.close(timeout=PATIENCE)
 
 
-def test_a_connection_lost_while_the_topology_is_first_declared_is_a_failed_attempt(
+def test_losing_the_connection_while_the_topology_is_first_declared_counts_as_a_failed_attempt(
     make_producer: Callable[..., Producer],
     empty: Broker,
     cut_while_declaring: Callable[[FaultProxy], threading.Event],

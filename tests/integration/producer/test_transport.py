@@ -37,7 +37,7 @@ def stuck(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) 
     return producer
 
 
-def test_j8_a_socket_that_accepts_nothing_is_a_hold_and_deadlines_are_kept(
+def test_j8_while_the_socket_accepts_no_bytes_sends_wait_until_their_deadlines(
     stuck: Producer, proxy: Proxy, broker: Broker
 ) -> None:
     flows = Flows()
@@ -64,7 +64,9 @@ def test_j8_a_socket_that_accepts_nothing_is_a_hold_and_deadlines_are_kept(
     assert flows.kinds[0] is FlowEventKind.FLOWED
 
 
-def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) -> None:
+def test_j8_the_bytes_that_wait_for_a_full_socket_are_bounded(
+    proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
     producer = make_producer(proxy.url(broker), max_unwritten_bytes=100_000, capacity=10_000)
     proxy.stop_reading()
     count = len(list(fill_transport(producer, size=20_000)))
@@ -75,7 +77,7 @@ def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_produ
     assert broker.queue("q").depth == count
 
 
-def test_j7_after_a_stop_with_a_full_socket_only_the_partly_written_message_is_completed(
+def test_j7_after_channel_flow_with_a_full_socket_only_the_half_written_message_is_completed(
     stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))
@@ -117,7 +119,9 @@ def test_close_keeps_its_deadline_on_a_blocked_connection_whose_broker_reads_not
     assert watch.kept(0.2)
 
 
-def test_j8_closing_a_stuck_producer_reports_lost_messages(stuck: Producer, proxy: Proxy, broker: Broker) -> None:
+def test_j8_closing_a_producer_whose_socket_accepts_no_bytes_reports_lost_messages(
+    stuck: Producer, proxy: Proxy, broker: Broker
+) -> None:
     receipts = list(fill_transport(stuck))
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         stuck.close(timeout=0.2)
@@ -161,7 +165,7 @@ def test_leaving_the_with_block_by_an_exception_waits_for_a_peer_that_still_read
 
 @pytest.mark.parametrize("confirms", [True, False])
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_cut_in_the_middle_of_a_frame_settles_messages_by_the_bytes_that_were_written(
+def test_after_a_cut_inside_a_frame_messages_settle_by_the_bytes_that_were_written(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], confirms: bool
 ) -> None:
     producer = make_producer(proxy.url(broker), confirms=confirms)
@@ -203,7 +207,7 @@ def test_heartbeats_and_messages_are_interleaved_at_frame_boundaries(
     [("threads", 5000), ("threads", 150_000), ("asyncio", 150_000), *([("uvloop", 5000)] if COMPLETE else [])],
     indirect=["skin"],
 )
-def test_heartbeats_are_sent_while_the_socket_always_has_input(
+def test_a_producer_sends_heartbeats_even_while_the_socket_always_has_input(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and pika may write only at the end of a frame."""

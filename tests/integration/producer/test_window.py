@@ -12,7 +12,9 @@ from tests.effort import rounds
 from .tools import bodies, eventually, holds, start, wait_in_line
 
 
-def test_c6_the_window_counts_unsettled_messages(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_c6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettled(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=3)
     assert (producer.capacity, producer.available, producer.unsettled, producer.in_flight) == (3, 3, 0, 0)
     broker.withhold_confirms()
@@ -32,7 +34,7 @@ def test_c6_the_window_counts_unsettled_messages(make_producer: Callable[..., Pr
     assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
 
 
-def test_c6_the_capacity_hold_ends_without_a_waiting_sender(
+def test_c6_the_hold_for_a_full_window_ends_even_if_no_sender_waits(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -47,7 +49,7 @@ def test_c6_the_capacity_hold_ends_without_a_waiting_sender(
     assert not producer.flow_state.flowed
 
 
-def test_c6_raising_the_capacity_admits_exactly_the_difference(
+def test_c6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_was_raised_by(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=2)
@@ -71,7 +73,7 @@ def test_c6_raising_the_capacity_admits_exactly_the_difference(
     assert bodies(broker) == [b"%d" % number for number in range(7)]
 
 
-def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is_room(
+def test_c6_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_room(
     make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
@@ -116,7 +118,9 @@ def under_load(producer: Producer, broker: Broker) -> Iterator[None]:
     assert producer.available == producer.capacity
 
 
-def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_c6_changes_of_the_capacity_under_load_lose_no_message(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=50)
     capacities = itertools.cycle([1, 200, 3, 17, 1000, 2])
     for _ in under_load(producer, broker):
@@ -135,7 +139,9 @@ def test_an_adaptive_capacity_loses_no_message_and_stops_adapting_when_a_number_
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, "7", "auto", None, True])
-def test_an_invalid_capacity_is_refused_and_changes_nothing(producer: Producer, capacity: object) -> None:
+def test_setting_an_invalid_capacity_of_a_producer_raises_an_error_and_changes_nothing(
+    producer: Producer, capacity: object
+) -> None:
     with pytest.raises(SettingsError, match="capacity="):
         producer.capacity = capacity  # type: ignore[assignment]  # that is the point
     assert producer.capacity == 1000
@@ -201,7 +207,9 @@ def test_a_producer_exceeds_neither_capacity_nor_capacity_bytes(
     producer.send(bytes(1), timeout=0)
 
 
-def test_a_refused_message_frees_its_capacity(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_message_for_which_send_raises_an_error_uses_no_capacity(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=1)
     for _ in range(5):
         broker.withhold_confirms()

@@ -88,7 +88,7 @@ def ends(sock: socket.socket) -> str:
     return "end"
 
 
-def test_all_bytes_pass_unchanged_in_both_directions(dial, proxy):
+def test_all_bytes_pass_the_proxy_unchanged_in_both_directions(dial, proxy):
     client, broker = dial()
     data = bytes(range(256)) * 4000
     for source, target in ((client, broker), (broker, client)):
@@ -102,7 +102,7 @@ def test_all_bytes_pass_unchanged_in_both_directions(dial, proxy):
     assert picture.name_at_broker == "{}:{}".format(*broker.getpeername())
 
 
-def test_the_end_of_one_direction_is_passed_on_in_order_and_the_other_direction_continues(dial, proxy):
+def test_the_proxy_passes_the_end_of_one_direction_on_in_order_and_the_other_direction_continues(dial, proxy):
     client, broker = dial()
     client.sendall(b"last words")
     client.shutdown(socket.SHUT_WR)
@@ -115,7 +115,7 @@ def test_the_end_of_one_direction_is_passed_on_in_order_and_the_other_direction_
     proxy.wait_until(lambda proxy: not proxy.connections)
 
 
-def test_a_reset_is_passed_on(dial, proxy):
+def test_the_proxy_passes_a_tcp_reset_on(dial, proxy):
     client, broker = dial()
     client.sendall(b"x")
     read(broker, 1)
@@ -125,7 +125,7 @@ def test_a_reset_is_passed_on(dial, proxy):
     proxy.wait_until(lambda proxy: not proxy.connections)
 
 
-def test_without_a_broker_the_client_is_reset(listener, proxy):
+def test_the_proxy_resets_a_client_if_the_broker_cannot_be_reached(listener, proxy):
     listener.close()
     # It may come before the client has done anything.
     with (
@@ -135,20 +135,20 @@ def test_without_a_broker_the_client_is_reset(listener, proxy):
         client.recv(1)
 
 
-def test_a_cut_ends_both_sides(dial, proxy):
+def test_the_fault_cut_ends_the_connections_of_both_sides(dial, proxy):
     client, broker = dial()
     proxy.cut()
     assert (ends(client), ends(broker)) == ("end", "end")
     proxy.wait_until(lambda proxy: not proxy.connections)
 
 
-def test_a_reset_ends_both_sides(dial, proxy):
+def test_the_fault_reset_resets_the_connections_of_both_sides(dial, proxy):
     client, broker = dial()
     proxy.reset()
     assert (ends(client), ends(broker)) == ("reset", "reset")
 
 
-def test_a_fault_can_apply_to_one_connection_only(dial, proxy):
+def test_a_proxy_fault_can_apply_to_one_connection_only(dial, proxy):
     first, second = dial(), dial()
     proxy.cut(connection=1)
     assert ends(first[0]) == "end"
@@ -158,7 +158,7 @@ def test_a_fault_can_apply_to_one_connection_only(dial, proxy):
         proxy.cut(connection=1)
 
 
-def test_stalled_bytes_continue_when_the_stall_ends_and_the_sender_notices_the_stall(dial, proxy):
+def test_bytes_stalled_by_the_proxy_continue_after_the_stall_and_the_sender_notices_the_stall(dial, proxy):
     client, broker = dial()
     proxy.stall("to_broker")
     client.setblocking(False)
@@ -180,7 +180,7 @@ def test_stalled_bytes_continue_when_the_stall_ends_and_the_sender_notices_the_s
     assert read(broker, sent) == bytes(sent)
 
 
-def test_a_stall_also_applies_to_later_connections(dial, proxy):
+def test_a_stall_of_the_proxy_also_applies_to_later_connections(dial, proxy):
     proxy.stall("to_client")
     client, broker = dial()
     broker.sendall(b"x")
@@ -191,7 +191,7 @@ def test_a_stall_also_applies_to_later_connections(dial, proxy):
     assert read(client, 1) == b"x"
 
 
-def test_a_black_hole_discards_all_bytes_and_neither_side_notices(dial, proxy):
+def test_the_fault_black_hole_discards_all_bytes_and_neither_side_notices(dial, proxy):
     client, broker = dial()
     proxy.black_hole()
     client.sendall(bytes(1 << 20))
@@ -219,7 +219,7 @@ def test_a_connection_into_a_black_hole_is_accepted_and_never_answered_even_with
         assert picture.name_at_broker == ""
 
 
-def test_a_black_hole_also_discards_bytes_in_flight(dial, proxy):
+def test_the_fault_black_hole_also_discards_bytes_in_flight(dial, proxy):
     client, broker = dial()
     proxy.delay(60.0)
     client.sendall(b"on its way")
@@ -231,7 +231,7 @@ def test_a_black_hole_also_discards_bytes_in_flight(dial, proxy):
     assert has_nothing(client)
 
 
-def test_bytes_sent_after_a_black_hole_ends_are_passed_on(dial, proxy):
+def test_the_proxy_passes_bytes_on_that_are_sent_after_the_fault_black_hole_has_ended(dial, proxy):
     client, broker = dial()
     proxy.black_hole()
     proxy.heal()
@@ -239,7 +239,7 @@ def test_bytes_sent_after_a_black_hole_ends_are_passed_on(dial, proxy):
     assert read(broker, 1) == b"x"
 
 
-def test_delayed_bytes_arrive_later_and_in_order(dial, proxy):
+def test_bytes_that_the_proxy_delays_arrive_later_and_in_order(dial, proxy):
     client, broker = dial()
     proxy.delay(0.05, jitter=0.05)
     began = time.monotonic()
@@ -253,7 +253,7 @@ def test_delayed_bytes_arrive_later_and_in_order(dial, proxy):
     assert time.monotonic() - began >= 0.05
 
 
-def test_a_long_delay_does_not_limit_the_bandwidth(dial, proxy):
+def test_a_long_delay_of_the_proxy_does_not_limit_the_bandwidth(dial, proxy):
     client, broker = dial()
     proxy.delay(0.2)
     data = bytes(8 << 20)
@@ -264,7 +264,7 @@ def test_a_long_delay_does_not_limit_the_bandwidth(dial, proxy):
     assert time.monotonic() - began < 20
 
 
-def test_the_average_bandwidth_is_limited(dial, proxy):
+def test_the_proxy_can_limit_the_average_bandwidth(dial, proxy):
     client, broker = dial()
     proxy.limit(100_000, direction="to_broker")
     began = time.monotonic()
@@ -293,7 +293,7 @@ def sizes(monkeypatch) -> list[int]:
     return sizes
 
 
-def test_bytes_can_be_passed_on_one_at_a_time(dial, proxy, sizes):
+def test_the_proxy_can_pass_bytes_on_one_at_a_time(dial, proxy, sizes):
     client, broker = dial()
     proxy.split(1, pause=0.02, direction="to_client")
     began = time.monotonic()
@@ -303,7 +303,7 @@ def test_bytes_can_be_passed_on_one_at_a_time(dial, proxy, sizes):
     assert time.monotonic() - began >= 0.07
 
 
-def test_split_positions_are_determined_by_the_seed(listener, sizes: list[int]):
+def test_the_seed_determines_the_positions_at_which_the_proxy_splits_the_stream(listener, sizes: list[int]):
     def pieces(seed: int) -> list[int]:
         sizes.clear()
         with FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}", seed=seed) as proxy:
@@ -321,7 +321,7 @@ def test_split_positions_are_determined_by_the_seed(listener, sizes: list[int]):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_split_and_merged_bytes_arrive_unchanged(dial, proxy, size):
+def test_bytes_that_the_proxy_splits_and_merges_arrive_unchanged(dial, proxy, size):
     client, broker = dial()
     data = b"".join(frame(bytes(number)) for number in range(40))
     proxy.split(size, size + 3, direction="to_broker")
@@ -333,7 +333,7 @@ def test_split_and_merged_bytes_arrive_unchanged(dial, proxy, size):
     assert read(client, len(data)) == data
 
 
-def test_merged_bytes_are_written_in_chunks_of_one_size_or_after_a_timeout(dial, proxy):
+def test_the_proxy_writes_merged_bytes_in_chunks_of_one_size_or_after_a_timeout(dial, proxy):
     client, broker = dial()
     proxy.merge(10, wait=2.0)
     for number in range(9):
@@ -347,7 +347,7 @@ def test_merged_bytes_are_written_in_chunks_of_one_size_or_after_a_timeout(dial,
 
 
 @pytest.mark.parametrize("known", [0, 1, 6, 7, 8, 100, 107])
-def test_a_frame_is_injected_at_the_next_frame_boundary(dial, proxy, known):
+def test_the_proxy_injects_a_frame_at_the_next_frame_boundary(dial, proxy, known):
     client, broker = dial()
     one, two = frame(bytes(100)), frame(b"two")
     broker.sendall(one + one[:known])
@@ -359,7 +359,7 @@ def test_a_frame_is_injected_at_the_next_frame_boundary(dial, proxy, known):
     )
 
 
-def test_a_frame_can_be_injected_after_the_protocol_header_and_from_the_client(dial, proxy):
+def test_the_proxy_can_inject_a_frame_after_the_protocol_header_and_in_the_name_of_the_client(dial, proxy):
     client, broker = dial()
     client.sendall(b"AMQP\0\0")
     proxy.wait_until(lambda proxy: proxy.connections[0].bytes_to_broker == 6)
@@ -368,7 +368,7 @@ def test_a_frame_can_be_injected_after_the_protocol_header_and_from_the_client(d
     assert read(broker, 8 + 8 + 13) == b"AMQP\0\0\x09\x01" + b"injected" + frame(b"first")
 
 
-def test_no_frame_is_injected_into_a_stream_without_frames(dial, proxy):
+def test_the_proxy_injects_no_frame_into_a_stream_without_frames(dial, proxy):
     client, broker = dial()
     client.sendall(b"\x16\x03\x01\0\0\0\0\0")
     read(broker, 8)
@@ -379,7 +379,7 @@ def test_no_frame_is_injected_into_a_stream_without_frames(dial, proxy):
 
 
 @pytest.mark.parametrize("piece", [1, 3, 9, 10, 12, 1000])
-def test_the_answer_to_an_injected_frame_is_removed_once(dial, proxy, piece):
+def test_the_proxy_removes_the_answer_to_an_injected_frame_only_once(dial, proxy, piece):
     client, broker = dial()
     flow_ok = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 1)
     elsewhere = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 2)
@@ -397,7 +397,7 @@ def test_the_answer_to_an_injected_frame_is_removed_once(dial, proxy, piece):
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_connections_end_after_a_set_number_of_frames(dial, proxy, frames):
+def test_the_proxy_ends_connections_after_a_set_number_of_frames(dial, proxy, frames):
     client, broker = dial()
     proxy.cut_after(frames=frames)
     broker.sendall(b"".join(frame(b"%d" % number) for number in range(5)))
@@ -405,7 +405,7 @@ def test_connections_end_after_a_set_number_of_frames(dial, proxy, frames):
     assert ends(broker) in ("end", "reset")
 
 
-def test_each_new_connection_ends_after_a_set_number_of_frames(dial, proxy):
+def test_the_proxy_ends_each_new_connection_after_a_set_number_of_frames(dial, proxy):
     proxy.cut_after(frames=1)
     for _ in range(3):
         client, broker = dial()
@@ -418,7 +418,7 @@ def test_each_new_connection_ends_after_a_set_number_of_frames(dial, proxy):
 
 
 @pytest.mark.parametrize("size", range(1, 25))
-def test_connections_can_end_after_any_byte(dial, proxy, size):
+def test_the_proxy_can_end_connections_after_any_byte(dial, proxy, size):
     client, broker = dial()
     proxy.cut_after(size=size, direction="to_broker")
     data = frame(b"first") + frame(b"second")
@@ -427,7 +427,7 @@ def test_connections_can_end_after_any_byte(dial, proxy, size):
     assert ends(client) in ("end", "reset")
 
 
-def test_new_connections_are_refused_until_heal_is_called_and_existing_ones_stay_open(dial, proxy):
+def test_after_the_fault_refuse_new_connections_are_refused_until_heal_and_existing_connections_stay(dial, proxy):
     client, broker = dial()
     proxy.refuse()
     with pytest.raises(ConnectionRefusedError):
@@ -439,7 +439,7 @@ def test_new_connections_are_refused_until_heal_is_called_and_existing_ones_stay
     assert proxy.accepted == 2
 
 
-def test_the_steps_of_a_schedule_run_in_order_and_on_time(dial, proxy):
+def test_the_faults_of_a_proxy_schedule_occur_in_order_and_on_time(dial, proxy):
     dial()
     seen = []
     began = time.monotonic()
@@ -456,7 +456,7 @@ def test_the_steps_of_a_schedule_run_in_order_and_on_time(dial, proxy):
     assert seen[1] >= 0.1
 
 
-def test_a_schedule_may_be_endless_and_can_be_cancelled(proxy):
+def test_a_proxy_schedule_may_be_endless_and_can_be_cancelled(proxy):
     taken = threading.Semaphore(0)
 
     def steps():
@@ -473,7 +473,7 @@ def test_a_schedule_may_be_endless_and_can_be_cancelled(proxy):
     assert schedule.done
 
 
-def test_a_step_that_fails_ends_its_schedule_and_is_reported(proxy, caplog):
+def test_an_error_in_a_proxy_schedule_ends_the_schedule_and_is_reported(proxy, caplog):
     schedule = proxy.schedule([(0.0, lambda proxy: proxy.cut(connection=5)), (0.0, FaultProxy.refuse)])
     with pytest.raises(LookupError, match="there is no connection 5; the proxy has: none"):
         schedule.wait(PATIENCE)
@@ -481,7 +481,7 @@ def test_a_step_that_fails_ends_its_schedule_and_is_reported(proxy, caplog):
     socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE).close()
 
 
-def test_invalid_steps_are_reported(proxy):
+def test_a_proxy_schedule_with_invalid_entries_raises_an_error(proxy):
     def steps():
         yield 0.0, lambda _: None
         raise LookupError("no more steps")
@@ -490,7 +490,7 @@ def test_invalid_steps_are_reported(proxy):
         proxy.schedule(steps()).wait(PATIENCE)
 
 
-def test_leaving_the_proxy_ends_its_connections(listener):
+def test_leaving_the_with_block_of_the_proxy_ends_all_its_connections(listener):
     with FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}") as proxy:
         proxy.stall()
         client = socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
@@ -512,7 +512,7 @@ def test_leaving_the_proxy_ends_its_connections(listener):
     assert not [thread for thread in threading.enumerate() if thread.name == "qflow-proxy"]
 
 
-def test_a_port_in_use_is_an_error(listener):
+def test_starting_the_proxy_on_a_port_in_use_raises_an_error(listener):
     taken = listener.getsockname()[1]
     with pytest.raises(OSError) as caught, FaultProxy("127.0.0.1:1", port=taken):
         pass
@@ -537,7 +537,7 @@ def test_the_url_is_that_of_the_broker_with_the_address_of_the_proxy(broker, tar
 
 
 @pytest.mark.parametrize("broker", ["", "localhost", "http://example.org"])
-def test_an_argument_that_is_not_a_broker_is_refused(broker):
+def test_creating_the_proxy_with_an_argument_that_is_not_a_broker_raises_an_error(broker):
     with pytest.raises(ValueError, match=r"AMQP URL or host:port"):
         FaultProxy(broker)
 
@@ -560,7 +560,7 @@ def test_the_proxy_refuses_faults_with_invalid_arguments(proxy, call, words):
         call(proxy)
 
 
-def test_a_wait_that_times_out_reports_the_connections(dial, proxy):
+def test_a_wait_of_the_proxy_that_times_out_reports_the_connections(dial, proxy):
     dial()
     with pytest.raises(
         TimeoutError, match=r"the condition was not true within 0 s; the proxy has \(ProxiedConnection\(number=1"

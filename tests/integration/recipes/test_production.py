@@ -52,7 +52,7 @@ def arrived(broker: Broker) -> list[str | None]:
     ],
     ids=lambda program: program[1].partition(":")[0],
 )
-def test_E12_a_service_can_start_without_its_broker_and_refuses_orders_in_time_and_ends_without_losses(
+def test_E12_the_recipe_for_a_service_starts_without_its_broker_rejects_orders_in_time_and_loses_none(
     folder: Path, program: tuple[str, ...]
 ) -> None:
     amqp, http = unused_port(), unused_port()
@@ -82,7 +82,7 @@ def test_E12_a_service_can_start_without_its_broker_and_refuses_orders_in_time_a
 
 
 @pytest.mark.program
-def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
+def test_E12_the_recipe_with_an_outbox_accepts_orders_during_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
     amqp, http = unused_port(), unused_port()
     service, outbox = Service(http), folder / "orders.outbox"
     shop = folder / "shop.py"
@@ -108,7 +108,7 @@ def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_n
 
 
 @pytest.mark.program
-def test_E12_gunicorn_ends_in_time_while_the_broker_blocks_it_and_confirms_are_missing(folder: Path) -> None:
+def test_E12_the_recipe_with_gunicorn_ends_in_time_while_the_broker_blocks_the_connection(folder: Path) -> None:
     http = unused_port()
     service, kiosk = Service(http), folder / "kiosk.py"
     kiosk.write_text(
@@ -134,7 +134,7 @@ def test_E12_gunicorn_ends_in_time_while_the_broker_blocks_it_and_confirms_are_m
 
 @pytest.mark.program
 @pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
-def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: str) -> None:
+def test_in_the_recipe_for_a_process_pool_each_process_creates_its_own_producer(folder: Path, start: str) -> None:
     with Broker() as broker, running(folder, broker.port, "pool.py", start) as process:
         output, _ = process.communicate(timeout=PATIENCE)
         assert (process.returncode, output) == (0, "{'confirmed'}\n")
@@ -143,7 +143,7 @@ def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: st
 
 
 @pytest.mark.program
-def test_E12_a_worker_that_is_terminated_delivers_its_admitted_messages(folder: Path) -> None:
+def test_E12_a_worker_process_that_gets_sigterm_delivers_its_admitted_messages(folder: Path) -> None:
     with Broker() as broker, running(folder, broker.port, "worker.py") as process:
         eventually(lambda: "orders" in [queue.name for queue in broker.queues()] and broker.queue("orders").depth > 100)
         process.send_signal(signal.SIGTERM)
@@ -167,7 +167,7 @@ with Producer(os.environ["AMQP_URL"]) as producer:
 """
 
 
-def test_the_table_of_errors_quotes_each_error_correctly(tmp_path: Path) -> None:
+def test_the_table_of_errors_in_the_documentation_quotes_each_error_correctly(tmp_path: Path) -> None:
     told: list[str] = []
 
     def note(expected: type[Exception], call: object) -> None:

@@ -39,7 +39,7 @@ def engine(url: str) -> Engine:
     return create_engine(url)
 
 
-def test_E14_the_command_relays_until_it_is_terminated(
+def test_E14_the_command_relay_run_publishes_rows_until_it_is_terminated(
     engine: Engine, outbox: Outbox, broker: Broker, url: str
 ) -> None:
     add(engine, outbox, b"1", b"2", key="k")
@@ -70,7 +70,9 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
-def test_E12_the_command_answers_readiness_probes(engine: Engine, outbox: Outbox, broker: Broker, url: str) -> None:
+def test_E12_the_relay_command_answers_readiness_probes(
+    engine: Engine, outbox: Outbox, broker: Broker, url: str
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "qflow_client.cli", "relay", broker.url, "--database", url, "--ready-port", "0"],
         stderr=subprocess.PIPE,
@@ -95,14 +97,16 @@ def test_E12_the_command_answers_readiness_probes(engine: Engine, outbox: Outbox
         assert process.wait(PATIENCE) == 0
 
 
-def test_E12_a_probe_port_in_use_is_reported(broker: Broker, url: str, capsys: Capture) -> None:
+def test_E12_the_relay_command_reports_a_readiness_port_that_is_in_use(
+    broker: Broker, url: str, capsys: Capture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["relay", broker.url, "--database", url, "--ready-port", port]) == 1
     assert f"cannot answer readiness probes on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
-def test_E14_the_relay_commands_called_status_and_failed_and_retry_work(
+def test_E14_the_commands_relay_status_relay_failed_and_relay_retry_work(
     engine: Engine, outbox: Outbox, url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_DATABASE", url)
@@ -129,7 +133,7 @@ def test_E14_the_relay_commands_called_status_and_failed_and_retry_work(
         assert (outbox.status(connection).depth, outbox.status(connection).failed) == (4, 0)
 
 
-def test_E14_status_shows_the_holds_of_a_relay(
+def test_E14_the_command_relay_status_shows_the_holds_of_a_relay(
     engine: Engine, outbox: Outbox, broker: Broker, url: str, capsys: Capture
 ) -> None:
     def lines() -> list[str]:
@@ -146,17 +150,17 @@ def test_E14_status_shows_the_holds_of_a_relay(
         broker.flow(True)
 
 
-def test_E14_a_command_without_a_database_says_which_option_to_pass(capsys: Capture) -> None:
+def test_E14_a_relay_command_without_a_database_says_which_option_to_pass(capsys: Capture) -> None:
     assert main(["relay", "status"]) == 2
     assert "QFLOW_DATABASE" in capsys.readouterr().err
 
 
-def test_E14_a_command_reports_missing_tables(url: str, capsys: Capture) -> None:
+def test_E14_a_relay_command_reports_missing_outbox_tables(url: str, capsys: Capture) -> None:
     assert main(["relay", "status", "--database", url]) == 1
     assert "no such table: qflow_outbox" in capsys.readouterr().err
 
 
-def test_E8_no_command_shows_the_password_of_a_database(capsys: Capture) -> None:
+def test_E8_no_relay_command_shows_the_password_of_the_database(capsys: Capture) -> None:
     assert main(["relay", "status", "--database", "postgresql://me:s3cr3t@127.0.0.1:1/x"]) == 1
     error = capsys.readouterr().err
     assert "use QFLOW_DATABASE" in error

@@ -27,7 +27,7 @@ def inbox(engine: Engine) -> Iterator[Inbox]:
     inbox.metadata.drop_all(engine)
 
 
-def test_E14_the_inbox_reports_a_message_as_new_once_unless_the_transaction_is_rolled_back(
+def test_E14_the_inbox_reports_a_message_as_new_only_once_unless_the_transaction_is_rolled_back(
     engine: Engine, inbox: Inbox
 ) -> None:
     with Session(engine) as session:
@@ -41,7 +41,7 @@ def test_E14_the_inbox_reports_a_message_as_new_once_unless_the_transaction_is_r
             inbox.first_time(session, "")
 
 
-def test_E14_old_message_ids_are_forgotten(engine: Engine, inbox: Inbox) -> None:
+def test_E14_the_inbox_forgets_old_message_ids(engine: Engine, inbox: Inbox) -> None:
     with engine.begin() as connection:
         assert inbox.first_time(connection, "1")
         assert inbox.forget(connection, older_than=3600) == 0
@@ -50,7 +50,9 @@ def test_E14_old_message_ids_are_forgotten(engine: Engine, inbox: Inbox) -> None
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
-def test_E14_a_copy_waits_while_the_first_message_is_being_handled(postgresql: PostgresqlServer, commits: bool) -> None:
+def test_E14_the_inbox_lets_a_second_copy_wait_while_the_first_copy_is_being_handled(
+    postgresql: PostgresqlServer, commits: bool
+) -> None:
     engine = create_engine(postgresql.url)
     inbox = Inbox(name="waiting")
     inbox.metadata.create_all(engine)
@@ -76,7 +78,7 @@ def test_E14_a_copy_waits_while_the_first_message_is_being_handled(postgresql: P
     engine.dispose()
 
 
-def test_E14_asynchronous_sessions_recognise_copies(postgresql: PostgresqlServer) -> None:
+def test_E14_the_inbox_recognises_second_copies_in_asynchronous_sessions(postgresql: PostgresqlServer) -> None:
     async def main() -> list[bool]:
         engine = create_async_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
         inbox = Inbox(name="of_coroutines")

@@ -32,7 +32,7 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
     }
 
 
-def test_E12_metrics_show_how_many_rows_wait_while_the_broker_is_blocked(
+def test_E12_metrics_show_how_many_outbox_rows_wait_while_the_broker_blocks_the_relay(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = InMemoryMetricReader()
@@ -57,7 +57,9 @@ def test_E12_metrics_show_how_many_rows_wait_while_the_broker_is_blocked(
     provider.shutdown()
 
 
-def test_E14_metrics_count_the_work_of_a_relay(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E14_metrics_count_the_rows_that_a_relay_publishes(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider(metric_readers=[reader])
     monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))

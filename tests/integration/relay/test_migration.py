@@ -40,7 +40,7 @@ engine.dispose()
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:alembic")
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_E14_alembic_generates_the_migration(
+def test_E14_alembic_generates_the_migration_for_the_outbox_tables(
     database: str, request: pytest.FixtureRequest, tmp_path: Path, broker: Broker
 ) -> None:
     url = f"sqlite:///{tmp_path}/application.db"

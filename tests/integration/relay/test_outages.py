@@ -10,7 +10,7 @@ from benchmarks.relay_outages import OUTAGES, run
 # Each starts processes anew, however busy the machine is.
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("postgresql")
-def test_E14_an_outage_of_one_relay_delays_only_its_own_rows_and_copies_are_marked() -> None:
+def test_E14_an_outage_of_one_relay_delays_only_its_own_rows_and_second_copies_are_marked() -> None:
     verdict = run(seconds=15.0, lease=3.0)
     assert verdict.is_good, verdict
     assert verdict.committed, verdict

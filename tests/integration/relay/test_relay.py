@@ -43,7 +43,7 @@ def session_of(engine: Engine, outbox: Outbox) -> Session:
     return session
 
 
-def test_E14_committed_messages_are_published_and_rolled_back_ones_are_not(
+def test_E14_a_relay_publishes_committed_messages_and_no_message_of_a_rolled_back_transaction(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     message = Message(b"1", headers={"k": 1}, content_type="text/plain")
@@ -80,7 +80,9 @@ def test_E8_a_relay_logs_in_with_renewable_credentials(engine: Engine, outbox: O
         OutboxRelay(engine, broker.url, credentials=5)  # type: ignore[arg-type]
 
 
-def test_E14_the_order_of_each_key_is_kept(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_relay_keeps_the_order_of_messages_with_the_same_key(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     for number in range(4):
         for key in "abc":
             add(engine, outbox, *(f"{key}{50 * number + each:03}" for each in range(50)), key=key)
@@ -93,7 +95,7 @@ def test_E14_the_order_of_each_key_is_kept(engine: Engine, outbox: Outbox, broke
     assert not any(marks(broker))
 
 
-def test_E14_rows_that_may_have_been_sent_before_are_marked_and_later_ones_are_not(
+def test_E14_a_relay_marks_rows_that_may_have_been_sent_before_as_second_copies_and_no_others(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     add(engine, outbox, *"12345", key="k")
@@ -108,7 +110,7 @@ def test_E14_rows_that_may_have_been_sent_before_are_marked_and_later_ones_are_n
     assert permitted(engine, outbox) == 0
 
 
-def test_E14_an_unroutable_message_is_set_aside_with_the_reply_and_can_be_retried(
+def test_E14_a_relay_moves_an_unroutable_message_aside_with_the_reply_and_it_can_be_retried(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     add(engine, outbox, b"poison", key="k", to="nowhere")
@@ -131,7 +133,7 @@ def test_E14_an_unroutable_message_is_set_aside_with_the_reply_and_can_be_retrie
     assert (status.depth, status.failed, status.relayed) == (0, 0, 2)
 
 
-def test_E10_a_damaged_row_is_set_aside_and_does_not_block_the_others(
+def test_E10_a_relay_moves_a_damaged_row_aside_and_publishes_all_other_rows(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     damaged = {"partition": 0, "exchange": "", "routing_key": "q", "properties": b"nonsense", "body": b"damaged"}
@@ -152,7 +154,7 @@ def test_E10_a_damaged_row_is_set_aside_and_does_not_block_the_others(
         assert outbox.failed(connection) == []
 
 
-def test_E14_a_row_can_be_set_aside_even_if_an_older_row_with_the_same_number_was_set_aside(
+def test_E14_a_row_can_be_moved_aside_even_if_an_older_row_with_its_number_was_moved_aside(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     # As after TRUNCATE … RESTART IDENTITY.
@@ -167,7 +169,7 @@ def test_E14_a_row_can_be_set_aside_even_if_an_older_row_with_the_same_number_wa
         assert [row.id for row in outbox.failed(connection)] == [1, 2]
 
 
-def test_C4_a_page_of_rows_ends_at_its_maximum_size(
+def test_C4_a_relay_reads_rows_in_pages_of_a_maximum_size_in_bytes(
     engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_postgresql, "PAGE_BYTES", 1000)
@@ -186,7 +188,7 @@ def test_C4_a_page_of_rows_ends_at_its_maximum_size(
     session.close()
 
 
-def test_E14_each_read_permits_the_rows_that_it_returns_and_deletes_the_settled_rows(
+def test_E14_each_read_of_a_relay_marks_the_returned_rows_as_possibly_sent_and_deletes_settled_rows(
     engine: Engine, outbox: Outbox
 ) -> None:
     add(engine, outbox, b"1", b"2", b"3", key="k")
@@ -229,7 +231,9 @@ def test_E12_a_relay_reports_whether_it_is_ready_and_why_not(
         assert relay.health().state == "disconnected"
 
 
-def test_E14_status_shows_the_holds_of_a_relay(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_the_status_of_a_database_outbox_shows_the_holds_of_a_relay(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     def now() -> tuple[int | None, tuple[str, ...]]:
         with engine.begin() as connection:
             status = outbox.status(connection)
@@ -245,7 +249,9 @@ def test_E14_status_shows_the_holds_of_a_relay(engine: Engine, outbox: Outbox, b
     assert now() == (0, ())
 
 
-def test_E14_a_flowed_relay_reads_at_most_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_relay_whose_producer_is_flowed_reads_at_most_one_window_of_rows(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     with OutboxRelay(engine, broker.url, outbox=outbox, capacity=10, **FAST) as relay:
         add(engine, outbox, b"0", key="k")
         eventually(lambda: relay.counts.confirmed == 1)
@@ -289,7 +295,9 @@ def test_E14_a_relay_that_cannot_reach_the_database_retries(broker: Broker, tmp_
     engine.dispose()
 
 
-def test_E14_on_sqlite_one_relay_is_active_and_the_next_takes_over(tmp_path: Path, broker: Broker) -> None:
+def test_E14_on_sqlite_only_one_relay_is_active_and_another_takes_over_when_it_ends(
+    tmp_path: Path, broker: Broker
+) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/application.db")
     outbox = Outbox()
     outbox.metadata.create_all(engine)
@@ -384,12 +392,12 @@ def test_E14_messages_can_be_added_in_asynchronous_sessions(
     ],
     ids=["mysql", "no url", "lease", "poll", "confirms", "setting"],
 )
-def test_E14_unsupported_arguments_of_a_relay_are_refused(values: dict[str, Any], word: str) -> None:
+def test_E14_a_relay_with_unsupported_arguments_raises_an_error(values: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         OutboxRelay(**{"database": "sqlite://", **values})
 
 
-def test_E14_a_relay_refuses_an_in_memory_database(broker: Broker) -> None:
+def test_E14_a_relay_for_an_in_memory_database_raises_an_error(broker: Broker) -> None:
     with OutboxRelay("sqlite://", broker.url) as relay:
         eventually(lambda: isinstance(relay.error, RelayError))
     assert "memory" in str(relay.error)
@@ -411,7 +419,7 @@ def test_E8_no_error_contains_the_password_of_the_database(url: str) -> None:
     assert caught.value.__context__ is None
 
 
-def test_E8_the_log_of_a_failing_database_contains_no_password_and_no_body(
+def test_E8_the_log_of_a_relay_with_a_failing_database_contains_no_password_and_no_message_body(
     broker: Broker, caplog: pytest.LogCaptureFixture, postgresql: PostgresqlServer
 ) -> None:
     url = make_url(postgresql.url).set(password="s3cr3t")

@@ -39,7 +39,9 @@ def test_E14_a_relay_runs_inside_an_async_with_block(engine: Engine, outbox: Out
     assert permitted(engine, outbox) == 0
 
 
-def test_E14_a_cancelled_relay_task_leaves_no_row_undecided(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_cancelled_relay_task_settles_all_rows_that_it_has_sent(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
 
     async def main() -> None:
@@ -57,7 +59,7 @@ def test_E14_a_cancelled_relay_task_leaves_no_row_undecided(engine: Engine, outb
     assert (permitted(engine, outbox), depth(engine, outbox)) == (0, 0)
 
 
-def test_E14_a_task_ends_when_its_relay_is_closed(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_the_task_of_a_relay_ends_when_the_relay_is_closed(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
 
     async def main() -> None:
@@ -77,7 +79,7 @@ async def unconfirmed(relay: OutboxRelay, proxy: FaultProxy, engine: Engine, out
     await until(lambda: permitted(engine, outbox) == 1 and relay.health().unsettled == 1)
 
 
-def test_E14_the_loop_runs_while_a_relay_waits_for_its_last_confirm(
+def test_E14_the_event_loop_runs_while_a_closing_relay_waits_for_the_last_confirm(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     async def main() -> None:
@@ -99,7 +101,7 @@ def test_E14_the_loop_runs_while_a_relay_waits_for_its_last_confirm(
     assert (permitted(engine, outbox), depth(engine, outbox)) == (0, 0)
 
 
-def test_E4_a_task_that_is_cancelled_twice_stops_waiting_and_its_relay_ends_by_itself(
+def test_E4_a_relay_task_that_is_cancelled_twice_stops_waiting_and_the_relay_ends_later(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -124,6 +126,6 @@ def test_E4_a_task_that_is_cancelled_twice_stops_waiting_and_its_relay_ends_by_i
     assert depth(engine, outbox) == 0
 
 
-def test_E14_a_relay_refuses_an_asynchronous_engine_with_a_clear_error(broker: Broker) -> None:
+def test_E14_a_relay_with_an_asynchronous_engine_raises_a_clear_error(broker: Broker) -> None:
     with pytest.raises(SettingsError, match=r"give engine\.url"):
         OutboxRelay(create_async_engine("postgresql+asyncpg://nowhere/shop"), broker.url)  # type: ignore[arg-type]

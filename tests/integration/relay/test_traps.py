@@ -77,7 +77,7 @@ def read(session: PostgresqlSession, limit: int = 100) -> list[bytes]:
     return [row.body for row in session.read(limit)]
 
 
-def test_E14_a_row_of_a_slower_transaction_is_not_lost(
+def test_E14_a_row_whose_transaction_commits_after_later_rows_is_not_lost(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     with engine.connect() as slow, slow.begin() as transaction:
@@ -131,7 +131,9 @@ def test_E14_each_row_is_read_exactly_once_even_if_transactions_commit_out_of_or
     assert sorted(found, key=int) == [b"%d" % number for number in range(20)]
 
 
-def test_E14_one_long_transaction_does_not_delay_other_rows(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_long_transaction_does_not_delay_rows_of_other_transactions(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     with engine.connect() as long, long.begin() as transaction:
         outbox.add(long, b"long", routing_key="q")
         with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
@@ -160,7 +162,7 @@ def test_E14_rows_of_the_outbox_are_inserted_and_deleted_but_never_updated(
     eventually(lambda: tuple(counted()) == (500, 0, 500), "the statistics")
 
 
-def test_E14_at_a_low_rate_rows_are_published_without_waiting_for_the_disk(
+def test_E14_at_a_low_rate_a_relay_publishes_rows_without_waiting_for_the_disk(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     def waited() -> bool:
@@ -183,7 +185,7 @@ def test_E14_at_a_low_rate_rows_are_published_without_waiting_for_the_disk(
     assert permitted(engine, outbox) == first + 19 + AHEAD
 
 
-def test_E14_restored_rows_with_numbers_of_a_different_server_are_read(
+def test_E14_rows_restored_from_another_database_server_are_published(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     add(engine, outbox, b"restored", key="k")
@@ -193,7 +195,9 @@ def test_E14_restored_rows_with_numbers_of_a_different_server_are_read(
     assert read(session) == [b"restored", b"new"]
 
 
-def test_E14_two_relays_share_the_work_and_keep_the_order(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_two_relays_share_the_rows_and_keep_the_order_of_messages_with_the_same_key(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     keys = [f"key {number}" for number in range(8)]
 
     def send(first: int, last: int) -> None:
@@ -222,7 +226,7 @@ def test_E14_two_relays_share_the_work_and_keep_the_order(engine: Engine, outbox
     assert not any(marks(broker))
 
 
-def test_E14_a_killed_relay_keeps_no_rows_and_possible_copies_are_marked(
+def test_E14_rows_of_a_killed_relay_go_to_other_relays_and_possible_second_copies_are_marked(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     with relay_process(engine, broker, capacity=10) as process:
@@ -240,7 +244,7 @@ def test_E14_a_killed_relay_keeps_no_rows_and_possible_copies_are_marked(
     assert relay.counts.marked <= 10 + AHEAD
 
 
-def test_E14_a_possibly_sent_row_stays_marked_when_its_relay_ends_or_is_replaced(
+def test_E14_a_row_that_may_have_been_sent_stays_marked_when_its_relay_ends_or_is_replaced(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     keys = [f"key {number}" for number in range(40)]
@@ -261,7 +265,7 @@ def test_E14_a_possibly_sent_row_stays_marked_when_its_relay_ends_or_is_replaced
     assert all(marks(broker))
 
 
-def test_E14_a_suspended_relay_loses_its_rows_when_its_lease_expires(
+def test_E14_a_suspended_relay_process_loses_its_rows_to_others_when_its_lease_expires(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     # A lease of one second for the one that is suspended; the server keeps the time.
@@ -294,7 +298,7 @@ def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_when_its_le
 
 
 @pytest.mark.parametrize("says_so", [True, False], ids=["reset", "silence"])
-def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_the_others(
+def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_other_relays(
     engine: Engine, outbox: Outbox, broker: Broker, says_so: bool
 ) -> None:
     with (
@@ -356,7 +360,7 @@ def test_E14_a_relay_whose_database_session_is_terminated_restarts(
         assert relay.counts.tenures == 2
 
 
-def test_E14_rows_are_found_without_notifications(engine: Engine, broker: Broker) -> None:
+def test_E14_a_relay_finds_new_rows_even_without_database_notifications(engine: Engine, broker: Broker) -> None:
     outbox = Outbox(name="silent", notify=False)
     outbox.metadata.create_all(engine)
     with OutboxRelay(engine, broker.url, outbox=outbox, poll=0.05, **FAST):
@@ -365,7 +369,7 @@ def test_E14_rows_are_found_without_notifications(engine: Engine, broker: Broker
     outbox.metadata.drop_all(engine)
 
 
-def test_E14_tables_may_be_in_a_schema_with_any_name(engine: Engine, broker: Broker) -> None:
+def test_E14_the_outbox_tables_may_be_in_a_database_schema_with_any_name(engine: Engine, broker: Broker) -> None:
     outbox = Outbox(name="Out box", schema="of the application")
     with engine.begin() as connection:
         connection.execute(text('CREATE SCHEMA "of the application"'))
@@ -379,7 +383,9 @@ def test_E14_tables_may_be_in_a_schema_with_any_name(engine: Engine, broker: Bro
         connection.execute(text('DROP SCHEMA "of the application"'))
 
 
-def test_E14_a_missing_database_driver_is_named_in_the_error(postgresql: PostgresqlServer, outbox: Outbox) -> None:
+def test_E14_the_error_for_a_missing_database_driver_names_the_driver(
+    postgresql: PostgresqlServer, outbox: Outbox
+) -> None:
     engine = create_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
     with pytest.raises(RelayError, match="psycopg"):
         PostgresqlSession(engine, outbox.tables, 30.0)

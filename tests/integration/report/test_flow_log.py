@@ -97,7 +97,9 @@ def _held(report: FlowReport) -> Any:
     )
 
 
-def test_C6_a_queue_with_the_advised_settings_stays_below_the_maximum_and_holds_producers_less(tmp_path: Path) -> None:
+def test_C6_with_the_advised_thresholds_a_queue_stays_below_the_maximum_and_holds_producers_less(
+    tmp_path: Path,
+) -> None:
     before, _ = _work(tmp_path / "before", 20, 5, dict.fromkeys(NAMES, 100))
     advice = before.advice["orders"]
     assert set(advice.capacities) == set(NAMES)
@@ -115,7 +117,7 @@ def test_C6_a_queue_with_the_advised_settings_stays_below_the_maximum_and_holds_
     assert _held(after) <= _held(before)
 
 
-def test_the_flow_logs_of_producers_and_broker_agree_and_the_report_shows_it(
+def test_the_report_shows_that_the_flow_logs_of_producers_and_broker_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, peak = _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
@@ -162,7 +164,7 @@ def test_the_flow_logs_of_producers_and_broker_agree_and_the_report_shows_it(
     assert main(["report", str(tmp_path), "--delay", "0"]) == 2
 
 
-def test_an_async_producer_is_recorded_in_the_same_way(tmp_path: Path) -> None:
+def test_the_flow_log_records_an_async_producer_like_a_threaded_one(tmp_path: Path) -> None:
     async def work() -> None:
         with FlowLog(tmp_path) as log:
             async with Broker() as broker:

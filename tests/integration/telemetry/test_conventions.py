@@ -38,7 +38,7 @@ def not_ours(names: Iterable[str]) -> set[str]:
     return {name for name in names if not name.startswith("qflow.")}
 
 
-def test_the_newest_schema_is_used() -> None:
+def test_telemetry_uses_the_newest_opentelemetry_schema() -> None:
     newest = list(Schemas)[-1].value
     installed = tuple(int(re.match(r"\d+", part)[0]) for part in version(PACKAGE).split(".")[:2])  # type: ignore[index]
     if installed > KNOWN and newest != telemetry.SCHEMA_URL:
@@ -46,7 +46,7 @@ def test_the_newest_schema_is_used() -> None:
     assert newest == telemetry.SCHEMA_URL
 
 
-def test_names_from_the_conventions_are_used_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_uses_the_names_of_the_opentelemetry_conventions_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider(metric_readers=[reader]), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))

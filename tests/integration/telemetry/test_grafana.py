@@ -59,19 +59,19 @@ def check(expression: str, said: str, labels: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "expression", "summary"), ALERTS, ids=[name for name, *_ in ALERTS])
-def test_every_alert_uses_existing_metrics(
+def test_every_prometheus_alert_uses_existing_metrics(
     name: str, expression: str, summary: str, labels: dict[str, set[str]]
 ) -> None:
     check(expression, summary, labels)
     assert expression.count("(") == expression.count(")"), name
 
 
-def test_every_alert_of_the_file_is_checked() -> None:
+def test_this_test_file_checks_every_alert_of_the_alert_file() -> None:
     text = (FOLDER / "qflow-alerts.yml").read_text(encoding="utf-8")
     assert len(ALERTS) == text.count("- alert:") == 8
 
 
-def test_the_dashboard_of_the_broker_uses_existing_metrics(labels: dict[str, set[str]]) -> None:
+def test_the_grafana_dashboard_of_the_broker_uses_existing_metrics(labels: dict[str, set[str]]) -> None:
     dashboard = json.loads((FOLDER / "qflow-broker.json").read_text(encoding="utf-8"))
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) == 8
     for panel in dashboard["panels"]:

@@ -1,4 +1,4 @@
-"""The output at a socket that takes any number of bytes."""
+"""Output to a socket that accepts any number of bytes at each write."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Reader(asyncio.StreamReaderProtocol):
 
 @contextmanager
 def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, bytearray, _Reader]]:
-    """Yield a transport whose socket takes the given numbers of bytes in turn, and then all."""
+    """Yield a transport whose socket takes the given numbers of bytes in turn, and then all bytes."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         written, reader, channel = bytearray(), _Reader(), WritingChannel()
@@ -99,8 +99,8 @@ def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, byte
             yield tapped, channel, written, reader
 
 
-def test_the_library_writes_at_the_next_frame_boundary_even_if_every_write_ends_in_the_middle_of_a_frame() -> None:
-    # 100 bytes in each frame, and 33 in each write: only the hundredth write would end at a border by itself.
+def test_the_library_can_write_after_the_current_frame_even_if_all_writes_of_a_producer_end_inside_frames() -> None:
+    # 100 bytes in each frame, and 33 in each write: only the hundredth write would end at a frame boundary.
     with parts([33] * 90) as (tapped, channel, written, _):
         for _ in range(200):
             channel.outbound.add(b"[" + b"x" * 98 + b"]")
@@ -113,7 +113,7 @@ def test_the_library_writes_at_the_next_frame_boundary_even_if_every_write_ends_
         assert bytes(written[100:111]) == b"<heartbeat>"
 
 
-def test_two_writers_with_much_output_take_turns() -> None:
+def test_the_library_and_a_producer_with_much_output_write_in_turn() -> None:
     with parts([0]) as (tapped, channel, written, _):
         for _ in range(4):
             channel.outbound.add(b"[" + b"x" * 200_000 + b"]")
@@ -129,7 +129,7 @@ def test_two_writers_with_much_output_take_turns() -> None:
     takes=st.lists(st.integers(0, 40), max_size=60),
     steps=st.lists(st.tuples(st.sampled_from("LCP"), st.integers(0, 120)), max_size=40),
 )
-def test_frames_stay_whole_and_in_order_for_every_way_the_socket_splits_writes(
+def test_frames_of_the_library_and_producers_stay_whole_and_in_order_however_the_socket_splits_writes(
     takes: list[int], steps: list[tuple[str, int]]
 ) -> None:
     library, ours = [], []
@@ -156,7 +156,7 @@ def test_frames_stay_whole_and_in_order_for_every_way_the_socket_splits_writes(
         assert not tapped.awake
 
 
-def test_E2_the_next_wake_up_completes_a_wake_up_that_was_interrupted_at_any_line() -> None:
+def test_E2_a_wake_up_that_is_interrupted_at_any_line_is_completed_by_the_next_wake_up() -> None:
     for at in range(1, 20):
         with parts([]) as (tapped, channel, written, _):
             channel.outbound.add(b"[1]")
@@ -181,7 +181,7 @@ def _split(data: bytes) -> list[bytes]:
     return found
 
 
-def test_the_library_is_asked_to_wait_while_much_of_its_own_output_is_unwritten() -> None:
+def test_the_library_is_asked_to_pause_writing_while_much_of_the_output_of_the_library_is_unwritten() -> None:
     with parts([1, 1, 10_000]) as (tapped, _, written, reader):
         tapped.write(b"<" + b"y" * 100_000 + b">")
         assert (reader.pauses, tapped.get_write_buffer_size()) == (1, 100_001)
@@ -194,14 +194,14 @@ def test_the_library_is_asked_to_wait_while_much_of_its_own_output_is_unwritten(
 
 
 @pytest.mark.parametrize("pauses", ["before", "meanwhile", "no longer"])
-def test_nothing_is_read_while_answers_accumulate_or_the_library_has_enough_input(pauses: str) -> None:
+def test_the_socket_is_not_read_while_answers_accumulate_or_the_library_has_enough_input(pauses: str) -> None:
     with parts([]) as (tapped, _channel, _written, _reader):
         raw: Any = tapped._raw
         loop: Any = tapped._loop
         delays = [0.0, 0.25, 0.125]
         tapped.delay = lambda _size: delays.pop(0)
         tapped.received(21, for_library=False)
-        # Data for the library does not delay the next read.
+        # Reading data for the library does not delay the next read.
         tapped.received(21, for_library=True)
         assert raw.reads
         assert not loop.later
@@ -209,11 +209,11 @@ def test_nothing_is_read_while_answers_accumulate_or_the_library_has_enough_inpu
             tapped.pause_reading()
         tapped.received(21, for_library=False)
         assert not raw.reads
-        # The library is not informed of that.
+        # The library is not informed of this.
         assert tapped.is_reading() is (pauses != "before")
         if pauses != "before":
             tapped.pause_reading()
-        # Further data that was read already changes nothing.
+        # More data that was already read has no effect.
         tapped.received(21, for_library=False)
         [(delay, over)] = loop.later
         assert delay == 0.25
@@ -229,7 +229,7 @@ def test_nothing_is_read_while_answers_accumulate_or_the_library_has_enough_inpu
         assert [each for each, _ in loop.later] == [0.25, 0.125]
 
 
-def test_E2_an_interrupted_read_ends_the_connection_because_answers_may_be_lost() -> None:
+def test_E2_a_read_that_is_interrupted_at_any_line_ends_the_connection_because_acks_may_be_lost() -> None:
     class Transport:
         aborted = False
 
@@ -242,10 +242,10 @@ def test_E2_an_interrupted_read_ends_the_connection_because_answers_may_be_lost(
         reader = asyncio.StreamReader(loop=loop)
         protocol, transport = _TapProtocol(reader, loop, bool), Transport()
         protocol.connection_made(transport)  # type: ignore[arg-type]  # it is only aborted
-        # A heartbeat, which is for the library.
+        # A heartbeat goes to the library.
         come = interrupted(lambda: protocol.data_received(b"\x08" + bytes(6) + b"\xce"), at)  # noqa: B023  # called at once
         is_read = reader._buffer == b"\x08" + bytes(6) + b"\xce"  # type: ignore[attr-defined]  # asyncio's own
-        # The repeated call reaches the call that ends the connection, or the interrupt came before that.
+        # The repeated call ends the connection, unless the interrupt came before anything was read.
         assert is_read or transport.aborted or at == 1
         aborted += transport.aborted
         if not come:

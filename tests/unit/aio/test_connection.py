@@ -1,4 +1,4 @@
-"""aio-pika's connection classes with the additions of this package."""
+"""The connection classes of aio-pika, with the additions of this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 
 
 @pytest.mark.parametrize("kind", [TappedConnection, TappedRobustConnection])
-def test_a_connection_that_is_garbage_collected_while_its_loop_is_stopped_emits_no_warning(
+def test_an_aio_pika_connection_that_is_garbage_collected_while_the_event_loop_is_stopped_emits_no_warning(
     kind: type[TappedConnection], recwarn: pytest.WarningsRecorder
 ) -> None:
     async def make() -> TappedConnection:

@@ -9,7 +9,7 @@ from qflow_client.amqp.frames import PublishEncoder
 from tests.collecting import collect
 
 
-def test_a_finalizer_may_wait_for_a_receipt_whose_waiters_are_being_woken() -> None:
+def test_a_finalizer_that_runs_while_a_receipt_wakes_its_waiters_may_wait_for_that_receipt() -> None:
     class Waits:
         """Waits for a receipt when the garbage collector finds it."""
 
@@ -31,7 +31,7 @@ def test_a_finalizer_may_wait_for_a_receipt_whose_waiters_are_being_woken() -> N
             gc.set_threshold(10_000)
             try:
                 Waits(receipt)
-                # Python 3.11 collects garbage when so many more objects are made.
+                # Python 3.11 collects garbage when this number of additional objects was created.
                 gc.set_threshold(gc.get_count()[0] + later)
                 waiters.set_result(None)
             finally:

@@ -13,7 +13,7 @@ from qflow_client.aio.turn import Deadlines
 
 
 class Clock:
-    """The time, and the part of a loop that sets timers."""
+    """A clock, and the methods of an event loop that set timers."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_each_future_is_set_at_its_time_and_never_earlier(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_each_future_is_set_at_its_deadline_and_never_earlier(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # the part of it that is used
     waiters = [loop.create_future() for _ in range(10)]
     for at, waiter in enumerate(waiters):
@@ -71,7 +71,9 @@ def test_each_future_is_set_at_its_time_and_never_earlier(clock: Clock, loop: as
     assert not clock.timers
 
 
-def test_futures_that_are_done_in_time_need_only_one_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_one_timer_is_enough_for_all_futures_that_are_done_before_their_deadlines(
+    clock: Clock, loop: asyncio.AbstractEventLoop
+) -> None:
     deadlines = Deadlines(clock, 60.0)  # type: ignore[arg-type]  # as above
     for number in range(10_000):
         clock.run_to(number / 1000)
@@ -80,16 +82,16 @@ def test_futures_that_are_done_in_time_need_only_one_timer(clock: Clock, loop: a
         deadlines.remove(waiter)
     assert clock.made == 1
     assert not deadlines._times
-    # It ends by itself.
+    # The timer is not set again.
     clock.run_to(100)
     assert not clock.timers
 
 
-def test_a_timer_is_set_again_after_a_call_that_was_interrupted(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_timer_whose_callback_was_interrupted_is_set_again(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     late, next_one = loop.create_future(), loop.create_future()
     deadlines.add(late, clock.now)
-    # Its callback does nothing, as if it were interrupted at its first line.
+    # The callback of the timer does nothing, as if it were interrupted at its first line.
     clock.timers.clear()
     clock.run_to(6.0)
     deadlines.add(next_one, clock.now)
@@ -98,7 +100,7 @@ def test_a_timer_is_set_again_after_a_call_that_was_interrupted(clock: Clock, lo
     assert next_one.done()
 
 
-def test_a_timer_that_the_loop_calls_too_early_sets_no_future(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_timer_that_fires_before_the_deadline_sets_no_future(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     waiter = loop.create_future()
     deadlines.add(waiter, clock.now)
@@ -109,7 +111,7 @@ def test_a_timer_that_the_loop_calls_too_early_sets_no_future(clock: Clock, loop
     assert waiter.done()
 
 
-def test_without_a_limit_there_is_no_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_without_a_time_limit_no_timer_is_set(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, None)  # type: ignore[arg-type]  # as above
     waiter = loop.create_future()
     deadlines.add(waiter, clock.now)
@@ -117,7 +119,7 @@ def test_without_a_limit_there_is_no_timer(clock: Clock, loop: asyncio.AbstractE
     assert not clock.timers
 
 
-def test_after_the_end_a_timer_remains_only_if_a_future_still_waits(
+def test_after_the_deadlines_are_ended_a_timer_remains_only_while_a_future_waits(
     clock: Clock, loop: asyncio.AbstractEventLoop
 ) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
@@ -132,19 +134,21 @@ def test_after_the_end_a_timer_remains_only_if_a_future_still_waits(
     assert waits.done()
 
 
-def test_futures_are_set_in_time_even_if_the_loop_calls_no_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_futures_are_set_at_their_deadlines_even_if_the_busy_loop_calls_no_timer(
+    clock: Clock, loop: asyncio.AbstractEventLoop
+) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     waiters = [loop.create_future() for _ in range(6)]
     for number, waiter in enumerate(waiters):
-        # The loop is busy, and calls no timer.
+        # The loop is busy and calls no timer.
         clock.now = number * 5.0
         deadlines.add(waiter, clock.now)
     assert [waiter.done() for waiter in waiters] == [True] * 5 + [False]
-    # What is set is forgotten.
+    # Futures that are set are forgotten.
     assert list(deadlines._times) == waiters[5:]
 
 
-def test_a_future_that_is_added_after_an_early_timer_is_set_in_time(
+def test_a_future_that_is_added_after_a_timer_fired_early_is_set_at_its_deadline(
     clock: Clock, loop: asyncio.AbstractEventLoop
 ) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above

@@ -1,4 +1,4 @@
-"""When `benchmarks.attack` says that a bar is missed."""
+"""Which results `benchmarks.attack` reports as missed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ GOOD = Result("none", 100, 100 + LIMIT, ROUND_TRIP, 0.001, 0, MOST_LOG, "")
         ({"worst": 1.0, "lost": 2}, ["round trip", "lost connections"]),
     ],
 )
-def test_a_result_beyond_its_limit_misses_the_bar(changes: dict[str, Any], missed: list[str]) -> None:
+def test_an_attack_result_that_exceeds_a_limit_is_reported_as_missed(
+    changes: dict[str, Any], missed: list[str]
+) -> None:
     assert replace(GOOD, **changes).missed() == missed
 
 
-def test_other_bars_can_be_set_on_the_command_line() -> None:
+def test_the_limits_for_memory_and_round_trip_can_be_replaced() -> None:
     result = replace(GOOD, peak=100 + LIMIT * 3, worst=0.5)
     assert result.missed(factor=3, round_trip=0.5) == []
     assert result.missed(factor=2.9, round_trip=0.4) == ["memory", "round trip"]
 
 
-def test_the_change_check_runs_only_attacks_that_exist(tmp_path: Path) -> None:
+def test_the_stage_attacks_of_the_change_check_names_only_existing_attacks(tmp_path: Path) -> None:
     (stage,) = (stage for stage in stages(tmp_path) if stage.name == "attacks")
     assert stage.lane == BROKERS
     words = stage.script.split()

@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks.capacity`; what is measured is no test's business."""
+"""The functions of `benchmarks.capacity` without measurements. Measured values are not tested."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MEASURED = [
     replace(AUTO, round=1, rate=110.0, window=14.0, latencies=(0.009,), overshoot=30, overshoot_later=11),
     Measurement("slow", 100, 0, 100.0, 100.0, (), 100, 100),
     Measurement("slow", 100, 1, 100.0, 100.0, (), 100, 100),
-    # The best of a round, but not the best.
+    # The best of one round, but not over all rounds.
     Measurement("slow", 1000, 0, 120.0, 1000.0, (), 990, 0),
     Measurement("slow", 1000, 1, 60.0, 1000.0, (), 990, 0),
     Measurement("fast", "auto", 0, 1000.0, 300.0, (0.005,)),
 ]
 
 
-def test_a_row_has_medians_over_the_rounds_and_the_worst_overshoot() -> None:
+def test_a_row_of_the_capacity_benchmark_has_medians_over_the_rounds_and_the_worst_overshoot() -> None:
     auto, hundred, _, fast = summarize(MEASURED)
     assert (auto.place, auto.capacity, auto.rate, auto.slowest, auto.fastest) == ("slow", "auto", 100.0, 90.0, 110.0)
     assert (auto.window, auto.latency, auto.latency_p99) == (13.0, 0.002, 0.009)
@@ -32,14 +32,14 @@ def test_a_row_has_medians_over_the_rounds_and_the_worst_overshoot() -> None:
     assert (fast.overshoot, fast.overshoot_later, fast.to_best) == (None, None, None)
 
 
-def test_a_ratio_is_relative_to_the_fixed_capacity_that_is_best_over_all_rounds() -> None:
+def test_each_throughput_ratio_is_relative_to_the_fixed_capacity_that_is_best_over_all_rounds() -> None:
     auto, hundred, thousand, _ = summarize(MEASURED)
     assert auto.to_best == pytest.approx((0.9 + 1.1) / 2)
     assert hundred.to_best == 1.0
     assert thousand.to_best == pytest.approx((1.2 + 0.6) / 2)
 
 
-def test_the_table_has_one_line_for_each_row() -> None:
+def test_the_table_of_the_capacity_benchmark_has_one_line_for_each_row() -> None:
     title, headings, *lines = table("a title", summarize(MEASURED)).splitlines()
     assert title == "a title"
     assert headings.split()[:3] == ["place", "capacity", "msg/s"]
@@ -48,14 +48,14 @@ def test_the_table_has_one_line_for_each_row() -> None:
     assert len({len(line) for line in [headings, *lines]}) == 1
 
 
-def test_the_document_has_all_results_except_single_latencies() -> None:
+def test_the_json_document_of_the_capacity_benchmark_has_all_results_except_single_latencies() -> None:
     found = json.loads(json.dumps(document(PLAN, summarize(MEASURED), MEASURED, {"product": "x", "version": "1"})))
     assert found["rows"][0]["latency_p99"] == 0.009
     assert [each["latencies"] for each in found["measurements"]] == [[]] * len(MEASURED)
     assert found["settings"]["stop"] == 1000
 
 
-def test_capacities_and_places_are_separated_by_commas() -> None:
+def test_the_capacities_and_places_on_the_command_line_are_separated_by_commas() -> None:
     options = parser().parse_args(["--capacities", "auto,5,auto", "--places", "far,fast"])
     assert (options.capacities, options.places) == (("auto", 5), ("far", "fast"))
 
@@ -68,7 +68,7 @@ def test_capacities_and_places_are_separated_by_commas() -> None:
         ("--round-trip", "0", "must be more than 0, not 0"),
     ],
 )
-def test_arguments_that_are_not_allowed_are_refused(
+def test_an_invalid_command_line_argument_ends_the_benchmark_with_a_message(
     option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

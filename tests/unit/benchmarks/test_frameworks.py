@@ -1,4 +1,4 @@
-"""What the benchmark of frameworks counts as a fault."""
+"""The results that the benchmark of frameworks counts as faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOOD = {"alarm": "ConfirmTimeout", "alarm_seconds": 3.0, "alarm_next": "FlowCont
         ("pika-pipelined", {"disordered": 1}, "out of order"),
     ],
 )
-def test_wrong_results_are_faults_of_a_changed_application_and_not_of_the_original(
+def test_a_wrong_result_counts_as_a_fault_only_if_the_application_was_changed_to_use_qflow(
     application: str, changes: dict[str, object], words: str | None
 ) -> None:
     given = GOOD | changes

@@ -1,4 +1,4 @@
-"""The tables and the picture of `benchmarks.overview`; what is measured is no test's business."""
+"""The tables and the picture of `benchmarks.overview`. Measured values are not tested."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def measured() -> dict[str, Any]:
         rows = summarize(NAMES, peers, runs)
         made = document(plan, peers, rows, runs, {"product": "RabbitMQ", "version": "3.10.8"})
         series[name] = made | {"failed": ["the <pika_select>, 64 KiB: no room"]}
-    # As it comes back from the file.
+    # The document as it is read from the file.
     found: dict[str, Any] = json.loads(json.dumps(series))
     return found
 
 
-def test_the_tables_have_a_row_for_each_measured_client_and_list_failures() -> None:
+def test_the_overview_tables_have_a_row_for_each_measured_client_and_list_failures() -> None:
     text = overview.tables(measured())
     rates, latency = text.split("**RabbitMQ 3.10.8, latency")
     assert "**RabbitMQ 3.10.8, confirmed, window 1000, median of 1 rounds**" in rates
@@ -56,12 +56,12 @@ def test_the_tables_have_a_row_for_each_measured_client_and_list_failures() -> N
     assert "| the <pika_select> | 25,000 (0.25) | – (–) | 50.00 |" in rates
     assert "Failed: the <pika_select>, 64 KiB: no room" in rates
     assert "| the <qflow> | 2.00 | 2.00 | – |" in latency
-    # Not installed, not measured.
+    # One library is not installed, and one is not measured.
     assert "kombu" not in text
     assert "secret" not in text
 
 
-def test_the_picture_has_a_bar_for_each_client_in_proportion_to_the_plain_socket() -> None:
+def test_the_overview_picture_has_a_bar_for_each_client_in_proportion_to_the_plain_socket() -> None:
     root = ET.fromstring(overview.draw(measured()["rabbitmq confirmed"]))
     namespace = {"svg": "http://www.w3.org/2000/svg"}
     bars = [
@@ -74,7 +74,7 @@ def test_the_picture_has_a_bar_for_each_client_in_proportion_to_the_plain_socket
     assert {"100 B", "64 KiB", "80,000", "the <qflow>"} <= set(texts)
 
 
-def test_the_section_of_the_page_can_be_rewritten_any_number_of_times(tmp_path: Path) -> None:
+def test_writing_the_section_of_the_page_again_replaces_it(tmp_path: Path) -> None:
     page, picture, kept = tmp_path / "page.md", tmp_path / "picture.svg", tmp_path / "measured.json"
     page.write_text("before\n\n<!-- overview: made by benchmarks.overview -->\nold\n<!-- end of overview -->\nafter\n")
     kept.write_text(json.dumps(measured()))
@@ -92,6 +92,6 @@ def test_the_section_of_the_page_can_be_rewritten_any_number_of_times(tmp_path: 
         overview.main(arguments)
 
 
-def test_the_documentation_has_a_section_for_the_overview() -> None:
+def test_the_benchmark_page_has_the_section_that_the_overview_replaces() -> None:
     text = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text.count(overview._BEGIN) == text.count(overview._END) == 1

@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks.publish`; what is measured is no test's business."""
+"""The functions of `benchmarks.publish` without measurements. Measured values are not tested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ack(tag: int, *, multiple: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 5000])
-def test_the_plain_socket_sends_the_same_bytes_as_our_producer(size: int) -> None:
+def test_the_plain_socket_of_the_benchmark_sends_the_same_bytes_as_the_qflow_producer(size: int) -> None:
     data, length = publish_frames("a queue", b"x" * size, 3, 4096)
     assert len(data) == 3 * length
     frames = []
@@ -47,7 +47,7 @@ def test_the_plain_socket_sends_the_same_bytes_as_our_producer(size: int) -> Non
     assert b"".join(bodies) == b"x" * size * 3
 
 
-def test_each_varied_message_has_its_own_headers_and_timestamp_and_all_have_the_same_length() -> None:
+def test_varied_benchmark_messages_have_different_headers_and_timestamps_and_the_same_length() -> None:
     data, length = publish_frames("q", b"body", 3, 4096, varying=True)
     assert len(data) == 3 * length
     seen = []
@@ -60,13 +60,13 @@ def test_each_varied_message_has_its_own_headers_and_timestamp_and_all_have_the_
     assert [each and int(each.timestamp()) for _, each in seen] == [timestamp(number) for number in range(3)]
 
 
-def test_runs_with_large_bodies_send_fewer_messages() -> None:
+def test_the_publish_benchmark_sends_fewer_messages_if_the_bodies_are_large() -> None:
     assert within_bytes(0) > 1_000_000
     assert within_bytes(1 << 20) == 256
     assert within_bytes(1 << 40) == 1
 
 
-def test_the_one_by_one_benchmark_measures_the_time_of_a_sample_of_its_messages() -> None:
+def test_the_benchmark_that_confirms_one_by_one_measures_the_latency_of_a_sample_of_messages() -> None:
     published: list[int] = []
     job = Job("", "q", b"", 10, 1, True, sample=4)
     assert len(one_by_one(job, lambda: published.append(1))) == 3
@@ -74,7 +74,7 @@ def test_the_one_by_one_benchmark_measures_the_time_of_a_sample_of_its_messages(
     assert one_by_one(replace(job, sample=0), lambda: None) == []
 
 
-def test_latencies_are_percentiles_over_all_rounds_and_fairness_is_a_median() -> None:
+def test_benchmark_latencies_are_percentiles_over_all_rounds_and_fairness_is_a_median() -> None:
     measured = [
         Measurement("qflow", 100, at, 10, 1.0, 0.1, tuple((at * 50 + n) / 1000 for n in range(1, 51)), fair)
         for at, fair in enumerate((0.9, 0.5))
@@ -87,7 +87,7 @@ def test_latencies_are_percentiles_over_all_rounds_and_fairness_is_a_median() ->
     assert (row.latency_p50, row.latency_p99, row.fairness) == (None, None, None)
 
 
-def test_each_ack_counts_once_in_any_order_and_for_every_split_of_the_stream() -> None:
+def test_each_ack_counts_once_in_any_order_and_however_the_stream_is_split() -> None:
     data = ack(1) + ack(3) + ack(2, multiple=True) + ack(7) + b"\x08\0\0\0\0\0\0\xce" + ack(6) + ack(5, multiple=True)
     for cut in range(len(data) + 1):
         window = AckWindow()
@@ -96,7 +96,7 @@ def test_each_ack_counts_once_in_any_order_and_for_every_split_of_the_stream() -
         assert (window.confirmed, window.floor, window.above) == (7, 7, set())
 
 
-def test_acks_are_counted_even_if_they_leave_gaps() -> None:
+def test_acks_are_counted_even_if_earlier_delivery_tags_are_still_unacked() -> None:
     window = AckWindow()
     window.feed(ack(2) + ack(4) + ack(5))
     assert (window.confirmed, window.floor) == (3, 0)
@@ -104,7 +104,7 @@ def test_acks_are_counted_even_if_they_leave_gaps() -> None:
     assert (window.confirmed, window.floor) == (5, 5)
 
 
-def test_a_nack_is_not_counted_as_an_ack() -> None:
+def test_the_plain_socket_of_the_benchmark_does_not_count_a_nack_as_an_ack() -> None:
     with pytest.raises(ConnectionError):
         AckWindow().feed(ack(1).replace(b"\0\x50", b"\0\x78"))
 
@@ -112,7 +112,7 @@ def test_a_nack_is_not_counted_as_an_ack() -> None:
 @pytest.mark.parametrize(
     ("messages", "rate", "count"), [(50_000, 100_000, 50_000), (50_000, 12_500, 50_000), (50_000, 100, 80), (9, 0.5, 1)]
 )
-def test_runs_against_slow_peers_send_fewer_messages(messages: int, rate: float, count: int) -> None:
+def test_the_publish_benchmark_sends_fewer_messages_to_slow_peers(messages: int, rate: float, count: int) -> None:
     assert slow_count(messages, rate) == count
 
 
@@ -127,7 +127,7 @@ class Stub:
 
 STUBS: dict[str, peers.Peer] = {name: Stub() for name in ("plain", "qflow", "pika_select", "aiopika")}
 
-# The machine gets slower by half from the first round to the second, and then faster again.
+# The machine is half as fast in the second round, and then fast again.
 MEASUREMENTS = [
     Measurement(peer, 100, at, 1000, 1000 / (rate * speed), 0.1)
     for at, speed in enumerate((1.0, 0.5, 1.1))
@@ -135,7 +135,7 @@ MEASUREMENTS = [
 ]
 
 
-def test_a_ratio_compares_results_of_the_same_round() -> None:
+def test_a_benchmark_ratio_compares_results_of_the_same_round() -> None:
     rows = {row.peer: row for row in summarize(["plain", "qflow", "amqpstorm"], STUBS, MEASUREMENTS)}
     assert rows["qflow"].rate == pytest.approx(800)
     assert rows["qflow"].slowest == pytest.approx(400)
@@ -147,14 +147,14 @@ def test_a_ratio_compares_results_of_the_same_round() -> None:
     assert not rows["amqpstorm"].installed
 
 
-def test_a_bar_is_missed_only_by_a_lower_result_or_a_missing_measurement() -> None:
+def test_a_required_ratio_is_missed_only_if_the_measured_ratio_is_lower_or_absent() -> None:
     rows = summarize(["plain", "qflow"], STUBS, MEASUREMENTS)
     assert missed([Bar("qflow", 100, "to_plain", 0.8), Bar("qflow", 100, "to_pika_select", 2.0)], rows) == []
     assert missed([Bar("qflow", 100, "to_plain", 0.81)], rows) == ["qflow, 100 bytes: to_plain >= 0.81: 0.800"]
     assert missed([Bar("qflow", 1024, "to_plain", 0.1)], rows) == ["qflow, 1024 bytes: to_plain >= 0.1: not measured"]
 
 
-def test_the_document_is_json_with_every_measurement_and_without_passwords() -> None:
+def test_the_benchmark_document_is_json_with_every_measurement_and_without_passwords() -> None:
     rows = summarize(list(STUBS), STUBS, MEASUREMENTS)
     plan = Plan("amqp://me:secret@host", 1000, (100,), 1000, 3, confirmed=True)
     text = json.dumps(document(plan, STUBS, rows, MEASUREMENTS, {"product": "RabbitMQ", "version": "3.10"}))
@@ -166,13 +166,13 @@ def test_the_document_is_json_with_every_measurement_and_without_passwords() -> 
     assert made["machine"]["cpus"] >= 1
 
 
-def test_the_table_shows_which_libraries_are_not_installed() -> None:
+def test_the_benchmark_table_shows_which_libraries_are_not_installed() -> None:
     table = plain_table("title", summarize(["qflow", "amqpstorm"], STUBS, MEASUREMENTS))
     assert "not installed" in table
     assert len(table.splitlines()) == 4
 
 
-def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_is_reported_as_an_error(
+def test_an_import_error_counts_as_not_installed_only_if_the_measured_library_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(peers.PEERS, "gone", "no_such_library_anywhere:Peer")
@@ -182,7 +182,7 @@ def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_is_r
         peers.load("typo")
 
 
-def test_the_command_line_options_are_parsed_and_wrong_values_are_refused() -> None:
+def test_the_command_line_options_are_parsed_and_a_wrong_value_ends_the_program() -> None:
     options = parser().parse_args(["--sizes", "100,1024,100", "--peers", "all", "--unconfirmed"])
     assert options.sizes == (100, 1024)
     assert options.peers == tuple(peers.PEERS)

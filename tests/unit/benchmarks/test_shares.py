@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks.shares`; what is measured is no test's business."""
+"""The functions of `benchmarks.shares` without measurements. Measured values are not tested."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _bootstrap (threading.py:1) 7
 """
 
 
-def test_a_sample_counts_for_the_innermost_package_and_a_sample_in_the_standard_library_counts_for_its_caller() -> None:
+def test_a_cpu_sample_counts_for_the_innermost_package_on_the_stack_except_the_standard_library() -> None:
     assert count_samples(RAW.splitlines()) == {"qflow_client": 5, "aio_pika": 2, "asyncio": 1, "pika": 4}
 
 
-def test_the_shares_are_in_microseconds_per_message_and_in_percent_and_the_largest_share_is_first() -> None:
+def test_the_shares_of_packages_are_in_microseconds_per_message_and_in_percent_beginning_with_the_largest() -> None:
     shares = Shares("a loop", 1_000_000, {"pika": 1.0, KERNEL: 3.0}, 7)
     assert shares.rows() == [(KERNEL, 3.0, 75.0), ("pika", 1.0, 25.0)]

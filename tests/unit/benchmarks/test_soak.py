@@ -1,4 +1,4 @@
-"""The audit of a soak finds each fault that is planted, and nothing where there is none."""
+"""The audit of a soak test finds each planted fault, and no fault in a correct run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGES = 20
 
 
 def good() -> Soak:
-    """A run in which all is well: three senders in turn, with refusals, second copies and calls that came late."""
+    """Return a correct run: three senders in turn, with refusals, second copies and late calls."""
     journals = [Journal(sender) for sender in range(3)]
     queue = []
     for number in range(1, MESSAGES + 1):
@@ -42,7 +42,7 @@ def good() -> Soak:
             journal.called(number, ACCEPTED)
             journal.told(number, Outcome.CONFIRMED)
             queue.append(Copy(journal.sender, number, False, True))
-    # A connection was lost, and all that were in flight came again; of the last two the first copies never came.
+    # A connection was lost, and all messages in flight were sent again. The first copies of the last two never came.
     again = [copy._replace(marked=True) for copy in queue[30:40]]
     queue[40:40] = again
     del queue[38:40]
@@ -74,7 +74,7 @@ def copied_without_a_mark(soak: Soak) -> Soak:
 
 
 def copied_with_the_mark_on_the_wrong_one(soak: Soak) -> Soak:
-    """One mark for three copies."""
+    """Return a run in which only one of three copies is marked as a second copy."""
     return replace(soak, queue=[*soak.queue, soak.queue[5]._replace(marked=True), soak.queue[5]])
 
 
@@ -113,7 +113,7 @@ def from_nobody(soak: Soak) -> Soak:
 
 
 def changed(soak: Soak) -> Soak:
-    """Besides one that was sent, or it would be missing, too."""
+    """Return a run with a changed copy besides the original. Without the original a message would be missing, too."""
     return replace(soak, queue=[*soak.queue, Copy(-1, 0, False, False)])
 
 
@@ -153,12 +153,12 @@ PLANTED: dict[Callable[[Soak], Soak], str] = {
 }
 
 
-def test_the_audit_passes_a_run_without_faults() -> None:
+def test_the_audit_of_a_run_without_faults_reports_nothing() -> None:
     assert wrong(good()) == []
 
 
 @pytest.mark.parametrize(("plant", "statement"), PLANTED.items())
-def test_the_audit_finds_a_planted_fault(plant: Callable[[Soak], Soak], statement: str) -> None:
+def test_the_audit_of_a_soak_test_finds_each_planted_fault(plant: Callable[[Soak], Soak], statement: str) -> None:
     soak = plant(good())
     assert wrong(soak) == [statement]
     lines = audit(soak)
@@ -169,27 +169,27 @@ def test_the_audit_finds_a_planted_fault(plant: Callable[[Soak], Soak], statemen
     ]
 
 
-def test_the_audit_names_some_of_the_missing_messages() -> None:
+def test_the_audit_of_a_soak_test_names_some_of_the_missing_messages() -> None:
     soak = good()
     line = next(line for line in audit(replace(soak, queue=[])) if not line.passed)
     assert line.difference == "54: 1 of sender 0, 2 of sender 0, 3 of sender 0, 4 of sender 0, 5 of sender 0, …"
 
 
-def test_an_unconfirmed_message_that_is_absent_is_not_missing() -> None:
+def test_the_audit_does_not_report_an_unconfirmed_message_that_is_absent_from_the_queue() -> None:
     soak = lost(good())
     soak.journals[1].outcomes[3] = 0
     soak.journals[1].told(3, Outcome.UNKNOWN)
     assert wrong(soak) == []
 
 
-def test_a_delayed_first_copy_is_recognised_because_it_is_not_marked_as_a_second_copy() -> None:
+def test_the_audit_accepts_a_first_copy_that_arrives_after_the_copy_marked_as_second() -> None:
     soak = good()
     held_up = soak.queue[5]
     queue = [*soak.queue[:5], held_up._replace(marked=True), *soak.queue[6:], held_up]
     assert wrong(replace(soak, queue=queue)) == []
 
 
-def test_a_nacked_message_may_come_after_later_messages_that_were_in_flight() -> None:
+def test_the_audit_accepts_a_nacked_message_that_arrives_after_later_messages_in_flight() -> None:
     soak = swapped(good())
     soak.journals[2].overtaken.add(4)
     assert wrong(soak) == []
@@ -198,7 +198,7 @@ def test_a_nacked_message_may_come_after_later_messages_that_were_in_flight() ->
     )
 
 
-def test_a_sender_notes_nacked_messages_that_later_messages_may_overtake(
+def test_a_sender_records_which_nacked_messages_later_messages_may_overtake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # `note_nacks` replaces the method for the rest of the process.
@@ -219,7 +219,7 @@ def test_a_sender_notes_nacked_messages_that_later_messages_may_overtake(
     assert (nacked["what"], nacked["sender"], nacked["number"]) == ("nacked", 1, 2)
 
 
-def test_an_overrun_deadline_is_not_a_fault_if_the_machine_did_not_run_the_process() -> None:
+def test_the_audit_accepts_a_missed_deadline_if_the_process_got_no_cpu_time() -> None:
     soak = late(good())
     overruns = soak.overruns[0][0]
     assert wrong(replace(soak, overruns=[(overruns, Stretches([(50.2, 50.5)]).within)])) == []
@@ -230,7 +230,7 @@ def test_an_overrun_deadline_is_not_a_fault_if_the_machine_did_not_run_the_proce
     assert document["deadlines"]["seconds"] == {"p50": 0.002, "p99": 0.003, "p99.9": 0.003, "max": 1.1}
 
 
-def test_percentiles_are_measured_values() -> None:
+def test_each_percentile_is_one_of_the_measured_values() -> None:
     values = [float(value) for value in range(1, 1001)]
     Random(0).shuffle(values)
     assert (percentile(values, 0.5), percentile(values, 0.999), percentile(values, 1.0)) == (500.0, 999.0, 1000.0)
@@ -239,7 +239,9 @@ def test_percentiles_are_measured_values() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10))), st.integers(0, 60), st.integers(0, 60))
-def test_overlapping_intervals_count_once(found: list[tuple[int, int]], begin: int, end: int) -> None:
+def test_the_total_time_of_overlapping_intervals_counts_the_overlap_once(
+    found: list[tuple[int, int]], begin: int, end: int
+) -> None:
     stretches = Stretches((float(at), float(at + length)) for at, length in found)
     covered = {second for at, length in found for second in range(at, at + length)}
     assert stretches.total == len(covered)
@@ -247,7 +249,7 @@ def test_overlapping_intervals_count_once(found: list[tuple[int, int]], begin: i
     assert stretches.longest <= stretches.total
 
 
-def test_the_body_of_a_message_shows_its_sender_and_whether_the_message_is_complete() -> None:
+def test_the_body_of_a_message_shows_the_sender_and_whether_the_body_is_complete() -> None:
     lengths = set()
     for number in range(1, 1200):
         body = body_of(7, number)
@@ -262,7 +264,7 @@ def test_the_body_of_a_message_shows_its_sender_and_whether_the_message_is_compl
     assert not read_copy(b"short", {}).intact
 
 
-def test_the_lag_monitor_knows_its_processes_and_survives_their_end() -> None:
+def test_the_lag_monitor_measures_each_given_process_even_if_the_process_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     began = time.monotonic()
@@ -273,7 +275,7 @@ def test_the_lag_monitor_knows_its_processes_and_survives_their_end() -> None:
     assert watch.within(os.getpid())(began, began) == 0.0
 
 
-def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
+def test_the_history_file_of_a_soak_test_contains_all_records_of_its_senders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soak = good()
@@ -308,7 +310,7 @@ def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
     assert again.queue == soak.queue
     assert again.journals[2].overtaken == {4}
     assert main([str(path)]) == 0
-    # One that was confirmed is not in the queue.
+    # A message that was confirmed is not in the queue.
     path.write_text("\n".join(lines[:-1]), encoding="utf-8")
     assert main([str(path)]) == 1
     assert "WRONG  confirmed and missing: 0" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""How the suites of aio-pika and kombu are compared with and without the drop-ins."""
+"""The comparison of the test suites of aio-pika and kombu with and without the drop-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {"aio-pika": "migrate-aio-pika.md", "kombu": "migrate-celery.md"}
 
 
-def test_the_report_lists_tests_that_pass_only_with_the_original_and_exceptions_that_are_not_needed(
+def test_the_report_lists_tests_that_pass_only_without_the_drop_in_and_needless_exceptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dropins, "DIFFERENT", {"kombu": frozenset({"known", "mended", "gone"})})
@@ -29,16 +29,16 @@ def test_the_report_lists_tests_that_pass_only_with_the_original_and_exceptions_
     ]
 
 
-def test_a_suite_that_did_not_run_is_reported() -> None:
+def test_a_library_test_suite_that_did_not_run_is_reported() -> None:
     assert all(differences(name, {}, {}) for name in SUITES)
 
 
-def test_every_suite_is_run_at_night() -> None:
+def test_the_nightly_checks_run_the_test_suite_of_every_library_with_a_drop_in() -> None:
     assert {step.name for step in PARTS["drop-ins"].steps} >= set(SUITES)
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_the_page_names_every_difference_and_every_test_that_is_left_out(name: str) -> None:
+def test_the_page_names_every_difference_of_the_drop_ins_and_every_omitted_test(name: str) -> None:
     page = (DOCS / PAGES[name]).read_text(encoding="utf-8")
     different = {re.sub(r".* > |\[.*", "", test) for test in DIFFERENT[name]}
     options = [each.partition("=") for each in SUITES[name].arguments]

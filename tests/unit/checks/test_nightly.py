@@ -1,4 +1,4 @@
-"""The parts of the night, and the page that is made of their records."""
+"""The parts of the nightly checks, and the page that is made from their records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from checks.nightly import PARTS, Part, Record, last_line, load, load_all, rende
 from checks.stages import PASSED, Stage
 
 
-def test_the_page_matches_the_records() -> None:
+def test_the_page_about_nightly_checks_matches_the_recorded_results() -> None:
     assert nightly.PAGE.read_text(encoding="utf-8") == render(load_all()), "make it again: tox -e nightly -- --page"
 
 
-def test_a_part_takes_little_more_than_two_hours_and_its_steps_have_different_names() -> None:
+def test_each_part_of_the_nightly_checks_takes_about_two_hours_and_has_distinct_step_names() -> None:
     for part in PARTS.values():
         names = [step.name for step in part.steps]
         assert len(set(names)) == len(names)
@@ -38,7 +38,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_part_continues_with_the_step_that_failed(folders: Path) -> None:
+def test_a_nightly_part_that_is_run_again_continues_with_the_step_that_failed(folders: Path) -> None:
     assert nightly.main([]) == 1
     assert "**failed**" in (folders / "page.md").read_text()
     (folders / "mended").touch()
@@ -51,15 +51,15 @@ def test_a_part_continues_with_the_step_that_failed(folders: Path) -> None:
     page = (folders / "page.md").read_text()
     assert f"{record.date}, commit `c1`" in page
     assert "| second | passed | 0 | a \\| b |" in page
-    # It has passed on this code.
+    # The part has already passed on this code.
     assert nightly.main([]) == 0
     assert len((folders / "ran").read_text().split()) == 4
-    # Unless it is named.
+    # A part that is named runs again.
     assert nightly.main(["part"]) == 0
     assert len((folders / "ran").read_text().split()) == 7
 
 
-def test_a_part_restarts_if_the_code_has_changed(folders: Path) -> None:
+def test_a_nightly_part_that_is_run_again_starts_over_if_the_code_has_changed(folders: Path) -> None:
     run_part("part")
     save(Record("part", "c0", steps=[{"name": "first", "outcome": PASSED}]), folders / "unfinished")
     (folders / "ran").unlink()
@@ -68,13 +68,13 @@ def test_a_part_restarts_if_the_code_has_changed(folders: Path) -> None:
     assert record.commit == "c1"
 
 
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_of_the_nightly_checks_raises_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nightly.main(["moon"])
     assert "unknown part moon; the parts are properties, " in capsys.readouterr().err
 
 
-def test_the_last_line_is_the_summary_of_the_tests_if_there_is_one() -> None:
+def test_the_recorded_last_line_of_a_step_is_the_pytest_summary_if_there_is_one() -> None:
     assert last_line("== 7 passed in 1.0s ==\n  py: OK (3 s)\n\n") == "7 passed in 1.0s"
     assert last_line("one\n=====\n") == "one"
     assert last_line("") == ""

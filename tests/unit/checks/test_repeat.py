@@ -1,4 +1,4 @@
-"""A series of runs can be interrupted, and is counted by commit."""
+"""Series of test runs, which can be interrupted and are counted by commit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from checks.repeat import Run, busy, load_runs, run_once, totals
 
 
 @pytest.mark.program
-def test_a_run_shows_which_tests_passed_and_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It needs none, and some take seconds to load.
+def test_a_repeated_run_records_how_many_tests_passed_and_which_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The test file needs no plugins, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     command = f"{repeat._PYTEST} -p no:randomly -c /dev/null --rootdir {tmp_path} {tmp_path}"
@@ -23,13 +25,13 @@ def test_a_run_shows_which_tests_passed_and_failed(tmp_path: Path, monkeypatch: 
     assert run.commit == repeat.commit_of(repeat.ROOT)
 
 
-def test_load_processes_run_during_the_tests_and_end_afterwards() -> None:
+def test_the_processes_that_load_the_machine_run_during_the_tests_and_end_afterwards() -> None:
     with busy(1) as processes:
         assert [process.poll() for process in processes] == [None]
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
-def test_a_series_continues_until_the_commit_has_been_tested_the_requested_number_of_times(
+def test_a_series_of_test_runs_ends_when_the_commit_has_been_tested_as_often_as_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(repeat, "SUITES", {"default": f"echo x >> {tmp_path}/ran; echo 3 passed in 1 s"})
@@ -48,6 +50,6 @@ def test_a_series_continues_until_the_commit_has_been_tested_the_requested_numbe
     assert out.endswith("default at b: 1 runs, 1 failed; 0 tests, 0 s a run\n  tests/a.py::test_b\n")
 
 
-def test_totals_without_runs_are_empty() -> None:
+def test_the_totals_are_an_empty_text_without_runs_and_show_a_run_that_did_not_end() -> None:
     assert totals([]) == ""
     assert totals([Run("s", "c", 0.0, 2.0, 2, "not over after 2 s", 0, [])]).endswith("not over after 2 s")

@@ -1,4 +1,4 @@
-"""Which sentences are drawn."""
+"""The sentences that are drawn for a reading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ A paragraph stands after the anchor. <!-- A comment is no sentence. -->
 """
 
 
-def test_only_prose_counts_as_sentences() -> None:
+def test_only_prose_of_a_page_counts_as_sentences_and_not_code_or_tables() -> None:
     assert list(sentences(PAGE)) == [
         "One sentence, with a link to it.",
         "`Another` one goes on in the next line.",
@@ -42,11 +42,11 @@ def test_only_prose_counts_as_sentences() -> None:
     ]
 
 
-def test_the_same_seed_draws_the_same_sentences() -> None:
+def test_the_sentence_check_draws_the_same_sentences_for_the_same_seed() -> None:
     found = list(of_documentation())
     assert len(found) > 500
     drawn = draw(found, 100, 1)
     assert len(set(drawn)) == 100
     assert drawn == draw(found, 100, 1) != draw(found, 100, 2)
-    # The first modules have so many; all of them take two seconds.
+    # The first modules have enough sentences. All modules take two seconds.
     assert len(list(islice(of_docstrings(), 1000))) == 1000

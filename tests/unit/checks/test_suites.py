@@ -1,4 +1,4 @@
-"""How the outcomes of the suites of other clients are compared."""
+"""The comparison of the outcomes of other clients' test suites."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.interop.suites.run import DIFFERENT, SUITES, differences
 DIALECTS = Path(__file__).parents[3] / "docs" / "dialects.md"
 
 
-def test_every_difference_has_a_row_on_the_page() -> None:
+def test_every_difference_from_rabbitmq_that_the_suites_allow_has_a_row_on_the_page() -> None:
     page = DIALECTS.read_text(encoding="utf-8")
     assert set(DIFFERENT) <= set(SUITES)
     for row in {row for known in DIFFERENT.values() for row in known.values()}:
         assert f"| {row} |" in page
 
 
-def test_every_suite_is_run_at_night() -> None:
+def test_the_nightly_checks_run_the_test_suite_of_every_listed_client() -> None:
     assert {step.name for step in PARTS["suites"].steps} == {"environment", *SUITES}
 
 
-def test_the_report_lists_tests_that_pass_only_on_rabbitmq_and_exceptions_that_are_not_needed(
+def test_the_report_lists_tests_that_pass_only_on_rabbitmq_and_needless_exceptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(run.DIFFERENT, "amqplib", {"known": "row", "mended": "row", "gone": "row"})
@@ -41,7 +41,7 @@ def test_the_report_lists_tests_that_pass_only_on_rabbitmq_and_exceptions_that_a
     ]
 
 
-def test_reports_are_read_with_the_names_of_suites_and_classes(tmp_path: Path) -> None:
+def test_a_junit_report_is_read_with_the_names_of_its_suites_and_classes(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
         """<testsuites><testsuite name="pytest"><testcase classname="t.One" name="a" />

@@ -11,8 +11,8 @@ from checks import warm
 
 
 @pytest.mark.program
-def test_new_files_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # None is needed, and some take seconds to load.
+def test_each_new_test_file_is_compiled_to_bytecode_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No plugin is needed, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr(warm, "_FEW", 3)
@@ -27,7 +27,9 @@ def test_new_files_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "characters").exists()
 
 
-def test_few_files_are_left_for_pytest_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_process_is_started_if_only_few_test_files_need_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 

@@ -32,7 +32,7 @@ def with_producer(run: Run, producer: ProducerTally) -> Run:
     return replace(run, producers=tuple(producer if p.name == producer.name else p for p in run.producers))
 
 
-def test_a_good_run_passes() -> None:
+def test_the_audit_of_a_correct_demo_run_finds_no_fault() -> None:
     assert failures(RUN) == {}
     assert all(line.measured for line in audit(RUN))
 
@@ -53,7 +53,7 @@ def test_a_good_run_passes() -> None:
             replace(RUN, consumer=replace(RUN.consumer, consumed=101, repeated=1)),
             {"every confirmed message is consumed": "1 too many", "every message arrived exactly once": "1 wrong"},
         ),
-        # One lost and one doubled: the totals agree, the account does not.
+        # One message is lost and one is doubled, so the totals agree but the ledger does not.
         (
             replace(RUN, consumer=replace(RUN.consumer, repeated=1, missing=1)),
             {"every message arrived exactly once": "2 wrong"},
@@ -78,7 +78,9 @@ def test_a_good_run_passes() -> None:
         ),
     ],
 )
-def test_the_audit_names_each_fault_and_shows_its_difference(run: Run, expected: dict[str, str]) -> None:
+def test_the_audit_names_each_fault_of_a_demo_run_and_shows_by_how_much_the_numbers_differ(
+    run: Run, expected: dict[str, str]
+) -> None:
     assert failures(run) == expected
 
 
@@ -90,7 +92,7 @@ def test_the_audit_names_each_fault_and_shows_its_difference(run: Run, expected:
         (Enforcement.COMPLETION, "capacity", "channel_flow"),
     ],
 )
-def test_the_audit_requires_that_producers_were_held_by_the_enforcement_of_the_queue(
+def test_the_audit_of_a_demo_run_fails_if_the_chosen_enforcement_never_held_a_producer(
     enforcement: Enforcement, kind: str, not_enough: str
 ) -> None:
     run = replace(RUN, queue=replace(RUN.queue, enforcement=enforcement))
@@ -112,11 +114,13 @@ def test_the_audit_requires_that_producers_were_held_by_the_enforcement_of_the_q
         (166, {"the peak is at most the worst case, 165": "1 too many"}),
     ],
 )
-def test_C6_the_peak_depth_is_checked_against_a_lower_and_an_upper_bound(peak: int, expected: dict[str, str]) -> None:
+def test_C6_the_audit_checks_the_peak_depth_against_a_lower_and_an_upper_bound(
+    peak: int, expected: dict[str, str]
+) -> None:
     assert failures(replace(RUN, queue=replace(RUN.queue, peak_depth=peak))) == expected
 
 
-def test_the_json_audit_contains_everything() -> None:
+def test_the_audit_as_json_contains_the_result_the_rates_and_each_failed_line() -> None:
     run = replace(RUN, queue=replace(RUN.queue, peak_depth=200))
     told = json.loads(json.dumps(to_json(run, audit(run), seconds=2.0)))
     assert told["passed"] is False

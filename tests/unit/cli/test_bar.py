@@ -29,7 +29,7 @@ def drawn(
     sending: Any = SimpleNamespace(
         producer=SimpleNamespace(closed=False, flow_state=state), tally=SimpleNamespace(confirmed=confirmed)
     )
-    # The bar draws on the one, and the test on the other.
+    # The bar writes to one end, and the test reads from the other end.
     terminal, other = (
         Console(
             file=io.StringIO(), force_terminal=True, width=80, color_system="standard", no_color=no_color, _environ={}
@@ -58,7 +58,7 @@ MANY = len(HoldKind)
     ],
     ids=["unflowed", "for a moment", "one hold", "many holds"],
 )
-def test_large_numbers_and_holds_fit_into_80_columns(
+def test_the_progress_bar_with_large_numbers_and_holds_fits_into_80_columns(
     kinds: tuple[HoldKind, ...], lasted: float, told: str, no_color: bool
 ) -> None:
     bar, state = drawn("orders-of-2026.csv.gz", 1000 * GB, 999_999_900, kinds, lasted, no_color=no_color)
@@ -71,7 +71,7 @@ def test_large_numbers_and_holds_fit_into_80_columns(
     assert len(state) <= 80
 
 
-def test_a_long_name_leaves_room_for_the_bar() -> None:
+def test_a_long_producer_name_leaves_room_for_the_progress_bar() -> None:
     bar, state = drawn("[bold]\x1b" + "long" * 30, 999 * GB, 1, (), 0.0)
     assert bar.startswith("[bold]\\x1blong")
     assert "… ━" in bar
@@ -80,7 +80,7 @@ def test_a_long_name_leaves_room_for_the_bar() -> None:
     assert state.endswith("unflowed")
 
 
-def test_without_a_terminal_a_notice_is_one_line_with_unchanged_names() -> None:
+def test_without_a_terminal_each_progress_notice_is_one_line_with_unshortened_names() -> None:
     told: list[Any] = []
 
     def on_flow(tell: Any) -> Any:

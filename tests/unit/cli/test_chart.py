@@ -12,7 +12,7 @@ from qflow_client.cli.chart import DepthChart, level
     ("value", "row", "character"),
     [(0, 0, " "), (0.1, 0, "▁"), (5, 0, "▄"), (10, 0, "█"), (10, 1, " "), (15, 1, "▄"), (99, 3, "█")],
 )
-def test_a_bar_fills_its_rows_in_eighths(value: float, row: int, character: str) -> None:
+def test_the_bars_of_the_depth_chart_are_drawn_in_eighths_of_a_row(value: float, row: int, character: str) -> None:
     assert level(value, row, 10) == character
 
 
@@ -23,7 +23,7 @@ def drawn(chart: DepthChart, width: int) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_thresholds_are_labelled_at_their_height_and_the_newest_depth_is_at_the_right() -> None:
+def test_the_depth_chart_labels_thresholds_at_their_height_and_shows_the_newest_depth_at_the_right() -> None:
     chart = DepthChart([(0, 0), (10, 100)], {100: "stop", 50: "resume"}, resume=50, stop=100, height=4)
     assert drawn(chart, 20) == [
         " stop 100 ┤╌╌╌╌╌╌╌╌▄",
@@ -33,6 +33,6 @@ def test_thresholds_are_labelled_at_their_height_and_the_newest_depth_is_at_the_
     ]
 
 
-def test_samples_that_do_not_fit_are_cut_off_at_the_left() -> None:
+def test_the_depth_chart_omits_the_oldest_samples_if_there_are_too_many() -> None:
     chart = DepthChart([(0, 8)] * 50 + [(0, 0)], {8: "stop"}, resume=4, stop=8, height=2)
     assert drawn(chart, 20)[1] == "       │" + "█" * 11 + " "

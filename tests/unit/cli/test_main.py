@@ -17,13 +17,13 @@ from qflow_client.cli import main
 from qflow_client.cli.app import app
 
 
-def test_importing_the_package_imports_neither_command_line_nor_its_libraries() -> None:
+def test_importing_the_package_does_not_import_the_command_line_or_the_libraries_that_it_uses() -> None:
     code = "import sys, qflow_client.cli; print(sorted({'typer', 'rich', 'qflow_client.cli.app'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
 
-def test_without_its_extra_the_command_says_how_to_install_it(
+def test_without_the_libraries_of_the_cli_extra_the_command_says_how_to_install_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(qflow_client.cli, "find_spec", lambda name: None if name == "typer" else object())
@@ -31,7 +31,7 @@ def test_without_its_extra_the_command_says_how_to_install_it(
     assert capsys.readouterr().err == "qflow: the command line needs typer: pip install 'qflow-client[cli]'\n"
 
 
-def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_version_prints_the_version_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"qflow {qflow_client.__version__}\n"
 
@@ -76,14 +76,14 @@ def test_the_help_of_the_broker_names_the_default_of_every_setting() -> None:
 
 
 def _contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
-    # Click leaves two of 80 columns free.
+    # Click leaves 2 of the 80 columns free.
     context = command.context_class(command, parent=parent, info_name=name, terminal_width=78)
     yield context
     for each, inner in getattr(command, "commands", {}).items():
         yield from _contexts(inner, each, context)
 
 
-def test_help_shows_defaults_in_one_form_and_cuts_no_name() -> None:
+def test_the_help_of_commands_shows_all_defaults_in_the_same_form_and_no_shortened_names() -> None:
     for context in _contexts(typer.main.get_command(app), "qflow"):
         command, name = context.command, context.command_path
         _usage, *lines = command.get_help(context).splitlines()
@@ -96,7 +96,7 @@ def test_help_shows_defaults_in_one_form_and_cuts_no_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["send", "broker", "demo"])
-def test_help_fits_into_80_columns(
+def test_the_help_of_each_command_fits_into_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {}
@@ -106,17 +106,17 @@ def test_help_fits_into_80_columns(
         said[columns] = capsys.readouterr().out
     out = said[80]
     assert max(map(len, out.splitlines())) <= 80
-    # There are some in the texts.
+    # The texts contain hyphens.
     assert out.count("…") == said[400].count("…")
     for name in {"send": ["--max-producer-flow-control-wait", "amqp://user:password@host:port/vhost"]}.get(command, []):
         assert name in out
 
 
-def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_line_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["send", "--nothing"]) == 2
     assert "--nothing" in capsys.readouterr().err
 
 
-def test_debug_shows_where_an_error_came_from() -> None:
+def test_the_option_debug_shows_the_traceback_of_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         main(["--debug", "send", "no-such-file", "-k", "q"])

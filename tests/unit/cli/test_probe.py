@@ -29,7 +29,9 @@ def ask(url: str, method: str = "GET") -> HTTPResponse:
     return connection.getresponse()
 
 
-def test_E12_probes_work_again_after_a_failure_to_start_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E12_the_readiness_endpoint_answers_again_after_a_failure_to_start_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start = threading.Thread.start
 
     def start_none_for_requests(thread: threading.Thread) -> None:
@@ -42,12 +44,12 @@ def test_E12_probes_work_again_after_a_failure_to_start_threads(monkeypatch: pyt
             patched.setattr(threading.Thread, "start", start_none_for_requests)
             for _ in range(_MOST + 1):
                 with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=20) as probe:
-                    # It is closed without an answer.
+                    # The connection is closed without an answer.
                     assert probe.recv(1) == b""
         assert ask(url).status == 200
 
 
-def test_E12_a_probe_may_send_a_head_request() -> None:
+def test_E12_the_readiness_endpoint_answers_head_requests() -> None:
     with readiness_probe(Ready(), "127.0.0.1", 0) as url:
         answer = ask(url, "HEAD")
         assert (answer.status, answer.read()) == (200, b"")
@@ -55,14 +57,14 @@ def test_E12_a_probe_may_send_a_head_request() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the machine has no IPv6")
-def test_E12_probes_are_answered_on_ipv6() -> None:
+def test_E12_the_readiness_endpoint_can_listen_on_ipv6() -> None:
     with readiness_probe(Ready(), "::1", 0) as url:
         assert url.startswith("http://[::1]:")
         assert ask(url).status == 200
 
 
 @pytest.mark.parametrize(("host", "port"), [("nowhere.invalid", 0), ("a" * 64 + ".example", 0), ("127.0.0.1", 70_000)])
-def test_E12_an_address_that_does_not_exist_is_reported(host: str, port: int) -> None:
+def test_E12_an_error_reports_a_readiness_address_that_does_not_exist(host: str, port: int) -> None:
     with (
         pytest.raises(CommandError, match=f"^cannot answer readiness probes on {host}:{port}: "),
         readiness_probe(Ready(), host, port),

@@ -40,11 +40,11 @@ def bodies(content: bytes, format: Format) -> list[bytes]:
         ("-", Format.LINES),
     ],
 )
-def test_the_file_name_extension_decides_the_format(name: str, format: Format) -> None:
+def test_the_file_name_extension_decides_how_records_are_read(name: str, format: Format) -> None:
     assert Format.of(name) is format
 
 
-def test_a_line_is_sent_without_its_line_ending() -> None:
+def test_a_record_of_a_text_file_is_a_line_without_its_line_ending() -> None:
     assert bodies(b"one\ntwo\r\n\n\xff\xfe\nlast", Format.LINES) == [b"one", b"two", b"", b"\xff\xfe", b"last"]
 
 
@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_name_of_a_csv_file(encoding:
     assert (record.message.message_id, json.loads(record.message.body)) == ("7", {"id": "7", "b": "x"})
 
 
-def test_a_json_line_is_sent_unchanged_and_blank_lines_are_skipped() -> None:
+def test_a_line_of_a_json_lines_file_is_sent_unchanged_and_blank_lines_are_skipped() -> None:
     content = b'\xef\xbb\xbf{"a": 1}\n\n  [2]  \r\n"three"'
     assert bodies(content, Format.JSONL) == [b'{"a": 1}', b"[2]", b'"three"']
     assert [record.line for record in read(content, Format.JSONL)] == [1, 3, 4]
@@ -93,7 +93,7 @@ def test_a_json_line_is_sent_unchanged_and_blank_lines_are_skipped() -> None:
         (b'a,b\n1,"2\n', Format.CSV, 2, "not valid CSV: unexpected end of data", 0),
     ],
 )
-def test_a_bad_record_is_an_error_that_names_file_and_line(
+def test_an_invalid_record_raises_an_error_that_names_file_and_line(
     content: bytes, format: Format, line: int, words: str, before: int
 ) -> None:
     with RecordSource("-", format, io.BytesIO(content)) as source:
@@ -107,9 +107,7 @@ def test_a_bad_record_is_an_error_that_names_file_and_line(
 
 
 @pytest.mark.parametrize("name", ["plain.csv", "packed.csv.gz", "packed.zip"])
-def test_files_are_decompressed_by_their_extension_and_report_the_progress_of_the_reading(
-    tmp_path: Path, name: str
-) -> None:
+def test_compressed_files_are_decompressed_by_extension_and_report_how_much_was_read(tmp_path: Path, name: str) -> None:
     content = b"n\n" + b"".join(b"%d\n" % n for n in range(1000))
     path = tmp_path / name
     if name.endswith(".gz"):
@@ -127,7 +125,7 @@ def test_files_are_decompressed_by_their_extension_and_report_the_progress_of_th
     assert source.position == 0
 
 
-def test_an_archive_with_more_than_one_file_is_refused(tmp_path: Path) -> None:
+def test_a_zip_archive_with_more_than_one_file_raises_an_error(tmp_path: Path) -> None:
     path = tmp_path / "two.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.csv", "")
@@ -136,7 +134,7 @@ def test_an_archive_with_more_than_one_file_is_refused(tmp_path: Path) -> None:
         RecordSource(str(path), None, io.BytesIO())
 
 
-def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_archive_despite_its_extension_raises_an_error(tmp_path: Path) -> None:
     path = tmp_path / "no.zip"
     path.write_bytes(b"a,b\n")
     with pytest.raises(CommandError, match=r"no\.zip: File is not a zip file"):
@@ -144,7 +142,7 @@ def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"plain text\n", gzip.compress(b"x\n" * 10_000)[:-9]], ids=["plain", "cut"])
-def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path, damaged: bytes) -> None:
+def test_damaged_compressed_data_raises_an_error_that_names_the_file(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(damaged)
     with (
@@ -154,7 +152,7 @@ def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path,
         list(source)
 
 
-def test_a_csv_field_may_be_as_long_as_a_message() -> None:
+def test_a_field_of_a_csv_file_may_be_as_long_as_a_message() -> None:
     (body,) = bodies(b"a\n" + b"x" * 200_000 + b"\n", Format.CSV)
     assert len(body) == 200_000 + len('{"a":""}')
 
@@ -174,12 +172,12 @@ def test_a_read_error_in_a_file_is_reported_after_the_records_before_it() -> Non
             next(records)
 
 
-def test_a_closed_standard_input_is_refused() -> None:
+def test_reading_records_from_a_closed_standard_input_raises_an_error() -> None:
     with pytest.raises(CommandError, match="standard input is closed; give a FILE"):
         RecordSource("-", None, None)
 
 
-def test_a_named_pipe_does_not_report_the_progress_of_the_reading(tmp_path: Path) -> None:
+def test_reading_records_from_a_named_pipe_reports_no_progress(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=(b"one\n",))
@@ -193,7 +191,7 @@ def test_a_named_pipe_does_not_report_the_progress_of_the_reading(tmp_path: Path
 @pytest.mark.parametrize(
     ("offset", "value", "words"), [(6, 1, "is encrypted"), (8, 99, "compression method is not supported")]
 )
-def test_an_archive_that_cannot_be_opened_is_refused(tmp_path: Path, offset: int, value: int, words: str) -> None:
+def test_an_archive_that_cannot_be_opened_raises_an_error(tmp_path: Path, offset: int, value: int, words: str) -> None:
     path = tmp_path / "locked.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.csv", "a\n1\n")
@@ -205,7 +203,7 @@ def test_an_archive_that_cannot_be_opened_is_refused(tmp_path: Path, offset: int
         RecordSource(str(path), None, io.BytesIO())
 
 
-# Resumed behind a record (E13).
+# Resuming after a record (E13).
 
 RECORDS = {
     Format.LINES: b"one\n\ntwo\r\nthree\nfour",
@@ -234,7 +232,7 @@ def resumed(path: Path, format: Format, place: Place) -> list[Record]:
 
 @pytest.mark.parametrize("ending", ["txt", "gz", "zip"])
 @pytest.mark.parametrize("format", Format, ids=str)
-def test_E13_reading_a_file_can_resume_after_any_of_its_records(tmp_path: Path, format: Format, ending: str) -> None:
+def test_E13_reading_a_file_of_records_can_resume_after_any_record(tmp_path: Path, format: Format, ending: str) -> None:
     path = write(tmp_path / f"records.{ending}", RECORDS[format])
     with RecordSource(str(path), format, None) as source:
         assert source.can_resume
@@ -253,7 +251,7 @@ def place_behind(path: Path, number: int) -> Place:
         return next(source.place for record in source if record.number == number)
 
 
-def test_E13_a_reader_resumes_in_a_file_that_has_grown(tmp_path: Path) -> None:
+def test_E13_reading_resumes_in_a_file_to_which_records_were_appended(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"one\ntwo")
     place = place_behind(path, 2)
     for more in (b"\nthree", b"\r\nthree"):
@@ -291,7 +289,7 @@ def test_E13_reading_does_not_resume_in_a_file_that_can_no_longer_be_decompresse
         resumed(path, Format.LINES, place)
 
 
-def test_E13_only_a_regular_file_can_be_resumed() -> None:
+def test_E13_reading_can_resume_only_in_a_regular_file() -> None:
     with RecordSource("-", None, io.BytesIO(b"one\n")) as source:
         assert not source.can_resume
 
@@ -305,18 +303,18 @@ def test_E13_only_a_regular_file_can_be_resumed() -> None:
     ],
     ids=["number", "text", "format"],
 )
-def test_E13_a_position_with_a_different_format_is_refused(text: int | str, words: str) -> None:
+def test_E13_resuming_from_a_position_of_a_different_file_format_raises_an_error(text: int | str, words: str) -> None:
     with pytest.raises(CommandError) as refused:
         Reached.parse(text, Format.LINES, "x")
     assert str(refused.value) == words
 
 
-def test_E13_a_source_is_identified_by_its_file_and_its_destination(
+def test_E13_the_stored_position_of_a_file_belongs_to_the_file_and_its_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("a.csv")
     assert source_of("link", "", "orders") == source_of(str(tmp_path / "a.csv"), "", "orders")
     assert source_of("a.csv", "", "orders") == f"{tmp_path.resolve()}/a.csv to ''/'orders'"
-    # A path that is no text.
+    # A path that is not valid text.
     Position(source_of(os.fsdecode(b"a\xff.csv"), "", "orders"), 1)

@@ -13,7 +13,7 @@ from qflow_client.cli import broker as command
 from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 
 
-def test_E9_publishers_are_blocked_while_the_process_is_too_large_because_of_its_messages() -> None:
+def test_E9_publishers_are_blocked_while_messages_make_the_broker_process_exceed_its_memory_limit() -> None:
     watch = ResidentWatch(1000, 800)
     assert watch.most == 1960
     seen = []
@@ -23,7 +23,7 @@ def test_E9_publishers_are_blocked_while_the_process_is_too_large_because_of_its
         (1961, 401),
         (1900, 401),
         (1860, 401),
-        # What the allocator keeps would block them for ever.
+        # Memory that only the allocator keeps must not block publishers for ever.
         (5000, 300),
         (5000, 800),
         (5000, 200),
@@ -43,7 +43,7 @@ def test_E9_publishers_are_blocked_while_the_process_is_too_large_because_of_its
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say")
-def test_the_measured_resident_size_is_the_size_of_this_process() -> None:
+def test_the_measured_resident_set_size_is_that_of_the_current_process() -> None:
     before = resident_size()
     assert before is not None
     block = b"x" * (64 << 20)
@@ -52,7 +52,7 @@ def test_the_measured_resident_size_is_the_size_of_this_process() -> None:
     assert after - before > len(block) // 2
 
 
-def test_E9_the_alarm_begins_when_the_process_is_too_large_and_ends_when_it_is_smaller(
+def test_E9_the_memory_alarm_begins_when_the_process_exceeds_its_limit_and_ends_when_it_has_shrunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 10 << 20
@@ -72,7 +72,7 @@ def test_E9_the_alarm_begins_when_the_process_is_too_large_and_ends_when_it_is_s
             running.wait_until(lambda broker: not broker.alarms)
 
 
-def test_without_a_limit_the_process_size_is_not_watched() -> None:
+def test_without_a_process_size_limit_the_broker_does_not_measure_its_resident_size() -> None:
     with Broker() as running, ExitStack() as stack:
         command._watch_resident_size(running, stack)
         assert not stack.pop_all()._exit_callbacks  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from qflow_client.cli.sending import Tally
 
 
 def tally(outcomes: str, skip: int = 0) -> Tally:
-    """What comes of records that were confirmed (c) or nacked (n)."""
+    """Return the tally of records that were confirmed (c) or nacked (n)."""
     made = Tally(confirmed_up_to=skip)
     for number, letter in enumerate(outcomes, skip + 1):
         outcome, error = (Outcome.CONFIRMED, None) if letter == "c" else (Outcome.NACKED, "it was nacked")
@@ -44,7 +44,7 @@ def tally(outcomes: str, skip: int = 0) -> Tally:
         ),
     ],
 )
-def test_the_summary_says_where_to_resume_and_which_messages_would_be_sent_twice(
+def test_the_summary_of_a_send_says_where_to_resume_and_which_messages_would_be_sent_twice(
     outcomes: str, skip: int, advice: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _summarise(tally(outcomes, skip), 1.0, CommandError("no"), as_json=False, quiet=False)
@@ -52,7 +52,7 @@ def test_the_summary_says_where_to_resume_and_which_messages_would_be_sent_twice
     assert [line for line in lines if "gap" in line or "--skip" in line] == advice
 
 
-def test_the_json_summary_contains_the_same_counts_as_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_summary_of_a_send_contains_the_same_counts_as_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     _summarise(tally("cncncc"), 1.0, CommandError("no"), as_json=True, quiet=False)
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -61,7 +61,7 @@ def test_the_json_summary_contains_the_same_counts_as_the_text(capsys: pytest.Ca
     assert err == "qflow: record 2 (line 2): it was nacked\nqflow: record 4 (line 4): it was nacked\n"
 
 
-def test_only_the_first_failures_are_listed_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_a_send_lists_only_the_first_failures_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     _summarise(tally("n" * 8), 1.0, CommandError("no"), as_json=False, quiet=True)
     out, err = capsys.readouterr()
     assert out == ""

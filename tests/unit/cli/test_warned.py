@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("qflow_client.broker.some")
 
 
 def without_handlers() -> AbstractContextManager[object]:
-    """pytest's own handlers are no wish to have a log."""
+    """Remove pytest's handlers, because they do not mean that the user wants a log."""
     return patch.object(logging.getLogger(), "handlers", [])
 
 
@@ -28,7 +28,7 @@ def shown() -> str:
     return file.getvalue()
 
 
-def test_warnings_and_errors_are_shown_whole_and_without_terminal_control_characters() -> None:
+def test_the_command_line_shows_warnings_unshortened_and_without_terminal_control_characters() -> None:
     with without_handlers():
         lines = shown().splitlines()
     assert lines == [
@@ -38,7 +38,7 @@ def test_warnings_and_errors_are_shown_whole_and_without_terminal_control_charac
     ]
 
 
-def test_no_warning_is_shown_twice_if_the_log_already_goes_to_a_handler() -> None:
+def test_the_command_line_does_not_show_a_warning_that_a_log_handler_already_shows() -> None:
     with patch.object(logging.getLogger(), "handlers", [logging.NullHandler()]):
         assert shown() == ""
 

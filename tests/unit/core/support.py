@@ -18,7 +18,7 @@ from qflow_client.flow import Line
 
 FRAME_MAX = 4096
 PREFIX = "p-"
-#: The most bytes of one body frame.
+#: Largest number of bytes in one body frame.
 MAX_BODY = FRAME_MAX - 8
 CHANNEL = 1
 

@@ -63,14 +63,14 @@ def tapped(*numbers: int) -> tuple[Tap, list[Told]]:
     return tap, channels
 
 
-def test_single_acks_of_one_read_are_reported_as_runs_and_multiple_acks_are_reported_between_them_in_order() -> None:
+def test_consecutive_single_acks_are_reported_as_one_range_and_multiple_acks_keep_their_place_between_ranges() -> None:
     tap, (channel,) = tapped(1)
     data = b"".join([*map(ack, (1, 2, 3)), *map(ack, (7, 8)), ack(9, 1), *map(ack, (10, 4, 5)), ack(20, 1), ack(11)])
     assert tap.received(data, 0.0) == b""
     assert channel.acks == [(1, 3), (7, 2), (9, 0), (10, 1), (4, 2), (20, 0), (11, 1)]
 
 
-def test_runs_are_found_for_every_split_of_the_stream() -> None:
+def test_ranges_of_consecutive_acks_are_found_however_the_stream_is_split() -> None:
     stream = b"".join(map(ack, range(1, 201)))
     for size in (50, 64, 100, 1460):
         tap, (channel,) = tapped(1)
@@ -81,7 +81,7 @@ def test_runs_are_found_for_every_split_of_the_stream() -> None:
         assert len(channel.acks) <= 2 * (len(stream) // size) + 1
 
 
-def test_runs_of_several_channels_are_reported_to_each_channel() -> None:
+def test_each_channel_gets_the_ranges_of_its_own_acks() -> None:
     tap, (one, two) = tapped(1, 0x00CE)
     data = [ack(1), ack(2), ack(1, channel=0xCE), ack(2, channel=0xCE), ack(3), ack(3, 1, channel=0xCE)]
     assert tap.received(b"".join(data), 0.0) == b""
@@ -89,14 +89,14 @@ def test_runs_of_several_channels_are_reported_to_each_channel() -> None:
     assert two.acks == [(1, 2), (3, 0)]
 
 
-def test_a_detached_channel_gets_no_runs_of_acks() -> None:
+def test_a_channel_that_was_detached_from_the_connection_gets_no_acks() -> None:
     tap, (channel,) = tapped(1)
     tap.detach(1)
     assert tap.received(ack(1) + ack(2) + ack(3), 0.0) == b""
     assert channel.acks == []
 
 
-def test_other_frames_between_acks_go_to_their_receivers() -> None:
+def test_frames_between_acks_go_to_the_same_receivers_as_without_the_acks() -> None:
     tap, (channel,) = tapped(1)
     theirs = ack(1, channel=2)
     data = [ack(1), ack(2), ack(3), HEARTBEAT, ack(4), ack(5), ack(6), theirs, ack(7), ack(8)]
@@ -106,20 +106,20 @@ def test_other_frames_between_acks_go_to_their_receivers() -> None:
 
 
 @pytest.mark.parametrize("bad", [ack(4)[:-1] + b"\xcd", b"\4" + ack(4)[1:]], ids=["end", "type"])
-def test_acks_before_invalid_bytes_are_still_handled(bad: bytes) -> None:
+def test_acks_that_arrive_before_invalid_bytes_are_handled(bad: bytes) -> None:
     tap, (channel,) = tapped(1)
     with pytest.raises(FrameError):
         tap.received(ack(1) + ack(2) + ack(3) + bad + ack(5) + ack(6), 0.0)
     assert channel.acks == [(1, 3)]
 
 
-def test_undefined_bits_of_an_ack_are_ignored() -> None:
+def test_undefined_bits_of_a_basic_ack_frame_are_ignored() -> None:
     tap, (channel,) = tapped(1)
     tap.received(ack(1) + ack(2) + ack(3, 2) + ack(4, 3) + ack(5) + ack(6), 0.0)
     assert channel.acks == [(1, 2), (3, 1), (4, 0), (5, 1), (6, 1)]
 
 
-def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_skipped() -> None:
+def test_acks_between_the_method_and_the_content_of_a_basic_return_are_reported() -> None:
     tap, (channel,) = tapped(1)
     tap.received(frame(METHOD_FRAME, 1, RETURN + b"\1\x38\0\0\0"), 0.0)
     with pytest.raises(FrameError, match="before the end of a returned message"):
@@ -128,14 +128,14 @@ def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_ski
 
 
 @pytest.mark.parametrize("cut", range(7, 40))
-def test_bytes_that_look_like_acks_in_the_body_of_a_delivery_go_to_the_library(cut: int) -> None:
+def test_bytes_in_the_body_of_a_delivery_that_look_like_acks_go_to_the_library(cut: int) -> None:
     tap, (channel,) = tapped(1)
     data = frame(BODY_FRAME, 1, bytes(cut - 7) + ack(1) + ack(2) + ack(3) + ack(4))
     assert tap.received(data[:cut], 0.0) + tap.received(data[cut:] + ack(5), 0.0) == data
     assert channel.acks == [(5, 1)]
 
 
-def test_the_remainder_of_a_partly_answered_run_is_settled() -> None:
+def test_a_range_of_acks_settles_only_those_of_its_messages_that_have_no_answer_yet() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(8)]
     drain(protocol)
@@ -149,7 +149,7 @@ def test_the_remainder_of_a_partly_answered_run_is_settled() -> None:
     assert protocol.reports.wake == ["all"]
 
 
-def test_acks_of_one_read_settle_messages_in_the_order_in_which_they_were_sent() -> None:
+def test_acks_that_arrive_in_one_read_settle_messages_in_the_order_of_sending() -> None:
     protocol = make()
     settled: list[Receipt] = []
     protocol.reports.settled = settled
@@ -160,7 +160,7 @@ def test_acks_of_one_read_settle_messages_in_the_order_in_which_they_were_sent()
     assert [receipts.index(receipt) + 1 for receipt in settled] == [1, 2, 3, 4, 5, 6, 9, 10, 7, 8, 11, 12]
 
 
-def test_only_written_messages_of_a_run_are_settled() -> None:
+def test_a_range_of_acks_settles_only_messages_that_were_completely_written() -> None:
     protocol = make()
     protocol.reports.logs.clear()
     receipts = [send(protocol) for _ in range(3)]
@@ -239,7 +239,7 @@ answers = st.one_of(
     said=st.lists(answers, min_size=2, max_size=8),
     data=st.data(),
 )
-def test_acks_that_arrive_in_any_grouping_have_the_same_effect_as_single_acks(
+def test_a_range_of_acks_has_the_same_effect_as_single_acks(
     sizes: list[int],
     share: float,
     settings: dict[str, Any],

@@ -26,7 +26,7 @@ def rounds(protocol: ProducerProtocol, count: int, now: float, seconds: float) -
     return now
 
 
-def test_the_window_grows_while_throughput_grows_up_to_its_maximum() -> None:
+def test_the_adaptive_window_grows_up_to_its_maximum_while_throughput_grows() -> None:
     protocol = make(capacity="auto", capacity_max=300)
     assert protocol.window.capacity == 32
     now = 0.0
@@ -38,7 +38,7 @@ def test_the_window_grows_while_throughput_grows_up_to_its_maximum() -> None:
     assert max(found) == 300
 
 
-def test_c6_unsettled_messages_never_exceed_the_current_capacity() -> None:
+def test_c6_unsettled_messages_never_exceed_the_current_size_of_the_adaptive_window() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     for _ in range(20):
@@ -48,7 +48,7 @@ def test_c6_unsettled_messages_never_exceed_the_current_capacity() -> None:
         protocol.on_ack(0, True, now)
 
 
-def test_waiting_senders_are_admitted_when_an_answer_enlarges_the_window() -> None:
+def test_waiting_senders_are_admitted_when_a_confirm_enlarges_the_adaptive_window() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     fill(protocol, now)
@@ -61,7 +61,7 @@ def test_waiting_senders_are_admitted_when_an_answer_enlarges_the_window() -> No
     assert sum(ticket.receipt is not None for ticket in tickets) % 32 == 0
 
 
-def test_the_window_shrinks_when_confirms_are_withheld() -> None:
+def test_the_adaptive_window_of_a_producer_shrinks_when_the_broker_withholds_confirms() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 40, 0.0, 0.01)
     before = protocol.window.capacity
@@ -75,7 +75,7 @@ def test_the_window_shrinks_when_confirms_are_withheld() -> None:
     assert protocol.window.capacity < before / 8
 
 
-def test_a_capacity_that_is_set_to_a_number_no_longer_adapts() -> None:
+def test_a_capacity_that_is_changed_from_auto_to_a_number_no_longer_adapts() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 3, 0.0, 0.1)
     protocol.set_capacity(50, now)
@@ -85,7 +85,7 @@ def test_a_capacity_that_is_set_to_a_number_no_longer_adapts() -> None:
     assert protocol.unsettled == 50
 
 
-def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> None:
+def test_the_capacity_of_an_existing_producer_can_be_set_to_a_number_but_not_to_auto() -> None:
     for capacity in (10, "auto"):
         protocol = make(capacity=capacity)
         before = protocol.window.capacity
@@ -96,7 +96,7 @@ def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> N
         assert protocol.window.capacity == before
 
 
-def test_a_window_that_is_small_for_a_moment_does_not_slow_down_callbacks() -> None:
+def test_slow_callbacks_hold_an_adaptive_producer_only_if_more_than_capacity_max_receipts_are_waiting() -> None:
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
     for unreported in (50, 101):
@@ -110,7 +110,7 @@ def test_a_window_that_is_small_for_a_moment_does_not_slow_down_callbacks() -> N
     assert holds(protocol) == []
 
 
-def test_the_whole_window_is_free_after_a_lost_connection() -> None:
+def test_the_whole_adaptive_window_is_free_after_a_lost_connection_has_settled_all_messages() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 5, 0.0, 0.1)
     fill(protocol, now)

@@ -19,7 +19,7 @@ from .support import CHANNEL, FRAME_MAX, MAX_BODY, PREFIX, drain, holds, logged,
 NO_KEY = "k" * 256
 
 
-def test_a_producer_without_a_connection_is_flowed_and_admits_waiting_messages_once_connected() -> None:
+def test_a_producer_without_a_connection_is_flowed_and_admits_waiting_messages_when_it_connects() -> None:
     protocol = make(opened=False)
     assert holds(protocol) == [HoldKind.DISCONNECTED]
     ticket = wait(protocol, waiter="me")
@@ -73,7 +73,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
     assert after.receipt is not None
 
 
-def test_a_message_is_in_flight_from_the_start_of_its_writing_until_it_is_settled() -> None:
+def test_a_message_counts_as_in_flight_from_its_first_written_byte_until_it_is_settled() -> None:
     protocol = make()
     send(protocol, b"1")
     size = protocol.unwritten
@@ -92,7 +92,7 @@ def test_a_message_is_in_flight_from_the_start_of_its_writing_until_it_is_settle
     assert (protocol.unsettled, protocol.in_flight) == (2, 1)
 
 
-def test_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is_room() -> None:
+def test_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_room() -> None:
     protocol = make(capacity=4)
     receipts = [send(protocol) for _ in range(4)]
     protocol.set_capacity(2, 1.0)
@@ -115,14 +115,14 @@ def test_raising_the_capacity_admits_waiting_messages_immediately() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "5", None])
-def test_an_invalid_capacity_is_refused_and_changes_nothing(capacity: Any) -> None:
+def test_setting_an_invalid_capacity_raises_settings_error_and_changes_nothing(capacity: Any) -> None:
     protocol = make(capacity=3)
     with pytest.raises(SettingsError, match=r"capacity=.*: it must be a whole number of messages, at least 1"):
         protocol.set_capacity(capacity, 1.0)
     assert protocol.window.capacity == 3
 
 
-def test_f4_waiting_messages_are_admitted_in_order_and_new_ones_do_not_overtake_them() -> None:
+def test_f4_waiting_messages_are_admitted_in_order_and_never_overtaken_by_new_messages() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
     tickets = [place(protocol, b"%d" % number, 0.0, waiter=number) for number in (1, 2, 3)]
@@ -136,7 +136,7 @@ def test_f4_waiting_messages_are_admitted_in_order_and_new_ones_do_not_overtake_
     assert all(ticket.receipt for ticket in tickets)
 
 
-def test_f4_a_custom_waiting_line_admits_in_its_own_order() -> None:
+def test_f4_a_producer_with_a_weighted_waiting_line_admits_messages_in_the_order_of_that_line() -> None:
     settings = ProducerSettings(capacity=1)
     protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
@@ -149,7 +149,7 @@ def test_f4_a_custom_waiting_line_admits_in_its_own_order() -> None:
     assert [source for source, _ in protocol.reports.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
-def test_a_message_that_joins_the_waiting_line_while_nothing_holds_it_is_admitted_immediately() -> None:
+def test_a_message_that_joins_the_waiting_line_of_an_open_producer_is_admitted_immediately() -> None:
     protocol = make()
     ticket = place(protocol, b"x", 0.0, waiter="me")
     assert ticket.receipt is not None
@@ -157,7 +157,7 @@ def test_a_message_that_joins_the_waiting_line_while_nothing_holds_it_is_admitte
     assert protocol.line.look_at(ticket, 0.0) is None
 
 
-def test_a4_a_withdrawn_message_is_never_sent() -> None:
+def test_a4_a_message_withdrawn_before_its_admission_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol, b"first")
     ticket = wait(protocol, b"gone")
@@ -170,7 +170,7 @@ def test_a4_a_withdrawn_message_is_never_sent() -> None:
     send(protocol, b"next", now=3.0)
 
 
-def test_withdrawing_a_message_twice_counts_once() -> None:
+def test_a_second_withdrawal_of_a_waiting_message_has_no_effect() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
@@ -222,7 +222,7 @@ def lost(protocol: ProducerProtocol, ticket: SendTicket) -> None:
 
 
 @pytest.mark.parametrize("decide", [admitted, refused, timed_out, given_up, dismissed, lost])
-def test_a_ticket_is_decided_once_and_leaves_the_waiting_line_once(
+def test_a_waiting_send_gets_one_result_and_leaves_the_waiting_line_once(
     decide: Callable[[ProducerProtocol, SendTicket], None],
 ) -> None:
     protocol = make(capacity=1)
@@ -246,7 +246,7 @@ def test_a_ticket_is_decided_once_and_leaves_the_waiting_line_once(
     assert (ticket.receipt, ticket.error) == fate
 
 
-def test_when_a_large_first_message_is_withdrawn_the_small_ones_after_it_are_admitted() -> None:
+def test_when_a_large_message_at_the_head_of_the_line_is_withdrawn_small_messages_behind_it_are_admitted() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     head = wait(protocol, b"b" * 50)
@@ -257,7 +257,7 @@ def test_when_a_large_first_message_is_withdrawn_the_small_ones_after_it_are_adm
     assert protocol.reports.wake == [0, 1]
 
 
-def test_all_waiting_messages_are_withdrawn_together_and_none_is_admitted_meanwhile() -> None:
+def test_when_all_waiting_messages_are_withdrawn_together_none_of_them_is_admitted() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     large = wait(protocol, b"b" * 50, waiter="large")
@@ -278,14 +278,14 @@ def test_all_waiting_messages_are_withdrawn_together_and_none_is_admitted_meanwh
     assert protocol.unsettled == 2
 
 
-def test_the_capacity_hold_ends_with_the_last_message_that_waits_for_it() -> None:
+def test_the_hold_for_a_full_window_ends_when_the_last_waiting_message_is_withdrawn_and_there_is_room() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     protocol.line.give_up(wait(protocol, b"b" * 50), 1.0)
     assert protocol.gate.is_open, "ten bytes of room are left"
 
 
-def test_c6_the_capacity_hold_ends_when_there_is_room_even_without_a_waiting_sender() -> None:
+def test_c6_the_hold_for_a_full_window_ends_when_there_is_room_even_if_no_sender_waits() -> None:
     protocol = make(capacity=1)
     protocol.reports.events = []
     send(protocol)
@@ -302,7 +302,7 @@ def test_c6_the_capacity_hold_ends_when_there_is_room_even_without_a_waiting_sen
 # Deadlines and notices.
 
 
-def test_j7_a_message_that_reaches_its_deadline_times_out_and_is_never_sent() -> None:
+def test_j7_a_message_that_waits_until_its_deadline_times_out_and_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol)
     payload = b"late"
@@ -320,7 +320,7 @@ def test_j7_a_message_that_reaches_its_deadline_times_out_and_is_never_sent() ->
     assert protocol.unsettled == 0
 
 
-def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
+def test_a_message_that_is_admitted_exactly_at_its_deadline_does_not_time_out() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol, timeout=1.0)
@@ -329,7 +329,7 @@ def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
     assert protocol.line.look_at(ticket, 1.0) is None
 
 
-def test_a_message_that_the_rate_admits_at_its_deadline_does_not_time_out() -> None:
+def test_a_message_that_the_rate_limit_admits_exactly_at_its_deadline_does_not_time_out() -> None:
     protocol = make(rate=10.0)
     send(protocol, now=0.0)
     ticket = wait(protocol, timeout=1.0)
@@ -337,7 +337,7 @@ def test_a_message_that_the_rate_admits_at_its_deadline_does_not_time_out() -> N
     assert ticket.receipt is not None
 
 
-def test_a_notice_is_logged_every_period_while_a_send_waits() -> None:
+def test_a_notice_is_logged_once_in_each_notify_period_while_a_send_waits() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0, name="orders", wall_offset=1000.0)
     protocol.reports.events = []
     send(protocol)
@@ -357,7 +357,7 @@ def test_a_notice_is_logged_every_period_while_a_send_waits() -> None:
     assert logged(protocol)[0] == "WARNING orders: a send has been waiting for 2.5 s: capacity"
 
 
-def test_one_notice_in_each_period_shows_the_number_of_waiting_senders_and_the_longest_wait() -> None:
+def test_one_log_notice_per_period_shows_the_number_of_waiting_senders_and_the_longest_wait() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -378,7 +378,7 @@ def test_one_notice_in_each_period_shows_the_number_of_waiting_senders_and_the_l
     assert (waiting, round(seconds, 6)) == (98, 4.98)
 
 
-def test_a_sender_that_joins_later_logs_nothing_before_the_next_notice_is_due() -> None:
+def test_a_sender_that_starts_to_wait_later_logs_no_notice_before_the_next_period() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -392,7 +392,7 @@ def test_a_sender_that_joins_later_logs_nothing_before_the_next_notice_is_due() 
     assert [event.seconds for event in protocol.reports.events if event.waiting] == [2.0, 3.0]
 
 
-def test_a_caller_that_asks_for_all_senders_gets_the_notices_of_all_senders() -> None:
+def test_one_call_logs_the_wait_notices_for_all_waiting_senders() -> None:
     protocol = make(flow_control_wait_notify_period=2.0)
     assert protocol.line.notice(1.0) is None, "nobody waits"
     protocol.hold("paused", 1.0)
@@ -416,7 +416,7 @@ def test_a_caller_that_asks_for_all_senders_gets_the_notices_of_all_senders() ->
     assert protocol.line.notice(18.5) is None
 
 
-def test_a_notice_for_a_sender_that_only_waits_for_other_senders_has_no_hold() -> None:
+def test_a_wait_notice_names_no_hold_if_the_sender_only_waits_behind_other_senders() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
     wait(protocol, b"b" * 5)
@@ -449,7 +449,7 @@ def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
     return protocol
 
 
-def test_a_producer_with_slow_receipt_callbacks_is_held_until_half_of_the_receipts_are_reported() -> None:
+def test_slow_receipt_callbacks_hold_the_producer_until_half_of_the_receipts_are_reported() -> None:
     protocol = behind()
     assert list(map(str, protocol.gate.holds)) == ["capacity (on_delivery: callbacks are slower than confirms)"]
     ticket = wait(protocol)
@@ -460,7 +460,7 @@ def test_a_producer_with_slow_receipt_callbacks_is_held_until_half_of_the_receip
     assert protocol.gate.is_open
 
 
-def test_receipts_that_the_end_of_the_producer_settles_cause_no_hold() -> None:
+def test_receipts_settled_by_the_close_of_the_producer_raise_no_hold_for_slow_callbacks() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
@@ -469,14 +469,14 @@ def test_receipts_that_the_end_of_the_producer_settles_cause_no_hold() -> None:
     assert holds(protocol) == []
 
 
-def test_a_send_in_a_callback_waits_neither_for_callbacks_nor_for_senders_that_wait_for_callbacks() -> None:
+def test_a_send_in_a_receipt_callback_does_not_wait_for_slow_callbacks_or_for_senders_held_because_of_them() -> None:
     protocol = behind()
     other = wait(protocol, b"other", waiter="other")
     for _ in range(4):
         assert place(protocol, b"x", 1.0, waiter="callback", first=True).receipt is not None
     assert protocol.reports.wake == ["callback"] * 4
     assert other.receipt is None
-    # Not above the limit of unsettled messages (C6).
+    # The number of unsettled messages never exceeds the limit (C6).
     fifth = place(protocol, b"x", 1.0, waiter="fifth", first=True)
     assert fifth.receipt is None
     protocol.reported(8, 2.0)
@@ -489,7 +489,9 @@ def test_a_send_in_a_callback_waits_neither_for_callbacks_nor_for_senders_that_w
 
 
 @pytest.mark.parametrize(("kind", "source"), [("paused", ""), ("capacity", "operator"), ("channel_flow", "")])
-def test_a_send_in_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
+def test_a_send_in_a_receipt_callback_waits_for_every_hold_except_the_hold_for_slow_callbacks(
+    kind: str, source: str
+) -> None:
     protocol = behind()
     protocol.hold(kind, 1.0, source=source)
     ticket = place(protocol, b"x", 1.0, first=True)
@@ -498,7 +500,7 @@ def test_a_send_in_a_callback_waits_for_every_other_hold(kind: str, source: str)
     assert ticket.receipt is not None
 
 
-def test_f2_a_send_in_a_callback_waits_for_the_rate_limit() -> None:
+def test_f2_a_send_in_a_receipt_callback_waits_for_the_rate_limit() -> None:
     protocol = make(rate=1.0)
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 0.25) is None
@@ -509,7 +511,7 @@ def test_f2_a_send_in_a_callback_waits_for_the_rate_limit() -> None:
     assert ticket.receipt is not None
 
 
-def test_a_send_in_a_callback_waits_for_room_in_a_full_window_and_is_admitted_by_an_answer() -> None:
+def test_a_send_in_a_receipt_callback_waits_for_room_in_a_full_window_and_is_admitted_by_an_ack() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
@@ -519,7 +521,7 @@ def test_a_send_in_a_callback_waits_for_room_in_a_full_window_and_is_admitted_by
     assert ticket.receipt is not None
 
 
-def test_a_send_in_a_callback_can_be_withdrawn_can_time_out_and_can_be_refused() -> None:
+def test_a_waiting_send_in_a_receipt_callback_ends_if_it_is_withdrawn_times_out_or_the_producer_closes() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
@@ -535,7 +537,7 @@ def test_a_send_in_a_callback_can_be_withdrawn_can_time_out_and_can_be_refused()
     assert protocol.reports.wake == ["first", "line"]
 
 
-def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_send_that_times_out_behind_it_gives_the_reason() -> None:
+def test_f4_no_send_overtakes_a_waiting_send_in_a_receipt_callback() -> None:
     protocol = make(rate=10.0)
     send(protocol)
     assert protocol.admission.send(b"callback", "", "q", 0.01) is None
@@ -550,7 +552,7 @@ def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_send_that_times_out_beh
     assert now == pytest.approx(0.1)
 
 
-def test_a_send_in_a_callback_that_times_out_raises_an_error_that_names_the_hold() -> None:
+def test_a_send_in_a_receipt_callback_that_times_out_raises_an_error_that_names_the_hold() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"x" * 60)
     ticket = place(protocol, b"y" * 50, 0.0, timeout=1.0, first=True)
@@ -562,7 +564,7 @@ def test_a_send_in_a_callback_that_times_out_raises_an_error_that_names_the_hold
     send(protocol, b"z")
 
 
-def test_a_send_in_a_callback_that_waits_for_a_hold_other_than_the_rate_needs_no_timer() -> None:
+def test_a_send_in_a_receipt_callback_needs_a_timer_only_if_it_waits_for_the_rate_limit() -> None:
     protocol = make(rate=10.0)
     protocol.hold("paused", 0.0)
     first = place(protocol, b"a", 0.0, first=True)
@@ -571,7 +573,7 @@ def test_a_send_in_a_callback_that_waits_for_a_hold_other_than_the_rate_needs_no
     assert first.receipt is not None
 
 
-def test_a_callback_can_wait_until_the_gate_opens() -> None:
+def test_wait_unflowed_in_a_receipt_callback_ignores_the_hold_for_slow_callbacks() -> None:
     protocol = behind()
     assert [str(hold) for hold in protocol.gate.holds] == ["capacity (on_delivery: callbacks are slower than confirms)"]
     assert not protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)
@@ -587,7 +589,7 @@ def test_a_callback_can_wait_until_the_gate_opens() -> None:
 # Messages that cannot be encoded.
 
 
-def test_a_name_that_cannot_be_encoded_is_refused_and_uses_no_capacity() -> None:
+def test_a_send_with_an_exchange_or_key_that_cannot_be_encoded_raises_an_error_and_uses_no_capacity() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     for payload in (b"x", Message(b"x")):
         with pytest.raises(ValueError, match="routing_key has 256 bytes"):
@@ -598,7 +600,7 @@ def test_a_name_that_cannot_be_encoded_is_refused_and_uses_no_capacity() -> None
     assert receipt.message_id == "p-000000000001", "no number is spent"
 
 
-def test_a_message_that_cannot_be_encoded_is_refused_before_it_waits() -> None:
+def test_a_send_of_a_message_that_cannot_be_encoded_raises_an_error_before_it_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     with pytest.raises(ValueError, match="exchange has 256 bytes"):
@@ -610,7 +612,7 @@ def test_a_message_that_cannot_be_encoded_is_refused_before_it_waits() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_headers_too_large_for_a_frame_fail_their_ticket_and_the_next_message_is_admitted() -> None:
+def test_a_waiting_send_with_headers_too_large_for_a_frame_fails_and_the_next_message_is_admitted() -> None:
     protocol = make(capacity=1)
     send(protocol)
     large = place(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), 0.0, waiter="large")
@@ -642,7 +644,7 @@ class Fickle(PublishEncoder):
 MARKED = Message(b"x", headers={"k": "v"})
 
 
-def test_a_message_whose_encoding_fails_uses_no_capacity() -> None:
+def test_a_send_whose_encoding_raises_an_error_uses_no_capacity() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     protocol.admission.encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
@@ -653,7 +655,7 @@ def test_a_message_whose_encoding_fails_uses_no_capacity() -> None:
     send(protocol)
 
 
-def test_a_message_whose_observer_fails_uses_no_capacity_and_expects_no_return() -> None:
+def test_a_send_in_which_the_telemetry_observer_raises_an_error_uses_no_capacity() -> None:
     class Refusing(dict[int, float]):
         def __setitem__(self, number: int, value: float) -> None:
             raise ZeroDivisionError
@@ -674,7 +676,7 @@ def test_a_message_whose_observer_fails_uses_no_capacity_and_expects_no_return()
     assert protocol.unwritten == 0
 
 
-def test_an_exception_from_encoding_after_the_wait_fails_the_ticket_and_the_next_message_is_admitted() -> None:
+def test_a_waiting_send_whose_encoding_raises_an_error_fails_and_the_next_message_is_admitted() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     send(protocol)
     bad, after = wait(protocol, MARKED), wait(protocol, b"y")
@@ -687,7 +689,7 @@ def test_an_exception_from_encoding_after_the_wait_fails_the_ticket_and_the_next
     assert protocol.window.used == protocol.limits.byte_window.used == 1
 
 
-def test_ctrl_c_during_the_admission_of_a_waiting_message_is_raised_and_the_message_keeps_waiting() -> None:
+def test_after_ctrl_c_during_the_admission_of_a_waiting_message_the_message_still_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     protocol.admission.encoder = encoder = Fickle(KeyboardInterrupt)
@@ -705,7 +707,7 @@ def test_ctrl_c_during_the_admission_of_a_waiting_message_is_raised_and_the_mess
 # The rate.
 
 
-def test_f2_the_rate_limits_the_number_of_messages() -> None:
+def test_f2_the_rate_limit_of_a_producer_limits_the_number_of_messages() -> None:
     protocol = make(rate=10.0, rate_burst=2)
     send(protocol)
     send(protocol)
@@ -729,7 +731,7 @@ def test_f2_the_rate_limits_the_number_of_messages() -> None:
     assert protocol.next_timer(0.21) is None
 
 
-def test_c6_the_capacity_hold_is_raised_and_reported_only_once_while_many_senders_wait() -> None:
+def test_c6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_wait() -> None:
     protocol = make(capacity=2)
     protocol.reports.events = []
     send(protocol), send(protocol)
@@ -744,7 +746,7 @@ def test_c6_the_capacity_hold_is_raised_and_reported_only_once_while_many_sender
     assert protocol.flow_state(2.0).times_flowed == 1
 
 
-def test_f2_a_timer_ends_a_rate_hold_even_if_no_sender_waits() -> None:
+def test_f2_a_timer_ends_a_hold_by_the_rate_limit_even_if_no_sender_waits() -> None:
     protocol = make(rate=1.0)
     protocol.reports.events = []
     send(protocol)
@@ -756,7 +758,7 @@ def test_f2_a_timer_ends_a_rate_hold_even_if_no_sender_waits() -> None:
     assert protocol.next_timer(1.0) is None
 
 
-def test_f2_passing_time_admits_nothing_to_a_full_window() -> None:
+def test_f2_a_producer_with_a_rate_limit_and_a_full_window_admits_nothing_as_time_passes() -> None:
     protocol = make(rate=1.0, capacity=1)
     send(protocol)
     wait(protocol, now=5.0)
@@ -764,14 +766,14 @@ def test_f2_passing_time_admits_nothing_to_a_full_window() -> None:
     assert protocol.next_timer(5.0) is None
 
 
-def test_f2_passing_time_admits_nothing_to_a_byte_window_that_is_exactly_full() -> None:
+def test_f2_a_producer_with_a_rate_limit_and_an_exactly_full_byte_window_sets_no_timer() -> None:
     protocol = make(rate=1.0, capacity_bytes=10)
     send(protocol, b"a" * 10)
     assert protocol.waiters.when_unflowed("me", 5.0)
     assert protocol.next_timer(5.0) is None, "or the timer fires without end"
 
 
-def test_a_hold_by_the_rate_replaces_a_hold_by_the_window_without_opening_the_gate() -> None:
+def test_if_a_hold_by_the_rate_limit_follows_a_hold_by_the_full_window_no_unflowed_event_is_reported() -> None:
     protocol = make(rate=1.0, capacity=1)
     protocol.reports.events = []
     send(protocol, now=10.0)
@@ -787,7 +789,7 @@ def test_a_hold_by_the_rate_replaces_a_hold_by_the_window_without_opening_the_ga
 # The transport.
 
 
-def test_the_transport_hold_begins_above_its_limit_and_ends_at_half_of_it() -> None:
+def test_the_hold_for_unwritten_bytes_begins_above_max_unwritten_bytes_and_ends_at_half_of_it() -> None:
     protocol = make(max_unwritten_bytes=1000)
     while protocol.gate.is_open:
         send(protocol, b"x" * 50)
@@ -802,7 +804,7 @@ def test_the_transport_hold_begins_above_its_limit_and_ends_at_half_of_it() -> N
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_message_that_has_waited_starts_the_transport_hold_at_its_admission_and_not_at_its_arrival() -> None:
+def test_the_bytes_of_a_waiting_message_count_as_unwritten_only_from_its_admission() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
     drain(protocol)
@@ -811,7 +813,7 @@ def test_a_message_that_has_waited_starts_the_transport_hold_at_its_admission_an
     assert {hold.kind: hold.since for hold in protocol.gate.holds}["transport"] == 9.0
 
 
-def test_the_transport_hold_stops_admission_in_the_middle_of_the_waiting_line() -> None:
+def test_waiting_messages_are_admitted_only_until_the_hold_for_unwritten_bytes_begins() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
     tickets = [place(protocol, b"y" * 200, 0.0) for _ in range(2)]
@@ -824,7 +826,9 @@ def test_the_transport_hold_stops_admission_in_the_middle_of_the_waiting_line() 
 
 @pytest.mark.parametrize("limit", [1, 900, 1000, 5000])
 @pytest.mark.parametrize("headers", [None, {"k": 1}])
-def test_a_write_exceeds_its_limit_only_if_one_message_exceeds_it(limit: int, headers: dict[str, Any] | None) -> None:
+def test_the_data_for_one_write_exceeds_the_requested_size_only_if_a_single_message_is_larger(
+    limit: int, headers: dict[str, Any] | None
+) -> None:
     protocol = make()
     sizes = [0, 400, 300, 200, 2000, 0, 100, 3 * MAX_BODY, 0, 700, MAX_BODY, 50]
     for size in sizes:
@@ -841,7 +845,7 @@ def test_a_write_exceeds_its_limit_only_if_one_message_exceeds_it(limit: int, he
 
 
 @pytest.mark.parametrize("body", [MAX_BODY, 3 * MAX_BODY])
-def test_a_message_is_written_with_the_one_before_it_only_if_all_its_frames_have_room(body: int) -> None:
+def test_a_message_is_added_to_the_data_of_a_write_only_if_all_frames_of_the_message_fit(body: int) -> None:
     for lack in (0, 1, 2, 20):
         protocol = make()
         send(protocol, b"first")
@@ -854,7 +858,7 @@ def test_a_message_is_written_with_the_one_before_it_only_if_all_its_frames_have
 # The end of admission.
 
 
-def test_waiting_senders_are_refused_when_the_producer_closes_and_admitted_messages_continue() -> None:
+def test_when_the_producer_closes_waiting_senders_get_an_error_and_admitted_messages_are_still_sent() -> None:
     protocol = make(capacity=1)
     admitted = send(protocol, b"admitted")
     ticket = wait(protocol, b"waits", waiter="me")
@@ -873,7 +877,7 @@ def test_waiting_senders_are_refused_when_the_producer_closes_and_admitted_messa
     assert not protocol.gate.is_open
 
 
-def test_a_closed_producer_admits_nothing() -> None:
+def test_a_closed_producer_admits_no_message() -> None:
     protocol = make()
     protocol.close("closed by hand", 1.0)
     protocol.close("a second time", 2.0)
@@ -889,7 +893,7 @@ def test_a_closed_producer_admits_nothing() -> None:
     assert not protocol.gate.holds
 
 
-def test_a_caller_cannot_wait_until_a_closed_producer_is_unflowed() -> None:
+def test_wait_unflowed_on_a_closed_producer_does_not_wait() -> None:
     protocol = make()
     protocol.close("closed by hand", 1.0)
     assert not protocol.waiters.when_unflowed("me", 2.0)
@@ -898,7 +902,7 @@ def test_a_caller_cannot_wait_until_a_closed_producer_is_unflowed() -> None:
 # Waiting for an open gate, and for settled messages.
 
 
-def test_a_wait_for_an_open_gate_is_woken_when_the_last_hold_ends() -> None:
+def test_wait_unflowed_ends_when_the_last_hold_of_the_producer_ends() -> None:
     protocol = make(capacity=1)
     assert not protocol.waiters.when_unflowed("at once", 0.0)
     send(protocol)
@@ -914,7 +918,7 @@ def test_a_wait_for_an_open_gate_is_woken_when_the_last_hold_ends() -> None:
     assert protocol.reports.wake == ["me"], "once"
 
 
-def test_a_sender_that_no_longer_waits_is_not_woken() -> None:
+def test_a_caller_that_has_stopped_waiting_is_not_woken() -> None:
     protocol = make(capacity=1)
     send(protocol)
     assert protocol.waiters.when_unflowed("unflow", 0.0)
@@ -945,7 +949,7 @@ def test_a_flush_waits_only_for_messages_admitted_before_it() -> None:
     assert protocol.reports.wake == ["three", "four"]
 
 
-def test_a_flush_waits_for_the_oldest_tag_even_if_later_tags_were_answered_first() -> None:
+def test_a_flush_waits_for_the_oldest_message_even_if_later_messages_were_confirmed_first() -> None:
     protocol = make()
     for _ in range(4):
         send(protocol)

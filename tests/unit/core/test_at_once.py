@@ -33,7 +33,7 @@ class Watch:
     "payload", [b"abc", b"", b"x" * (3 * MAX_BODY), Message(b"abc", headers={"k": 1}), Message(b"", priority=3)]
 )
 @pytest.mark.parametrize("key", ["q", "another"])
-def test_send_at_once_has_the_same_effect_as_send(payload: bytes | Message, key: str) -> None:
+def test_send_at_once_admits_a_message_with_the_same_effect_as_send(payload: bytes | Message, key: str) -> None:
     protocol, twin = make(), make()
     for each in (payload, b"after"):
         receipt, other = protocol.admission.send_at_once(each, "", key), twin.admission.send(each, "", key, 0.0)
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] 
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_send_at_once_refuses_a_message_that_needs_a_full_check_and_changes_nothing(why: str) -> None:
+def test_send_at_once_returns_none_and_changes_nothing_in_all_cases_that_only_send_handles(why: str) -> None:
     settings, prepare = REFUSED[why]
     protocol = make(**settings)
     prepare(protocol)
@@ -79,7 +79,9 @@ def test_send_at_once_refuses_a_message_that_needs_a_full_check_and_changes_noth
 
 
 @pytest.mark.parametrize("missing", ["GIL", "CPython"])
-def test_send_at_once_admits_nothing_without_the_gil_or_on_pypy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_send_at_once_always_returns_none_without_the_gil_or_on_pypy(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     if missing == "GIL":
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     else:
@@ -89,14 +91,14 @@ def test_send_at_once_admits_nothing_without_the_gil_or_on_pypy(monkeypatch: pyt
     assert send(protocol, b"abc").message_id
 
 
-def test_send_at_once_refuses_a_mandatory_message_with_its_own_id() -> None:
+def test_send_at_once_returns_none_for_a_mandatory_message_with_an_id_from_the_application() -> None:
     protocol = make()
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
     protocol = make(mandatory=False)
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is not None
 
 
-def test_a_message_encoded_for_a_lost_channel_is_not_admitted() -> None:
+def test_send_at_once_does_not_admit_a_message_that_was_encoded_for_a_channel_that_is_lost() -> None:
     reopened: list[int] = []
 
     class Reopening(Receipt):
@@ -167,7 +169,7 @@ STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_send_at_once_may_interrupt_any_step(step: str) -> None:
+def test_send_at_once_can_be_called_by_a_signal_handler_in_the_middle_of_any_producer_method(step: str) -> None:
     nested = 0
     for at in range(1, 3000, EVERY):
         protocol = make(capacity=100)
@@ -230,7 +232,9 @@ class CountingChannel(Channel):
 
 
 @pytest.mark.parametrize(("times", "costs"), [(1, 0), (2, 0), (0, 1), (2, 2)])
-def test_a_message_admitted_during_a_recount_is_counted(times: int, costs: int) -> None:
+def test_messages_that_send_at_once_admits_while_unsettled_messages_are_recounted_are_counted(
+    times: int, costs: int
+) -> None:
     protocol = make()
     protocol.admission.__class__, protocol.channel.__class__ = CountingAdmission, CountingChannel
     send(protocol)
@@ -244,7 +248,7 @@ def test_a_message_admitted_during_a_recount_is_counted(times: int, costs: int) 
     assert protocol.unwritten == 0
 
 
-def test_messages_of_several_threads_are_numbered_in_the_order_of_admission() -> None:
+def test_messages_that_several_threads_send_at_once_are_numbered_in_the_order_of_admission() -> None:
     protocol = make(capacity=10_000)
     interval = sys.getswitchinterval()
 

@@ -18,16 +18,16 @@ _TICK = 0.001
     ("size", "in_flight", "delay"),
     [(_SIZE, 255, 0.0), (_SIZE, 256, 0.001), (8192, 5000, 0.001), (8193, 5000, 0.0)],
 )
-def test_answers_are_coalesced_when_there_are_many_messages_with_few_bytes(
+def test_the_next_read_of_confirms_is_delayed_only_if_many_messages_are_in_flight_and_few_bytes_came(
     size: int, in_flight: int, delay: float
 ) -> None:
     assert coalescing.delay(size, in_flight) == delay
 
 
 def _throughput(window: int, way: float, coalesces: bool) -> float:
-    """Messages per second of a producer that only the window limits, with a broker so many seconds away."""
+    """Return the messages per second of a producer that only its window limits. The broker is `way` seconds away."""
     now, paused_until = 0.0, 0.0
-    # When the answer to each message can be read.
+    # The times at which the answer to each message can be read.
     answers = [way] * window
     settled, in_flight = 0, window
     while now < 40 * way:
@@ -39,7 +39,7 @@ def _throughput(window: int, way: float, coalesces: bool) -> float:
         settled += read
         delay = coalescing.delay(_SIZE, in_flight - read) if coalesces else 0.0
         paused_until = now + (_TICK if delay else 0.0)
-        # Each takes its time to be made, and so the answers spread out.
+        # Making each message takes time, so the answers are spread out.
         for at in range(read):
             heapq.heappush(answers, now + way + 3e-6 * at)
     return settled / now
@@ -56,6 +56,8 @@ def _throughput(window: int, way: float, coalesces: bool) -> float:
         (5000, 0.012, 0.9),
     ],
 )
-def test_a_distant_broker_costs_a_producer_little_more_cpu_time(window: int, way: float, least: float) -> None:
+def test_reading_confirms_of_a_distant_broker_with_a_delay_costs_little_throughput(
+    window: int, way: float, least: float
+) -> None:
     ratio = _throughput(window, way, coalesces=True) / _throughput(window, way, coalesces=False)
     assert ratio >= least

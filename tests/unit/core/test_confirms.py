@@ -22,7 +22,7 @@ from tests.interrupting import interrupted
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, returned, send, wait, wire, write
 
 
-def test_an_ack_confirms_only_its_message() -> None:
+def test_a_single_ack_confirms_only_the_message_with_that_delivery_tag() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -31,7 +31,7 @@ def test_an_ack_confirms_only_its_message() -> None:
     assert protocol.window.used == 2
 
 
-def test_a_multiple_ack_confirms_all_messages_up_to_its_tag() -> None:
+def test_a_multiple_ack_confirms_all_messages_up_to_its_delivery_tag() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(5)]
     drain(protocol)
@@ -43,7 +43,7 @@ def test_a_multiple_ack_confirms_all_messages_up_to_its_tag() -> None:
     assert protocol.unsettled == 1
 
 
-def test_a_multiple_ack_of_tag_0_confirms_exactly_the_written_messages() -> None:
+def test_a_multiple_ack_with_delivery_tag_0_confirms_exactly_the_written_messages() -> None:
     protocol = make()
     receipts = [send(protocol, b"1")]
     size = protocol.unwritten
@@ -71,7 +71,7 @@ def test_acks_in_any_order_settle_each_message_once() -> None:
 
 
 @pytest.mark.parametrize(("tag", "multiple"), [(0, False), (3, False), (3, True), (99, True), ((1 << 64) - 1, False)])
-def test_an_answer_to_a_message_that_was_not_written_settles_nothing_and_is_logged(tag: int, multiple: bool) -> None:
+def test_an_ack_for_a_message_that_was_not_written_settles_nothing_and_is_logged(tag: int, multiple: bool) -> None:
     protocol = make(name="orders")
     protocol.reports.logs.clear()
     receipts = [send(protocol, b"12")]
@@ -85,7 +85,7 @@ def test_an_answer_to_a_message_that_was_not_written_settles_nothing_and_is_logg
     assert logged(protocol) == [said] * 2
 
 
-def test_a_half_written_message_is_confirmed_only_after_its_last_byte() -> None:
+def test_an_ack_confirms_a_message_only_if_its_last_byte_was_written() -> None:
     protocol = make()
     receipt = send(protocol)
     write(protocol, protocol.unwritten - 1)
@@ -96,7 +96,7 @@ def test_a_half_written_message_is_confirmed_only_after_its_last_byte() -> None:
     assert receipt.delivered
 
 
-def test_a_nack_settles_as_nacked_and_frees_capacity() -> None:
+def test_a_nack_settles_its_message_as_nacked_and_frees_capacity() -> None:
     protocol = make(capacity=2)
     receipts = [send(protocol), send(protocol)]
     ticket = wait(protocol)
@@ -108,7 +108,7 @@ def test_a_nack_settles_as_nacked_and_frees_capacity() -> None:
     assert ticket.receipt is not None
 
 
-def test_a_wait_for_a_receipt_is_woken_when_it_is_settled() -> None:
+def test_a_caller_that_waits_for_a_receipt_is_woken_when_the_receipt_is_settled() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol), send(protocol)]
     receipts[0]._waiter = "acked"
@@ -124,7 +124,7 @@ def test_a_wait_for_a_receipt_is_woken_when_it_is_settled() -> None:
 # Returns.
 
 
-def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
+def test_a_basic_return_followed_by_an_ack_settles_the_message_as_returned() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -138,7 +138,7 @@ def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
     assert "(312 NO_ROUTE)" in str(error)
 
 
-def test_a_return_with_a_generated_id_finds_its_message_among_many_messages_and_after_a_refused_message() -> None:
+def test_a_basic_return_with_a_generated_message_id_finds_its_message_among_many() -> None:
     protocol = make()
     with pytest.raises(ValueError):
         protocol.admission.send(b"x", "", "k" * 256, 0.0)
@@ -150,7 +150,7 @@ def test_a_return_with_a_generated_id_finds_its_message_among_many_messages_and_
     assert [receipt for receipt in receipts if receipt.outcome is Outcome.RETURNED] == [receipts[15]]
 
 
-def test_a_return_with_an_id_set_by_the_application_finds_its_message() -> None:
+def test_a_basic_return_with_a_message_id_set_by_the_application_finds_its_message() -> None:
     protocol = make()
     receipts = [send(protocol, Message(b"x", message_id=f"order {number}")) for number in range(3)]
     drain(protocol)
@@ -160,7 +160,7 @@ def test_a_return_with_an_id_set_by_the_application_finds_its_message() -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_the_first_return_belongs_to_the_first_of_two_messages_with_the_same_id() -> None:
+def test_the_first_basic_return_belongs_to_the_first_of_two_messages_with_the_same_id() -> None:
     protocol = make()
     receipts = [send(protocol, Message(b"x", message_id="same")) for _ in range(3)]
     drain(protocol)
@@ -172,7 +172,7 @@ def test_the_first_return_belongs_to_the_first_of_two_messages_with_the_same_id(
     assert not protocol.parts.returns.by_id
 
 
-def test_E2_forgetting_a_message_twice_after_an_interrupt_keeps_another_message_with_the_same_id() -> None:
+def test_E2_repeating_an_interrupted_removal_of_a_message_id_keeps_another_message_with_that_id() -> None:
     protocol = make()
     first, second = [send(protocol, Message(b"x", message_id="same")) for _ in range(2)]
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_E2_forgetting_a_message_twice_after_an_interrupt_keeps_another_message_
         assert protocol.parts.returns.by_id == {"same": [second]}
 
 
-def test_a_return_finds_the_right_one_of_two_messages_with_the_same_id_and_different_destinations() -> None:
+def test_a_basic_return_finds_its_message_among_two_with_the_same_id_and_different_destinations() -> None:
     protocol = make()
     good = send(protocol, Message(b"x", message_id="same"), key="good")
     bad = send(protocol, Message(b"x", message_id="same"), key="bad")
@@ -190,7 +190,7 @@ def test_a_return_finds_the_right_one_of_two_messages_with_the_same_id_and_diffe
     assert (good.outcome, bad.outcome) == (Outcome.CONFIRMED, Outcome.RETURNED)
 
 
-def test_an_application_id_that_looks_generated_is_not_mistaken_for_a_generated_one() -> None:
+def test_a_message_id_from_the_application_that_looks_generated_is_not_mistaken_for_a_generated_id() -> None:
     protocol = make()
     ours = send(protocol, b"1")
     own = send(protocol, Message(b"2", message_id=ours.message_id))
@@ -204,7 +204,7 @@ def test_an_application_id_that_looks_generated_is_not_mistaken_for_a_generated_
 @pytest.mark.parametrize(
     "message_id", [None, "", "another", PREFIX, "p-no number", "p-000000000001 ", "p-000000000009", "p-000000000003"]
 )
-def test_a_return_that_matches_no_message_in_flight_settles_nothing_and_is_logged(message_id: str | None) -> None:
+def test_a_basic_return_that_matches_no_message_in_flight_settles_nothing_and_is_logged(message_id: str | None) -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol, Message(b"x", message_id="own")), send(protocol)]
     drain(protocol)
@@ -220,7 +220,7 @@ def test_a_return_that_matches_no_message_in_flight_settles_nothing_and_is_logge
 
 
 @pytest.mark.parametrize("message_id", [None, "own"])
-def test_a_message_that_is_not_fully_written_cannot_be_returned(message_id: str | None) -> None:
+def test_a_basic_return_for_a_message_that_is_not_fully_written_settles_nothing(message_id: str | None) -> None:
     protocol = make()
     first = send(protocol, Message(b"1", message_id=message_id))
     size = protocol.unwritten
@@ -277,7 +277,7 @@ def test_without_confirms_a_message_settles_as_sent_once_it_is_fully_written() -
     assert protocol.unsettled == 0
 
 
-def test_without_confirms_later_messages_settle() -> None:
+def test_without_confirms_messages_with_the_same_message_id_each_settle_as_sent() -> None:
     protocol = make(confirms=False)
     for _ in range(3):
         receipt = send(protocol, Message(b"x", message_id="own"))
@@ -286,7 +286,7 @@ def test_without_confirms_later_messages_settle() -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_without_confirms_a_return_is_a_separate_failure() -> None:
+def test_without_confirms_a_basic_return_is_reported_as_a_failure_besides_the_outcome_sent() -> None:
     protocol = make(confirms=False)
     receipt = send(protocol, b"lost")
     drain(protocol)
@@ -298,7 +298,7 @@ def test_without_confirms_a_return_is_a_separate_failure() -> None:
     assert protocol.window.used == 0
 
 
-def test_without_confirms_a_return_of_an_unwritten_message_does_not_change_it() -> None:
+def test_without_confirms_a_basic_return_does_not_change_a_message_that_is_not_written() -> None:
     protocol = make(confirms=False)
     receipt = send(protocol)
     returned(protocol, receipt.message_id)
@@ -307,14 +307,14 @@ def test_without_confirms_a_return_of_an_unwritten_message_does_not_change_it() 
     assert len(protocol.reports.take_failures()) == 1
 
 
-def test_without_confirms_a_return_with_invalid_names_is_a_frame_error() -> None:
+def test_without_confirms_a_basic_return_with_invalid_names_raises_frame_error() -> None:
     protocol = make(confirms=False)
     with pytest.raises(FrameError, match="routing_key has 765 bytes"):
         returned(protocol, None, key="\ufffd" * 255)
     assert not protocol.reports.failures
 
 
-def test_without_confirms_a_return_is_not_reported_as_a_second_receipt_of_its_message() -> None:
+def test_without_confirms_a_basic_return_does_not_report_the_receipt_of_the_message_again() -> None:
     protocol = make(confirms=False, max_failed_bytes=1000 * 516)
     protocol.reports.settled = []
     send(protocol)
@@ -336,7 +336,7 @@ def test_without_confirms_a_return_is_not_reported_as_a_second_receipt_of_its_me
 # What is on the wire.
 
 
-def test_every_message_gets_an_id_of_fixed_width_unless_it_has_an_id() -> None:
+def test_every_message_without_an_id_gets_a_generated_id_of_fixed_width() -> None:
     protocol = make()
     receipts = [
         send(protocol, b"plain"),
@@ -353,7 +353,7 @@ def test_every_message_gets_an_id_of_fixed_width_unless_it_has_an_id() -> None:
     assert [message.properties.delivery_mode for message in messages] == [2, 2, 2, 2]
 
 
-def test_a_message_has_an_id_only_if_the_application_sets_it_when_message_ids_is_off() -> None:
+def test_with_message_ids_off_a_message_has_only_an_id_that_the_application_set() -> None:
     protocol = make(message_ids=False)
     receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
     messages = wire(drain(protocol)).messages
@@ -369,7 +369,7 @@ def test_a_message_has_an_id_only_if_the_application_sets_it_when_message_ids_is
     assert all(receipt.delivered for receipt in receipts)
 
 
-def test_the_mandatory_flag_is_written_with_the_value_of_the_setting() -> None:
+def test_basic_publish_has_the_mandatory_flag_exactly_if_the_setting_mandatory_is_on() -> None:
     for mandatory in (True, False):
         protocol = make(mandatory=mandatory)
         send(protocol)
@@ -378,7 +378,7 @@ def test_the_mandatory_flag_is_written_with_the_value_of_the_setting() -> None:
         assert bool(protocol.parts.returns.by_id) == mandatory, "what is never returned need not be found"
 
 
-def test_every_message_goes_to_its_own_destination_even_on_the_next_channel() -> None:
+def test_every_message_goes_to_its_exchange_and_routing_key_even_after_the_channel_is_reopened() -> None:
     protocol = make(exchange="ex", routing_key="q")
     places = [("ex", "q"), ("ex", "q"), ("", "q"), ("ex", "a"), ("ex", "a"), ("", "a"), ("ex", "q")]
     for channel in (1, 2):
@@ -395,7 +395,7 @@ def test_every_message_goes_to_its_own_destination_even_on_the_next_channel() ->
         protocol.channel_opened(2, FRAME_MAX, 0.0)
 
 
-def test_bodies_of_every_length_around_the_frame_size_arrive_whole() -> None:
+def test_messages_with_bodies_of_every_length_around_the_frame_size_arrive_whole() -> None:
     protocol = make(max_unwritten_bytes=1 << 30)
     lengths = [0, 1, 4087, 4088, 4089, 8176, 8177, 50_000]
     bodies = [bytes([number]) * length for number, length in enumerate(lengths)]
@@ -435,7 +435,7 @@ def test_a_message_with_every_property_arrives_with_every_property() -> None:
 # Failures that the application has not seen.
 
 
-def test_a_failure_that_was_not_read_is_kept_until_it_is_read() -> None:
+def test_the_failure_of_a_message_is_kept_until_the_application_reads_it() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(4)]
     drain(protocol)
@@ -450,7 +450,7 @@ def test_a_failure_that_was_not_read_is_kept_until_it_is_read() -> None:
     assert protocol.reports.take_failures() == []
 
 
-def test_failures_are_reported_immediately_to_callers_that_want_all_receipts() -> None:
+def test_a_producer_that_reports_all_receipts_to_a_callback_keeps_no_list_of_failures() -> None:
     protocol = make()
     protocol.reports.settled = []
     receipt = send(protocol)
@@ -460,7 +460,7 @@ def test_failures_are_reported_immediately_to_callers_that_want_all_receipts() -
     assert protocol.reports.take_failures() == []
 
 
-def test_failures_that_were_read_do_not_pile_up_in_a_producer_that_never_flushes() -> None:
+def test_failed_messages_that_the_application_has_read_are_not_stored_until_the_next_flush() -> None:
     protocol = make()
     kept: list[Receipt] = []
     for tag in range(1, 1001):
@@ -475,7 +475,7 @@ def test_failures_that_were_read_do_not_pile_up_in_a_producer_that_never_flushes
     assert protocol.reports.take_failures() == kept
 
 
-def test_nothing_is_stored_about_a_settled_message() -> None:
+def test_a_producer_stores_nothing_about_settled_messages() -> None:
     protocol = make()
     message = Message(b"x", message_id="own")
     before = sys.getrefcount(message)
@@ -485,7 +485,7 @@ def test_nothing_is_stored_about_a_settled_message() -> None:
     assert sys.getrefcount(message) == before
 
 
-def test_settling_does_not_open_a_gate_with_other_holds() -> None:
+def test_a_confirm_that_frees_capacity_admits_no_waiting_message_while_the_producer_is_paused() -> None:
     protocol = make(capacity=1)
     protocol.reports.events = []
     send(protocol)
@@ -529,7 +529,7 @@ def nack(protocol: ProducerProtocol, body: bytes) -> Receipt:
     return receipt
 
 
-def test_E6_unread_failures_are_bounded_and_the_oldest_are_dropped() -> None:
+def test_E6_the_list_of_failed_messages_that_nobody_reads_is_bounded_and_the_oldest_are_dropped() -> None:
     protocol = make(max_failed_bytes=100 * 1512, on_refused="fail")
     receipts = [nack(protocol, b"%01000d" % number) for number in range(1000)]
     assert 90 < len(protocol.reports.failures) <= 100
@@ -547,7 +547,7 @@ def test_E6_unread_failures_are_bounded_and_the_oldest_are_dropped() -> None:
     assert len(protocol.reports.take_failures()) == 1, "it begins anew"
 
 
-def test_E6_failures_that_occur_together_do_not_drop_each_other() -> None:
+def test_E6_messages_that_fail_together_are_all_kept_even_if_they_exceed_max_failed_bytes() -> None:
     protocol = make(max_failed_bytes=1, on_refused="fail")
     receipts = [send(protocol, b"x" * 100) for _ in range(50)]
     drain(protocol)
@@ -556,7 +556,7 @@ def test_E6_failures_that_occur_together_do_not_drop_each_other() -> None:
     assert protocol.reports.take_dropped() == 0
 
 
-def test_E6_failures_that_were_read_are_not_counted_as_dropped() -> None:
+def test_E6_failed_messages_that_the_application_has_read_are_not_counted_as_dropped() -> None:
     protocol = make(max_failed_bytes=10_000, on_refused="fail")
     for _ in range(1000):
         nack(protocol, b"x" * 100).error()
@@ -565,7 +565,7 @@ def test_E6_failures_that_were_read_are_not_counted_as_dropped() -> None:
     assert not [line for line in logged(protocol) if "max_failed_bytes" in line]
 
 
-def test_E6_failures_after_the_producer_is_closed_are_kept() -> None:
+def test_E6_failures_of_messages_after_the_producer_is_closed_are_kept() -> None:
     protocol = make(max_failed_bytes=1, on_refused="fail")
     receipts = [send(protocol, b"x" * 100) for _ in range(50)]
     drain(protocol)
@@ -575,7 +575,7 @@ def test_E6_failures_after_the_producer_is_closed_are_kept() -> None:
     assert protocol.reports.take_failures() == receipts, "no more than was unsettled"
 
 
-def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_the_number_of_unread_failures() -> None:
+def test_E7_the_cost_to_store_a_failed_message_does_not_depend_on_the_number_of_unread_failures() -> None:
     protocol = make(max_failed_bytes=2000 * 613, on_refused="fail")
     looks = 0
 
@@ -596,7 +596,7 @@ def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_the_number_of_unrea
     assert looks < 5 * 20_000
 
 
-def test_E6_an_interrupt_while_old_failures_are_dropped_loses_no_other_failure() -> None:
+def test_E6_ctrl_c_while_the_oldest_unread_failures_are_dropped_loses_no_other_failure() -> None:
     for at in range(1, 1000):
         protocol = make(max_failed_bytes=5 * 612, on_refused="fail")
         for _ in range(5):

@@ -61,7 +61,7 @@ HOLD = Hold(HoldKind.CHANNEL_FLOW, since=1.0)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_can_be_pickled_and_copied(value: Any, copied: Callable[[Any], Any]) -> None:
+def test_each_public_value_can_be_pickled_and_copied(value: Any, copied: Callable[[Any], Any]) -> None:
     found = copied(value)
     assert type(found) is type(value)
     assert found == value
@@ -74,7 +74,7 @@ def test_the_arguments_of_a_copied_queue_cannot_be_changed() -> None:
             copied.arguments["b"] = 2  # type: ignore[index]  # on purpose
 
 
-def test_a_later_change_of_the_arguments_by_the_caller_has_no_effect() -> None:
+def test_a_queue_is_not_changed_when_the_caller_changes_the_dict_of_arguments_later() -> None:
     arguments: dict[str, Any] = {"list": [1]}
     queue = Queue("q", arguments=arguments)
     arguments["list"].append(2)

@@ -17,7 +17,7 @@ from qflow_client.renewal import Answer, Asker, Failure, Renewer
 SETTINGS = ProducerSettings(reconnect_delay=0.1, reconnect_delay_max=1.0, reconnect_jitter=0, connect_timeout=5.0)
 
 
-def test_the_secret_is_not_in_the_repr() -> None:
+def test_the_repr_of_credentials_does_not_contain_the_secret() -> None:
     assert repr(Credentials("ann", "s3cret", 30)) == "Credentials(username='ann', expires_in=30)"
 
 
@@ -34,7 +34,7 @@ def test_the_secret_is_not_in_the_repr() -> None:
         (("ann", "s3cret", "30"), "Credentials.expires_in='30': it must be"),
     ],
 )
-def test_invalid_arguments_of_credentials_are_refused(arguments: Any, words: str) -> None:
+def test_credentials_with_invalid_arguments_raise_an_error(arguments: Any, words: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Credentials(*arguments)
     assert words in str(caught.value)
@@ -50,13 +50,13 @@ def test_credentials_are_renewed_after_four_fifths_of_their_lifetime() -> None:
     assert expiry.wait(1e9) is None
 
 
-def test_credentials_that_are_about_to_expire_are_requested_at_most_once_in_a_tenth_of_a_second() -> None:
+def test_credentials_with_a_short_remaining_lifetime_are_renewed_at_most_ten_times_a_second() -> None:
     expiry = Expiry(SETTINGS)
     expiry.obtained(Credentials("ann", "", 0.01), 0.0)
     assert expiry.wait(0.0) == 0.1
 
 
-def test_failures_are_retried_with_growing_delays_until_the_current_credentials_expire() -> None:
+def test_a_failed_renewal_of_credentials_is_retried_with_growing_delays_until_they_expire() -> None:
     expiry = Expiry(SETTINGS)
     expiry.obtained(Credentials("ann", "", 30.0), 0.0)
     assert [expiry.patience(now) for now in (24.0, 27.0, 31.0)] == [5.0, 3.0, 0.0]
@@ -89,7 +89,7 @@ def expired() -> Credentials:
         (lambda: "s3cret", "returned a str; return Credentials"),
     ],
 )
-def test_an_error_of_the_callable_is_reported_without_its_text(function: Any, words: str) -> None:
+def test_an_exception_of_the_credentials_callable_is_reported_without_its_text(function: Any, words: str) -> None:
     answers: list[Answer] = []
     asker = Asker(function, "it")
     asker.ask(answers.append)
@@ -100,7 +100,9 @@ def test_an_error_of_the_callable_is_reported_without_its_text(function: Any, wo
     assert re.search(words, answers[0].why)
 
 
-def test_a_thread_that_cannot_be_started_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewal_of_credentials_whose_thread_cannot_be_started_counts_as_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def start(_thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -126,7 +128,7 @@ class World:
         self.user = "ann"
         # While one of these is set, no token can be obtained, or the issuer or the broker does not answer.
         self.fails = self.hangs = self.is_mute = self.has_no_channel = False
-        # Until when the token is valid that the broker has; None without a connection.
+        # The end of the validity of the token that the broker has. None without a connection.
         self.valid_until: float | None = None
         self.dropped: list[float] = []
         self.left: list[tuple[float, str]] = []
@@ -211,7 +213,7 @@ class World:
         self.call_later(0.1, self.connect)
 
 
-def test_with_tokens_valid_for_30_seconds_no_connection_is_lost_in_ten_minutes() -> None:
+def test_with_tokens_that_are_valid_for_30_seconds_no_connection_is_lost_in_ten_minutes() -> None:
     world = World()
     world.connect()
     world.run(600.0)
@@ -220,7 +222,7 @@ def test_with_tokens_valid_for_30_seconds_no_connection_is_lost_in_ten_minutes()
     assert len(world.issued) == 25
 
 
-def test_no_connection_is_lost_if_the_issuer_fails_for_less_than_a_fifth_of_the_lifetime() -> None:
+def test_no_connection_is_lost_if_the_token_issuer_fails_for_less_than_a_fifth_of_a_token_lifetime() -> None:
     world = World()
     world.connect()
     world.run(20.0)
@@ -232,7 +234,7 @@ def test_no_connection_is_lost_if_the_issuer_fails_for_less_than_a_fifth_of_the_
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs", "is_mute", "has_no_channel"])
-def test_without_new_credentials_a_connection_is_closed_before_the_broker_drops_it(how: str) -> None:
+def test_without_new_credentials_the_client_closes_the_connection_before_the_broker_drops_it(how: str) -> None:
     world = World()
     world.connect()
     world.run(20.0)
@@ -253,7 +255,7 @@ def test_without_new_credentials_a_connection_is_closed_before_the_broker_drops_
 
 
 @pytest.mark.parametrize(("ends", "renewed"), [(27.0, []), (29.0, [30.0])], ids=["of the issuer", "of the broker"])
-def test_new_credentials_that_arrive_after_the_end_of_the_connection_are_ignored(
+def test_credentials_that_arrive_after_the_end_of_their_connection_are_ignored(
     ends: float, renewed: list[float]
 ) -> None:
     world = World(latency=2.0)
@@ -266,7 +268,7 @@ def test_new_credentials_that_arrive_after_the_end_of_the_connection_are_ignored
     assert not world.renewer.is_asking
 
 
-def test_credentials_of_a_different_user_need_a_new_connection() -> None:
+def test_credentials_of_a_different_user_cause_a_reconnect() -> None:
     world = World()
     world.connect()
     world.run(10.0)

@@ -22,7 +22,7 @@ from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, returned, 
 PUBLISH = (60, 40)
 
 
-def test_a_lost_connection_settles_written_messages_as_unknown_and_unwritten_ones_as_failed() -> None:
+def test_a_lost_connection_settles_written_messages_as_unknown_and_unwritten_messages_as_failed() -> None:
     protocol = make(capacity_bytes=1000)
     protocol.reports.settled = []
     receipts = [send(protocol, b"1")]
@@ -41,7 +41,7 @@ def test_a_lost_connection_settles_written_messages_as_unknown_and_unwritten_one
     assert protocol.unwritten == 0
 
 
-def test_a_half_written_message_of_many_frames_is_unknown() -> None:
+def test_a_lost_connection_settles_a_half_written_message_of_many_frames_as_unknown() -> None:
     protocol = make()
     receipt = send(protocol, b"x" * 3 * MAX_BODY)
     write(protocol, MAX_BODY * 2)
@@ -49,7 +49,7 @@ def test_a_half_written_message_of_many_frames_is_unknown() -> None:
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_messages_answered_before_the_end_of_the_connection_keep_their_outcome() -> None:
+def test_messages_that_were_acked_or_nacked_before_the_end_of_the_connection_keep_their_outcome() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -61,7 +61,7 @@ def test_messages_answered_before_the_end_of_the_connection_keep_their_outcome()
 
 
 @pytest.mark.parametrize("code", [312, 313, 404])
-def test_a_message_that_was_returned_and_not_yet_acked_settles_as_returned(code: int) -> None:
+def test_a_lost_connection_settles_a_returned_message_without_ack_as_returned(code: int) -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", message_id="own"))
     drain(protocol)
@@ -71,7 +71,7 @@ def test_a_message_that_was_returned_and_not_yet_acked_settles_as_returned(code:
     assert not protocol.parts.returns.by_id
 
 
-def test_waiting_senders_get_the_lost_connection_as_error_and_later_sends_raise_it() -> None:
+def test_a_lost_connection_is_raised_as_an_error_from_waiting_and_later_sends() -> None:
     protocol = make(capacity=1)
     receipt = send(protocol)
     receipt._waiter = "receipt"
@@ -86,7 +86,7 @@ def test_waiting_senders_get_the_lost_connection_as_error_and_later_sends_raise_
         protocol.admission.send(b"x", "", "q", 2.0)
 
 
-def test_holds_by_the_broker_and_the_socket_end_with_the_connection() -> None:
+def test_holds_raised_for_the_broker_or_the_socket_end_with_the_connection() -> None:
     protocol = make(max_unwritten_bytes=1)
     protocol.reports.events = []
     send(protocol)
@@ -100,7 +100,7 @@ def test_holds_by_the_broker_and_the_socket_end_with_the_connection() -> None:
     assert all(event.flowed for event in protocol.reports.events), "it is never unflowed in between"
 
 
-def test_the_end_of_a_connection_is_handled_only_once() -> None:
+def test_a_second_report_that_the_connection_is_lost_changes_nothing() -> None:
     protocol = make()
     protocol.reports.settled = []
     receipt = send(protocol)
@@ -113,7 +113,7 @@ def test_the_end_of_a_connection_is_handled_only_once() -> None:
     assert protocol.in_flight == 0
 
 
-def test_an_answer_after_the_end_of_the_connection_settles_nothing() -> None:
+def test_an_ack_that_is_read_after_the_end_of_the_connection_settles_nothing() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -133,7 +133,7 @@ def test_an_answer_after_the_end_of_the_connection_settles_nothing() -> None:
     assert drain(protocol) == b""
 
 
-def test_a_channel_closed_for_a_published_message_rejects_the_only_message_in_flight() -> None:
+def test_a_channel_close_caused_by_basic_publish_rejects_the_only_message_in_flight() -> None:
     protocol = make()
     suspect = send(protocol, key="nowhere")
     drain(protocol)
@@ -151,7 +151,7 @@ def test_a_channel_closed_for_a_published_message_rejects_the_only_message_in_fl
     ]
 
 
-def test_no_message_is_resent_on_a_new_channel_if_on_disconnect_is_fail() -> None:
+def test_with_on_disconnect_fail_no_message_is_resent_on_a_new_channel() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -166,7 +166,7 @@ def test_no_message_is_resent_on_a_new_channel_if_on_disconnect_is_fail() -> Non
     assert protocol.wants_channel
 
 
-def test_a_channel_closed_for_one_of_several_messages_rejects_the_last_unsettled_one() -> None:
+def test_if_a_publish_closes_the_channel_the_only_message_without_an_answer_is_rejected() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -175,7 +175,7 @@ def test_a_channel_closed_for_one_of_several_messages_rejects_the_last_unsettled
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED]
 
 
-def test_a_channel_closed_for_a_different_reason_rejects_nothing() -> None:
+def test_a_channel_close_that_basic_publish_did_not_cause_rejects_no_message() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -183,7 +183,7 @@ def test_a_channel_closed_for_a_different_reason_rejects_nothing() -> None:
     assert not receipt.done
 
 
-def test_a_returned_message_is_not_blamed() -> None:
+def test_a_channel_close_does_not_reject_a_message_that_the_broker_had_returned() -> None:
     protocol = make()
     back = send(protocol)
     drain(protocol)
@@ -194,7 +194,7 @@ def test_a_returned_message_is_not_blamed() -> None:
     assert (error.reply_code, error.reply_text) == (312, "NO_ROUTE")
 
 
-def test_the_only_message_in_flight_that_was_not_returned_is_blamed() -> None:
+def test_a_channel_close_rejects_the_only_message_in_flight_that_the_broker_has_not_returned() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -203,7 +203,7 @@ def test_the_only_message_in_flight_that_was_not_returned_is_blamed() -> None:
     assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.REJECTED]
 
 
-def test_without_confirms_no_message_is_blamed() -> None:
+def test_without_confirms_a_channel_close_rejects_no_message() -> None:
     protocol = make(confirms=False)
     written, half = send(protocol), send(protocol)
     write(protocol, protocol.unwritten - 1)
@@ -217,7 +217,7 @@ def test_without_confirms_no_message_is_blamed() -> None:
     assert half.outcome is Outcome.REJECTED
 
 
-def test_a_half_written_message_can_be_blamed() -> None:
+def test_a_channel_close_can_reject_a_half_written_message() -> None:
     protocol = make()
     receipt = send(protocol, b"x" * 3 * MAX_BODY)
     write(protocol, MAX_BODY)
@@ -225,14 +225,14 @@ def test_a_half_written_message_can_be_blamed() -> None:
     assert receipt.outcome is Outcome.REJECTED
 
 
-def test_a_channel_closed_with_nothing_in_flight_fails_no_message() -> None:
+def test_a_channel_close_with_no_message_in_flight_fails_no_message() -> None:
     protocol = make()
     receipt = send(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     assert not receipt.done
 
 
-def test_without_confirms_a_half_written_message_is_unknown() -> None:
+def test_without_confirms_a_lost_connection_settles_a_half_written_message_as_unknown() -> None:
     protocol = make(confirms=False)
     receipts = [send(protocol), send(protocol)]
     write(protocol, 5)
@@ -253,7 +253,7 @@ def test_unsettled_receipts_are_listed_in_the_order_of_admission() -> None:
     st.floats(0, 1),
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=8),
 )
-def test_every_receipt_is_settled_exactly_once_at_any_stage_of_writing_and_answering(
+def test_a_lost_connection_settles_every_receipt_exactly_once_whatever_was_written_or_answered(
     sizes: list[int], share: float, answers: list[tuple[int, bool, bool]]
 ) -> None:
     protocol = make(capacity_bytes=1 << 20)
@@ -275,7 +275,7 @@ def test_every_receipt_is_settled_exactly_once_at_any_stage_of_writing_and_answe
     assert protocol.window.used == protocol.in_flight == 0
 
 
-def test_a_clean_close_is_not_a_flow_hold() -> None:
+def test_closing_a_producer_reports_no_flow_event_and_no_hold() -> None:
     protocol = make()
     protocol.reports.events = []
     protocol.reports.logs.clear()
@@ -286,7 +286,7 @@ def test_a_clean_close_is_not_a_flow_hold() -> None:
     assert (state.flowed, state.times_flowed, state.closed) == (False, 0, "the producer is closed")
 
 
-def test_a_lost_connection_is_reported_once() -> None:
+def test_a_lost_connection_is_reported_as_exactly_one_flowed_event() -> None:
     protocol = make()
     protocol.reports.events = []
     protocol.connection_lost("reset by peer", 2.0)
@@ -294,7 +294,7 @@ def test_a_lost_connection_is_reported_once() -> None:
     assert protocol.flow_state(3.0).times_flowed == 1
 
 
-def test_messages_that_fail_with_the_channel_carry_the_reason() -> None:
+def test_the_error_of_a_message_that_failed_with_the_channel_contains_the_reason_of_the_close() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol) for _ in range(3)]
     write(protocol, 2 * protocol.unwritten // 3)
@@ -305,7 +305,7 @@ def test_messages_that_fail_with_the_channel_carry_the_reason() -> None:
     ]
 
 
-def test_the_number_of_settled_messages_never_decreases() -> None:
+def test_the_count_of_settled_messages_never_decreases() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol)

@@ -40,7 +40,7 @@ def outcomes(receipts: list[Receipt]) -> list[Outcome | None]:
     st.floats(0.01, 100.0),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 3)), min_size=1, max_size=30),
 )
-def test_no_message_expires_too_early_or_more_than_one_interval_too_late(
+def test_a_message_expires_at_its_delivery_timeout_or_at_most_one_check_interval_later(
     timeout: float, steps: list[tuple[float, int]]
 ) -> None:
     expiry, now, number = Expiry(timeout, 0.0), 0.0, 1
@@ -66,7 +66,7 @@ def test_no_message_expires_too_early_or_more_than_one_interval_too_late(
         number += count
 
 
-def test_E16_the_outcome_of_an_expired_message_depends_on_whether_it_was_written_or_returned() -> None:
+def test_E16_at_the_delivery_timeout_a_written_message_settles_as_unknown_and_an_unwritten_one_as_failed() -> None:
     protocol = expiring(mandatory=True)
     receipts = [send(protocol, b"written"), send(protocol, Message(b"returned", message_id="own"))]
     write(protocol, protocol.unwritten)
@@ -90,7 +90,7 @@ def test_E16_the_outcome_of_an_expired_message_depends_on_whether_it_was_written
     assert send(protocol, b"next", now=12.0)._number == 5
 
 
-def test_E16_a_message_that_has_not_expired_is_sent() -> None:
+def test_E16_a_message_is_sent_if_it_is_not_older_than_the_delivery_timeout() -> None:
     protocol = expiring()
     old = send(protocol, b"old")
     drain(protocol)
@@ -103,7 +103,7 @@ def test_E16_a_message_that_has_not_expired_is_sent() -> None:
     assert young.outcome is Outcome.CONFIRMED
 
 
-def test_E16_an_expired_message_is_not_resent_after_a_lost_connection() -> None:
+def test_E16_a_message_that_has_exceeded_the_delivery_timeout_is_not_resent_after_a_lost_connection() -> None:
     protocol = expiring()
     written = send(protocol, b"written")
     drain(protocol)
@@ -117,7 +117,9 @@ def test_E16_an_expired_message_is_not_resent_after_a_lost_connection() -> None:
 
 
 @pytest.mark.parametrize("probed", [False, True])
-def test_E16_a_refused_message_that_expires_is_settled_as_nacked_unless_its_probe_is_in_flight(probed: bool) -> None:
+def test_E16_a_nacked_message_that_expires_settles_as_nacked_or_as_unknown_if_its_retry_is_in_flight(
+    probed: bool,
+) -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     refused, other = send(protocol, b"refused"), send(protocol, b"other")
     drain(protocol)
@@ -132,7 +134,7 @@ def test_E16_a_refused_message_that_expires_is_settled_as_nacked_unless_its_prob
     assert protocol.gate.is_open, "nothing is left to try"
 
 
-def test_E16_expired_messages_make_room_for_waiting_senders() -> None:
+def test_E16_messages_that_exceed_the_delivery_timeout_make_room_for_waiting_senders() -> None:
     protocol = expiring(capacity=1)
     send(protocol, b"old")
     drain(protocol)
@@ -152,14 +154,14 @@ def test_E16_no_timer_is_needed_without_a_delivery_timeout() -> None:
 
 
 @pytest.mark.parametrize("count", [1_000, 10_000])
-def test_E7_the_expiry_of_ten_thousand_messages_is_stored_in_fifty_entries(count: int) -> None:
+def test_E7_the_delivery_deadlines_of_any_number_of_messages_are_stored_in_about_fifty_entries(count: int) -> None:
     expiry = Expiry(TIMEOUT, 0.0)
     for number in range(count):
         expiry.expired_before(number, number / count * TIMEOUT)
     assert len(expiry._marks) <= 51
 
 
-def test_E16_no_message_is_rejected_in_place_of_an_expired_one_that_was_already_written() -> None:
+def test_E16_a_channel_close_rejects_no_message_if_an_expired_message_may_have_caused_it() -> None:
     protocol = expiring()
     culprit = send(protocol, b"culprit")
     drain(protocol)
@@ -176,7 +178,7 @@ def test_E16_no_message_is_rejected_in_place_of_an_expired_one_that_was_already_
     assert innocent.outcome is Outcome.CONFIRMED
 
 
-def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_message_expired_earlier() -> None:
+def test_E16_a_message_alone_in_flight_at_two_channel_closes_is_rejected_even_after_another_has_expired() -> None:
     protocol = expiring()
     send(protocol, b"expires")
     drain(protocol)
@@ -192,7 +194,7 @@ def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_me
     assert culprit.outcome is Outcome.REJECTED
 
 
-def test_E16_a_refused_message_is_unknown_if_an_expired_message_was_written_before_the_channel_close() -> None:
+def test_E16_a_close_for_lack_of_room_is_no_proof_of_a_nack_if_an_expired_message_may_have_caused_it() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     send(protocol, b"expires")
     drain(protocol)

@@ -1,4 +1,4 @@
-"""`Channel.Flow`, `Connection.Blocked`, pauses: what may leave, what may not, and in which order (J3 J7)."""
+"""`Channel.Flow`, `Connection.Blocked`, pauses: which messages may be written, and in which order (J3 J7)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .support import CHANNEL, FRAME_MAX, MAX_BODY, Published, Wire, drain, holds
 BODIES = [b"first", b"second", b"third"]
 
 
-def test_j7_flow_is_answered_and_then_no_message_is_written_until_flow_is_active() -> None:
+def test_j7_channel_flow_is_answered_and_then_no_message_is_written_until_flow_is_active() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -31,7 +31,7 @@ def test_j7_flow_is_answered_and_then_no_message_is_written_until_flow_is_active
     assert wire(drain(protocol)).short == [True, *BODIES]
 
 
-def test_j7_only_the_message_that_has_begun_is_written_before_the_answer() -> None:
+def test_j7_before_flow_ok_only_the_rest_of_a_half_written_message_is_written() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -44,7 +44,7 @@ def test_j7_only_the_message_that_has_begun_is_written_before_the_answer() -> No
 
 
 @pytest.mark.parametrize("border", [-1, 0, 1], ids=["before", "at", "after"])
-def test_j7_a_message_of_many_frames_that_has_begun_is_completed(border: int) -> None:
+def test_j7_after_channel_flow_a_half_written_message_of_many_frames_is_completed(border: int) -> None:
     protocol = make()
     large = b"L" * (3 * MAX_BODY)
     send(protocol, large)
@@ -59,7 +59,7 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_completed(border: int) ->
     assert read.read(drain(protocol)).short == [large, False, True, b"after"]
 
 
-def test_j7_completing_a_message_does_not_write_the_next_one() -> None:
+def test_j7_after_channel_flow_no_message_is_written_if_the_previous_message_was_written_completely() -> None:
     protocol = make()
     send(protocol, BODIES[0])
     size = protocol.unwritten
@@ -69,7 +69,7 @@ def test_j7_completing_a_message_does_not_write_the_next_one() -> None:
     assert read.read(drain(protocol)).short == [BODIES[0], False]
 
 
-def test_j7_waiting_messages_are_not_admitted_while_flowed_and_follow_messages_admitted_earlier() -> None:
+def test_j7_waiting_messages_are_admitted_when_flow_is_active_again_and_written_after_older_messages() -> None:
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
@@ -80,7 +80,7 @@ def test_j7_waiting_messages_are_not_admitted_while_flowed_and_follow_messages_a
     assert wire(written + drain(protocol)).short == [False, True, b"admitted", b"waits 1", b"waits 2"]
 
 
-def test_E15_a_probe_is_written_even_while_flowed_but_never_inside_a_message() -> None:
+def test_E15_a_liveness_probe_is_written_even_while_the_channel_is_flowed_but_never_inside_a_message() -> None:
     protocol = make()
     send(protocol)
     size = protocol.unwritten
@@ -92,7 +92,7 @@ def test_E15_a_probe_is_written_even_while_flowed_but_never_inside_a_message() -
     assert protocol.unwritten == 0
 
 
-def test_j7_every_flow_is_answered_even_if_it_repeats_the_current_state() -> None:
+def test_j7_every_channel_flow_is_answered_even_if_it_repeats_the_current_state() -> None:
     protocol = make()
     send(protocol, b"x")
     read = Wire().read(write(protocol, 1))
@@ -103,7 +103,7 @@ def test_j7_every_flow_is_answered_even_if_it_repeats_the_current_state() -> Non
     assert protocol.gate.times_closed == 2
 
 
-def test_j7_a_half_written_answer_is_not_interrupted_by_the_next_answer() -> None:
+def test_j7_a_half_written_flow_ok_is_completed_before_the_next_flow_ok() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     read = Wire().read(write(protocol, 4))
@@ -112,7 +112,7 @@ def test_j7_a_half_written_answer_is_not_interrupted_by_the_next_answer() -> Non
     assert read.read(drain(protocol)).short == [False, True, False]
 
 
-def test_a_flow_ok_does_not_count_as_a_message() -> None:
+def test_writing_a_flow_ok_does_not_count_as_writing_a_message() -> None:
     protocol = make()
     send(protocol)
     protocol.on_flow(False, 1.0)
@@ -127,7 +127,7 @@ def test_a_flow_ok_does_not_count_as_a_message() -> None:
     assert protocol.unsettled == 0
 
 
-def test_confirms_settle_messages_while_the_channel_is_stopped() -> None:
+def test_acks_settle_messages_while_channel_flow_stops_the_channel() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -136,7 +136,7 @@ def test_confirms_settle_messages_while_the_channel_is_stopped() -> None:
     assert receipt.delivered
 
 
-def test_a_blocked_connection_holds_messages_that_have_not_begun() -> None:
+def test_connection_blocked_holds_messages_of_which_no_byte_was_written() -> None:
     protocol = make()
     send(protocol, b"first")
     send(protocol, b"second")
@@ -152,7 +152,9 @@ def test_a_blocked_connection_holds_messages_that_have_not_begun() -> None:
 
 
 @pytest.mark.parametrize("flow_first", [True, False])
-def test_flow_and_blocked_may_overlap_and_the_last_one_to_end_releases_the_producer(flow_first: bool) -> None:
+def test_if_channel_flow_and_connection_blocked_overlap_the_producer_is_released_when_both_have_ended(
+    flow_first: bool,
+) -> None:
     protocol = make()
     send(protocol)
     protocol.on_flow(False, 1.0)
@@ -183,7 +185,7 @@ def test_d5_a_paused_producer_still_writes_admitted_messages() -> None:
     assert ticket.receipt is not None
 
 
-def test_a_connection_that_is_blocked_before_the_channel_opens_stays_blocked() -> None:
+def test_a_connection_blocked_that_arrives_before_the_channel_opens_holds_the_producer() -> None:
     protocol = make(opened=False)
     ticket = wait(protocol)
     protocol.on_blocked("low on memory", 1.0)
@@ -195,7 +197,7 @@ def test_a_connection_that_is_blocked_before_the_channel_opens_stays_blocked() -
 
 
 @given(st.data())
-def test_j7_no_message_begins_between_flow_ok_and_an_active_flow_in_any_order_of_writes_and_flows(
+def test_j7_for_any_order_of_writes_and_flows_no_message_begins_between_flow_ok_and_an_active_flow(
     data: st.DataObject,
 ) -> None:
     protocol = make(max_unwritten_bytes=1 << 30)
@@ -227,7 +229,7 @@ def test_j7_no_message_begins_between_flow_ok_and_an_active_flow_in_any_order_of
 # Events.
 
 
-def test_flow_events_report_every_change_in_order_with_its_wall_time_and_duration() -> None:
+def test_flow_events_report_every_change_of_the_holds_in_order_with_wall_time_and_duration() -> None:
     protocol = make(name="orders", wall_offset=1000.0)
     protocol.reports.events = []
     protocol.on_flow(False, 10.0)
@@ -251,7 +253,7 @@ def test_flow_events_report_every_change_in_order_with_its_wall_time_and_duratio
     assert {event.producer for event in protocol.reports.events} == {"orders"}
 
 
-def test_all_reported_times_of_a_hold_are_wall_time() -> None:
+def test_all_times_of_a_hold_that_are_reported_to_the_application_are_wall_time() -> None:
     protocol = make(capacity=1, wall_offset=1000.0, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -286,7 +288,7 @@ def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("listened", [True, False])
-def test_a_producer_that_replaces_another_one_notifies_listeners_only_of_holds_that_differ(listened: bool) -> None:
+def test_a_producer_that_replaces_another_one_reports_only_holds_that_differ_between_the_two(listened: bool) -> None:
     left, goes_on = make(), make()
     for protocol in (left, goes_on):
         protocol.reports.events = [] if listened or protocol is goes_on else None
@@ -305,13 +307,13 @@ def test_a_producer_that_replaces_another_one_notifies_listeners_only_of_holds_t
     ]
 
 
-def test_without_listeners_no_event_is_created() -> None:
+def test_a_producer_without_event_listeners_creates_no_flow_events() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     assert protocol.reports.events is None
 
 
-def test_the_flow_state_shows_each_hold_its_start_its_count_and_its_duration() -> None:
+def test_the_flow_state_shows_the_start_the_count_and_the_duration_of_each_hold() -> None:
     protocol = make(wall_offset=1000.0, opened=False)
     protocol.channel_opened(1, 4096, 2.0)
     state = protocol.flow_state(3.0)
@@ -325,7 +327,7 @@ def test_the_flow_state_shows_each_hold_its_start_its_count_and_its_duration() -
     assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
 
 
-def test_holds_that_begin_before_the_first_connection_count_only_from_the_connection_on() -> None:
+def test_the_duration_of_a_hold_raised_before_the_first_connection_counts_only_from_the_connection_on() -> None:
     protocol = make(opened=False, capacity=1)
     wait(protocol)
     wait(protocol)
@@ -340,7 +342,7 @@ def test_holds_that_begin_before_the_first_connection_count_only_from_the_connec
     assert paused.flow_state(3.0).times_flowed == 1
 
 
-def test_confirms_do_not_lift_a_hold_by_the_socket() -> None:
+def test_acks_do_not_lift_a_hold_for_unwritten_bytes() -> None:
     protocol = make(max_unwritten_bytes=100)
     first = send(protocol)
     size = protocol.unwritten
@@ -370,7 +372,7 @@ def test_the_flow_state_shows_whether_and_why_the_producer_is_closed() -> None:
     assert (state.flowed, state.since, state.closed) == (True, 2.0, "reset by peer")
 
 
-def test_the_flow_state_is_updated_for_a_window_or_a_rate_that_changed_since_the_last_call() -> None:
+def test_reading_the_flow_state_lifts_holds_by_the_window_or_the_rate_limit_that_are_outdated() -> None:
     protocol = make(capacity=1, rate=1.0)
     send(protocol, now=0.0)
     assert [hold.kind for hold in protocol.flow_state(0.0).holds] == ["capacity"]
@@ -380,7 +382,9 @@ def test_the_flow_state_is_updated_for_a_window_or_a_rate_that_changed_since_the
     assert not protocol.flow_state(1.0).flowed
 
 
-def test_holds_that_need_attention_are_logged_at_a_higher_level(caplog: pytest.LogCaptureFixture) -> None:
+def test_holds_that_need_attention_of_an_operator_are_logged_at_a_higher_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG)
     protocol = make(name="orders", capacity=1)
     protocol.reports.logs.clear()
@@ -403,7 +407,7 @@ def test_holds_that_need_attention_are_logged_at_a_higher_level(caplog: pytest.L
     assert {(record.filename, record.funcName) for record in caplog.records} == {("reporting.py", "report_hold")}
 
 
-def test_log_records_below_the_level_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_entries_below_the_level_of_the_logger_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "qflow_client")
     protocol = make()
     protocol.on_flow(False, 1.0)
@@ -411,7 +415,7 @@ def test_log_records_below_the_level_are_not_stored(caplog: pytest.LogCaptureFix
     assert [level for level, *_ in protocol.reports.logs] == [logging.WARNING]
 
 
-def test_the_time_before_the_first_connection_does_not_count_as_flowed_time() -> None:
+def test_the_time_before_the_first_connection_of_a_producer_does_not_count_as_flowed_time() -> None:
     protocol = make(opened=False)
     protocol.channel_opened(1, 4096, 2.0)
     assert protocol.flow_state(3.0).times_flowed == 0
@@ -428,7 +432,7 @@ def test_a_producer_without_listeners_that_connects_in_the_background_creates_no
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_only_a_producer_that_connects_in_the_background_reports_that_it_is_not_connected_yet(
+def test_only_a_producer_that_connects_in_the_background_counts_as_flowed_until_its_first_connection(
     *, in_background: bool
 ) -> None:
     protocol = make(opened=False)
@@ -443,7 +447,7 @@ def test_only_a_producer_that_connects_in_the_background_reports_that_it_is_not_
 
 
 @pytest.mark.parametrize("is_lifted_first", [False, True])
-def test_a_hold_that_is_raised_before_the_first_connection_has_flowed_and_unflowed_events(
+def test_a_hold_raised_before_the_first_connection_is_reported_by_a_flowed_and_an_unflowed_event(
     *, is_lifted_first: bool
 ) -> None:
     protocol = make(opened=False)
@@ -457,7 +461,7 @@ def test_a_hold_that_is_raised_before_the_first_connection_has_flowed_and_unflow
     assert [event.kind for event in protocol.reports.events] == ["flowed", "unflowed"]
 
 
-def test_a_background_connect_during_a_pause_adds_one_more_hold() -> None:
+def test_a_producer_that_connects_in_the_background_while_paused_reports_the_connect_as_a_second_hold() -> None:
     protocol = make(opened=False)
     protocol.reports.events = []
     protocol.hold(HoldKind.PAUSED, 1.0)
@@ -485,7 +489,7 @@ def test_j7_a_stopped_channel_writes_nothing_of_an_encoded_message_of_many_frame
     assert len(message.body) == 3 * MAX_BODY
 
 
-def test_stopping_the_writer_reports_whether_a_message_is_half_written() -> None:
+def test_the_method_that_stops_writing_returns_whether_a_message_is_half_written() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol, b"body")
@@ -498,7 +502,7 @@ def test_stopping_the_writer_reports_whether_a_message_is_half_written() -> None
     assert (protocol.unsettled, protocol.written) == (3, 1)
 
 
-def test_E6_undelivered_flow_events_are_bounded_and_counted() -> None:
+def test_E6_the_number_of_undelivered_flow_events_is_bounded_and_dropped_events_are_counted() -> None:
     protocol = make(max_flow_events=5, capacity=1)
     protocol.reports.events = []
     for number in range(50):
@@ -514,7 +518,7 @@ def test_E6_undelivered_flow_events_are_bounded_and_counted() -> None:
     assert protocol.reports.lost_events.get(None, 0) > 0, "notices of sends that wait for others have no hold"
 
 
-def test_no_message_begins_after_the_end_of_writing_even_if_a_flow_stop_ends_later() -> None:
+def test_after_writing_was_stopped_for_good_no_message_begins_even_if_channel_flow_becomes_active() -> None:
     protocol = make()
     protocol.on_blocked("memory", 0.0)
     protocol.on_unblocked(0.1)

@@ -1,4 +1,4 @@
-"""`FlowLog` writes files of lines, on another thread than those that publish."""
+"""`FlowLog` writes lines to files, on a separate thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Fake:
         return lambda: self.listeners.remove(callback)
 
 
-def test_each_record_of_a_hold_can_be_evaluated_without_any_other_record() -> None:
+def test_each_flow_log_record_of_a_hold_can_be_evaluated_without_any_other_record() -> None:
     lines: list[dict[str, Any]] = []
     producer = ProducerLines("p", "orders", lines.append, 9_000_000)
     producer.event(_event(FlowEventKind.FLOWED, A, (A,), 10.0, 100))
@@ -73,7 +73,7 @@ def test_each_record_of_a_hold_can_be_evaluated_without_any_other_record() -> No
     ]
 
 
-def test_holds_that_began_before_a_producer_was_watched_are_recorded_from_then_on(tmp_path: Path) -> None:
+def test_holds_that_began_before_the_flow_log_watched_the_producer_are_recorded_from_then_on(tmp_path: Path) -> None:
     producer = Fake(A)
     with FlowLog(tmp_path, period=0.02) as log:
         log.watch(producer)
@@ -88,7 +88,7 @@ def test_holds_that_began_before_a_producer_was_watched_are_recorded_from_then_o
     assert producer.listeners == []
 
 
-def test_files_are_rotated_by_size_and_only_a_limited_number_is_kept(tmp_path: Path) -> None:
+def test_flow_log_files_are_rotated_by_size_and_only_a_limited_number_is_kept(tmp_path: Path) -> None:
     with FlowLog(tmp_path, max_bytes=500, keep=3) as log:
         for number in range(40):
             log.write({"at": number, "kind": "test", "text": "x" * 90})
@@ -98,7 +98,7 @@ def test_files_are_rotated_by_size_and_only_a_limited_number_is_kept(tmp_path: P
     assert [line["at"] for line in _lines(tmp_path)] == list(range(25, 40))
 
 
-def test_a_file_is_rotated_by_age_unless_it_is_empty(tmp_path: Path) -> None:
+def test_a_flow_log_file_is_rotated_by_age_unless_it_is_empty(tmp_path: Path) -> None:
     with FlowLog(tmp_path, max_seconds=0.05) as log:
         log.write({"at": 1, "kind": "test"})
         deadline = time.monotonic() + 20
@@ -110,12 +110,12 @@ def test_a_file_is_rotated_by_age_unless_it_is_empty(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*"))) == 1
 
 
-def test_a_log_without_records_leaves_no_file(tmp_path: Path) -> None:
+def test_a_flow_log_without_records_leaves_no_file(tmp_path: Path) -> None:
     FlowLog(tmp_path / "deep" / "folder").close()
     assert list((tmp_path / "deep" / "folder").iterdir()) == []
 
 
-def test_records_are_dropped_and_counted_if_the_disk_is_too_slow(tmp_path: Path) -> None:
+def test_flow_log_records_are_dropped_and_counted_if_the_disk_is_too_slow(tmp_path: Path) -> None:
     with FlowLog(tmp_path, max_lines=10) as log:
         with log._writing:
             for number in range(15):
@@ -126,7 +126,7 @@ def test_records_are_dropped_and_counted_if_the_disk_is_too_slow(tmp_path: Path)
     assert (len(kept), last["kind"], last["lost"]) == (10, "lost", 5)
 
 
-def test_files_of_a_killed_process_are_finished_by_the_next_log_and_files_in_use_are_not(tmp_path: Path) -> None:
+def test_a_new_flow_log_finishes_the_files_of_a_killed_process_but_not_files_in_use(tmp_path: Path) -> None:
     program = (
         "import os, sys; from qflow_client import FlowLog; log = FlowLog(sys.argv[1]); "
         "log.write({'at': 1, 'kind': 'test'}); log.flush(); os._exit(1)"
@@ -139,7 +139,7 @@ def test_files_of_a_killed_process_are_finished_by_the_next_log_and_files_in_use
             assert len(list(tmp_path.glob("_flow-*.jsonl"))) == 2
 
 
-def test_a_forked_child_does_not_touch_the_file_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_change_the_flow_log_file_of_its_parent(tmp_path: Path) -> None:
     program = (
         "import os, sys; from qflow_client import FlowLog; log = FlowLog(sys.argv[1]); "
         "log.write({'at': 1, 'kind': 'test'}); child = os.fork()\n"
@@ -160,7 +160,7 @@ def eager_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("eager_threads")
-def test_any_thread_may_write_while_holds_are_recorded(tmp_path: Path) -> None:
+def test_several_threads_may_write_records_to_one_flow_log_at_the_same_time(tmp_path: Path) -> None:
     with FlowLog(tmp_path, period=1e-6) as log:
 
         def write() -> None:
@@ -175,7 +175,7 @@ def test_any_thread_may_write_while_holds_are_recorded(tmp_path: Path) -> None:
     assert len(_lines(tmp_path)) == 2000
 
 
-def test_a_closed_producer_is_no_longer_recorded(tmp_path: Path) -> None:
+def test_the_flow_log_no_longer_records_a_closed_producer(tmp_path: Path) -> None:
     producer = Fake(A)
     with FlowLog(tmp_path, period=0.01) as log:
         log.watch(producer)
@@ -195,7 +195,7 @@ def test_a_closed_producer_is_no_longer_recorded(tmp_path: Path) -> None:
         ({"max_seconds": -1}, "max_seconds=-1: it must be more than 0 seconds"),
     ],
 )
-def test_a_setting_that_is_not_allowed_is_refused(tmp_path: Path, setting, words: str) -> None:
+def test_a_flow_log_with_an_invalid_argument_raises_an_error(tmp_path: Path, setting, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         FlowLog(tmp_path, **setting)
     assert list(tmp_path.iterdir()) == []

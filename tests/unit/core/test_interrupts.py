@@ -54,7 +54,9 @@ def interrupts(payload: bytes | Message, key: str) -> Iterator[tuple[ProducerPro
     [*((payload, "q") for payload in PAYLOADS.values()), (b"abc", "another")],
     ids=[*PAYLOADS, "key"],
 )
-def test_a_send_interrupted_at_any_line_admits_the_whole_message_or_nothing(payload: bytes | Message, key: str) -> None:
+def test_a_send_interrupted_by_ctrl_c_at_any_line_admits_the_whole_message_or_nothing(
+    payload: bytes | Message, key: str
+) -> None:
     admitted = []
     for protocol, read in interrupts(payload, key):
         admitted.append(protocol.unsettled == 4)
@@ -84,7 +86,7 @@ def test_a_send_interrupted_at_any_line_admits_the_whole_message_or_nothing(payl
     assert not admitted[0]
 
 
-def test_no_return_is_expected_for_an_interrupted_message_with_its_own_id_unless_it_is_admitted() -> None:
+def test_the_id_of_a_message_whose_send_is_interrupted_is_registered_only_if_the_message_is_admitted() -> None:
     for protocol, _ in interrupts(Message(b"abc", message_id="its own"), "q"):
         assert ("its own" in protocol.parts.returns.by_id) == (protocol.unsettled == 4)
 
@@ -97,11 +99,13 @@ def consistent(protocol: ProducerProtocol) -> bool:
 
 
 @pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
-def test_a_second_interrupt_during_the_repair_of_the_first_changes_nothing(payload: bytes | Message) -> None:
+def test_a_second_ctrl_c_while_the_producer_repairs_its_state_leaves_the_state_correct(
+    payload: bytes | Message,
+) -> None:
     twice = 0
     every, then = {"quick": (13, 13), "ci": (1, 3), "nightly": (1, 1)}[EFFORT]
     for at in range(1, 1000, every):
-        # In CI every place is tried after another of the first ones.
+        # In CI the loop begins at one of the first places, and tries each EVERY-th place after it.
         for again in range(1 + at % then, 1000, then):
             protocol, _ = started()
             if not interrupted(lambda: protocol.admission.send(payload, "", "q", 0.0), at):  # noqa: B023  # called at once
@@ -129,7 +133,7 @@ class Watch:
     def record(self, *, now: float) -> None: ...
 
 
-def test_an_observer_stores_nothing_about_an_interrupted_message_unless_it_is_admitted() -> None:
+def test_an_observer_stores_the_start_of_an_interrupted_send_only_if_the_message_is_admitted() -> None:
     kept = []
     for at in range(1, 1000):
         protocol, _ = started()
@@ -197,7 +201,7 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
     return [message.body for message in seen.messages]
 
 
-# One message is admitted, some are, and all are.
+# The new capacity admits one message, some of them, or all of them.
 @pytest.mark.parametrize(
     ("line", "first", "capacity"),
     [
@@ -209,7 +213,7 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
         (weighted, True, 9),
     ],
 )
-def test_a_grant_that_is_interrupted_at_any_line_skips_no_waiting_sender(
+def test_admitting_waiting_senders_skips_none_of_them_if_ctrl_c_comes_at_any_line(
     line: Callable[[], Line], first: bool, capacity: int
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -227,7 +231,7 @@ def test_a_grant_that_is_interrupted_at_any_line_skips_no_waiting_sender(
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
-def test_a_send_that_is_interrupted_while_it_waits_leaves_nothing_in_the_line(
+def test_a_waiting_send_that_is_interrupted_is_no_longer_in_the_waiting_line(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -253,7 +257,7 @@ def test_a_send_that_is_interrupted_while_it_waits_leaves_nothing_in_the_line(
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
-def test_a_send_is_withdrawn_even_if_its_withdrawal_is_interrupted(
+def test_a_waiting_send_is_withdrawn_even_if_ctrl_c_interrupts_the_withdrawal(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -273,7 +277,7 @@ def test_a_send_is_withdrawn_even_if_its_withdrawal_is_interrupted(
 
 
 @pytest.mark.parametrize("again", [2, 3, 8, 21])
-def test_a_second_interrupt_loses_no_waiting_sender(again: int) -> None:
+def test_a_second_ctrl_c_shortly_after_the_first_loses_no_waiting_sender(again: int) -> None:
     for at in range(1, 1000, EVERY):
         protocol, (gone, *others) = crowd(FifoLine())
         protocol.window.capacity = 9
@@ -289,7 +293,7 @@ def test_a_second_interrupt_loses_no_waiting_sender(again: int) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("line", LINES)
-def test_an_interrupted_withdrawal_of_all_senders_leaves_each_sender_withdrawn_or_waiting(
+def test_if_ctrl_c_interrupts_the_withdrawal_of_all_senders_each_sender_is_withdrawn_or_still_waits(
     line: Callable[[], Line], first: bool
 ) -> None:
     for at in range(1, 1000):
@@ -307,7 +311,9 @@ def test_an_interrupted_withdrawal_of_all_senders_leaves_each_sender_withdrawn_o
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_an_interrupted_close_is_completed_by_the_end_of_the_connection(first: bool) -> None:
+def test_if_ctrl_c_interrupts_the_close_of_a_producer_the_end_of_the_connection_completes_the_close(
+    first: bool,
+) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(FifoLine(), first=first)
         assert protocol.waiters.when_unflowed("unflowed", 1.0)
@@ -326,7 +332,9 @@ def test_an_interrupted_close_is_completed_by_the_end_of_the_connection(first: b
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 1}, {"capacity": 2, "rate": 1.0}, {"capacity": 1, "rate": 1.0}])
-def test_a_send_that_is_interrupted_at_any_line_near_a_limit_leaves_no_hold(settings: dict[str, Any]) -> None:
+def test_if_ctrl_c_interrupts_a_send_that_nearly_reaches_a_limit_no_needless_hold_remains(
+    settings: dict[str, Any],
+) -> None:
     for at in range(1, 1000):
         protocol = make(**settings)
         send(protocol, now=10.0)
@@ -336,7 +344,7 @@ def test_a_send_that_is_interrupted_at_any_line_near_a_limit_leaves_no_hold(sett
             drain(protocol, now)
             if come:
                 break
-            # Not the first time, so that one kind of hold follows another.
+            # The interrupt does not come at the first time, so that one kind of hold follows another.
             if now > 10.0:
                 protocol.on_ack(0, True, now)
         protocol.on_ack(0, True, 30.0)
@@ -380,7 +388,7 @@ class Pressed(FifoLine):
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-def test_a_sender_interrupted_in_the_waiting_line_was_admitted_or_has_left_the_line(admitted: bool) -> None:
+def test_a_waiting_sender_that_ctrl_c_interrupts_was_admitted_or_has_left_the_waiting_line(admitted: bool) -> None:
     line = Pressed()
     protocol, tickets = crowd(line)
     if admitted:
@@ -395,7 +403,7 @@ def test_a_sender_interrupted_in_the_waiting_line_was_admitted_or_has_left_the_l
     assert b"own" not in all_get_out(protocol, tickets)
 
 
-def test_a_sender_interrupted_while_it_admits_other_senders_has_been_withdrawn() -> None:
+def test_a_send_that_ctrl_c_interrupts_while_it_also_admits_other_senders_is_withdrawn() -> None:
     line = Pressed()
     protocol, (gone, *others) = crowd(line)
     protocol.window.capacity = 9
@@ -406,7 +414,7 @@ def test_a_sender_interrupted_while_it_admits_other_senders_has_been_withdrawn()
     assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
 
 
-def test_ctrl_c_while_all_senders_are_withdrawn_leaves_none_in_the_line() -> None:
+def test_ctrl_c_while_all_waiting_senders_are_withdrawn_leaves_none_in_the_waiting_line() -> None:
     line = Pressed("clear")
     protocol, tickets = crowd(line)
     with pytest.raises(KeyboardInterrupt):
@@ -416,7 +424,7 @@ def test_ctrl_c_while_all_senders_are_withdrawn_leaves_none_in_the_line() -> Non
     assert all_get_out(protocol, tickets) == []
 
 
-def test_a_message_whose_admission_ctrl_c_interrupts_is_admitted_and_reported_once() -> None:
+def test_a_waiting_message_whose_admission_ctrl_c_interrupts_is_admitted_and_reported_once() -> None:
     class Admitted(Admission):
         __slots__ = ()
         pressed = False
@@ -452,7 +460,7 @@ def test_a_message_whose_admission_ctrl_c_interrupts_is_admitted_and_reported_on
     assert protocol.controller.waiting == 0
 
 
-def test_an_interrupted_admission_does_not_replace_the_next_message_that_gets_the_same_number() -> None:
+def test_a_send_that_ctrl_c_cancelled_does_not_replace_the_next_message_that_gets_the_same_number() -> None:
     class Interrupted(Admission):
         __slots__ = ()
         pressed = False
@@ -480,7 +488,7 @@ def test_an_interrupted_admission_does_not_replace_the_next_message_that_gets_th
     assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"x", b"callback", b"another", b"2"]
 
 
-def test_a_resume_that_is_interrupted_at_any_line_is_repaired_for_waiting_senders() -> None:
+def test_if_ctrl_c_interrupts_the_end_of_a_pause_at_any_line_waiting_senders_are_still_admitted() -> None:
     for at in range(1, 1000):
         protocol = make(capacity=2)
         protocol.hold("paused", 0.0)
@@ -533,7 +541,7 @@ def stop(protocol: ProducerProtocol) -> None:
 @pytest.mark.parametrize("written", [0, 300, 3 * MAX_BODY])
 @pytest.mark.parametrize("second", [0, 2, 20])
 @pytest.mark.parametrize("step", [make_frames, stop])
-def test_every_message_is_written_once_and_in_order_even_if_any_step_is_interrupted(
+def test_every_message_is_written_once_and_in_order_even_if_ctrl_c_interrupts_any_producer_method(
     step: Callable[[ProducerProtocol], None], second: int, written: int
 ) -> None:
     for at in range(1, 1000, EVERY):
@@ -566,7 +574,7 @@ def test_every_message_is_written_once_and_in_order_even_if_any_step_is_interrup
         (Resending, "put_back"),
     ],
 )
-def test_a_step_that_runs_out_of_memory_is_repaired(
+def test_a_producer_method_that_raises_memory_error_leaves_no_message_lost_or_repeated(
     kind: type[Any], name: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     protocol = make()
@@ -612,7 +620,7 @@ def test_a_step_that_runs_out_of_memory_is_repaired(
     assert list(protocol.parts.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_channel_opened_with_interrupts_gives_messages_that_do_not_fit_the_right_outcomes() -> None:
+def test_if_ctrl_c_interrupts_the_opening_of_a_channel_messages_too_large_for_it_still_settle_correctly() -> None:
     for at in range(1, 1000, EVERY):
         protocol = make()
         protocol.reports.settled = []

@@ -33,7 +33,7 @@ def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]
         logs.logger.removeHandler(handler)
 
 
-def test_records_are_logged_in_order_on_a_separate_thread(
+def test_log_records_are_handled_in_order_on_a_separate_thread(
     handle: Callable[[Callable[[logging.LogRecord], object]], None],
 ) -> None:
     seen: list[tuple[str, str, str]] = []
@@ -43,7 +43,7 @@ def test_records_are_logged_in_order_on_a_separate_thread(
     assert seen == [("WARNING", "one of 2", "qflow-log"), ("INFO", "two", "qflow-log")]
 
 
-def test_a_record_shows_the_thread_that_logged_it(
+def test_a_log_record_names_the_thread_that_logged_it(
     handle: Callable[[Callable[[logging.LogRecord], object]], None],
 ) -> None:
     seen: list[logging.LogRecord] = []
@@ -58,7 +58,7 @@ def test_a_record_shows_the_thread_that_logged_it(
 
 
 @pytest.mark.parametrize("where", ["a skin", "a protocol"])
-def test_no_logging_call_waits_for_the_lock_of_logging(where: str) -> None:
+def test_logging_from_the_library_never_waits_for_the_lock_of_the_logging_module(where: str) -> None:
     log = logs.log if where == "a skin" else make().reports.log
     thread = threading.Thread(target=log, args=(logging.DEBUG, "here"))
     logger = logs.logger.manager.root
@@ -73,7 +73,9 @@ def test_no_logging_call_waits_for_the_lock_of_logging(where: str) -> None:
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING])
 @pytest.mark.parametrize("least", [logging.NOTSET, logging.INFO, logging.CRITICAL])
 @pytest.mark.parametrize("disabled", [logging.NOTSET, logging.INFO, logging.CRITICAL])
-def test_a_level_is_logged_if_the_configuration_of_logging_allows_it(level: int, least: int, disabled: int) -> None:
+def test_an_entry_is_logged_exactly_if_the_logging_configuration_enables_its_level(
+    level: int, least: int, disabled: int
+) -> None:
     logger = logs.logger
     before = logger.level
     try:
@@ -85,7 +87,7 @@ def test_a_level_is_logged_if_the_configuration_of_logging_allows_it(level: int,
         logger.setLevel(before)
 
 
-def test_a_record_names_the_line_that_logs(
+def test_a_log_record_names_the_file_function_and_line_that_logged_it(
     handle: Callable[[Callable[[logging.LogRecord], object]], None],
 ) -> None:
     seen: list[logging.LogRecord] = []
@@ -101,7 +103,7 @@ def test_a_record_names_the_line_that_logs(
     assert [(each.pathname, each.funcName, each.lineno) for each in seen] == [(__file__, here.f_code.co_name, line)] * 2
 
 
-def test_records_below_the_level_are_not_created(
+def test_log_records_below_the_enabled_level_are_not_created(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "qflow_client")
@@ -112,7 +114,7 @@ def test_records_below_the_level_are_not_created(
     assert seen == []
 
 
-def test_records_for_a_stuck_handler_are_bounded_and_further_ones_are_counted(
+def test_if_a_log_handler_is_stuck_waiting_records_are_bounded_and_further_records_are_counted(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_MOST", 5)
@@ -155,7 +157,7 @@ def test_ctrl_c_while_the_logging_thread_starts_loses_no_later_record(
     assert seen == ["first", "second"]
 
 
-def test_a_handler_that_flushes_does_not_wait_for_itself_even_at_the_first_record(
+def test_a_log_handler_that_flushes_the_logs_does_not_wait_for_itself(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Quick(threading.Thread):
@@ -179,7 +181,9 @@ def test_a_handler_that_flushes_does_not_wait_for_itself_even_at_the_first_recor
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system does not have")
-def test_a_child_process_logs_its_own_records(handle: Callable[[Callable[[logging.LogRecord], object]], None]) -> None:
+def test_a_forked_child_process_logs_its_own_records(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+) -> None:
     reading, writing = os.pipe()
     handle(lambda record: os.write(writing, record.getMessage().encode()))
     logs.log(logging.INFO, "parent ")

@@ -29,7 +29,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return read
 
 
-def test_E6_a_reader_is_warned_of_lost_events_once_until_it_has_caught_up(said: Callable[[], list[str]]) -> None:
+def test_E6_lost_flow_events_of_a_slow_reader_are_logged_once_until_the_reader_has_caught_up(
+    said: Callable[[], list[str]],
+) -> None:
     losses = Losses("orders", 100, "%r is slow", "the reader")
     losses.report(0)
     assert said() == []
@@ -51,13 +53,13 @@ def test_E6_a_reader_is_warned_of_lost_events_once_until_it_has_caught_up(said: 
     assert losses.entry() is None
 
 
-def test_E6_a_subscription_keeps_the_newest_events_and_schedules_one_call_for_each_event() -> None:
+def test_E6_a_subscription_to_flow_events_keeps_the_newest_events_and_schedules_one_call_for_each() -> None:
     subscription = Subscription(print, None, "orders", 3)
     assert [subscription.put(event(number)) for number in range(5)] == [True] * 3 + [False] * 2
     assert [subscription.take().at for _ in range(3)] == [2.0, 3.0, 4.0]
 
 
-def test_E6_events_dropped_before_delivery_are_reported_to_their_subscribers(
+def test_E6_flow_events_dropped_before_delivery_are_reported_to_their_subscribers(
     said: Callable[[], list[str]],
 ) -> None:
     protocol = make(max_flow_events=5)
@@ -81,7 +83,7 @@ def test_E6_events_dropped_before_delivery_are_reported_to_their_subscribers(
     assert list(wants_none) == list(wants_all) == []
 
 
-def test_E6_the_final_event_is_never_dropped() -> None:
+def test_E6_the_last_flow_event_of_a_producer_is_never_dropped() -> None:
     events = FlowEvents("orders", 1)
     events.put(event(1))
     events.put(None)

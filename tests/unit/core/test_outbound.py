@@ -31,7 +31,7 @@ def batch(*messages: list[bytes]) -> Outbound:
     return outbound
 
 
-def test_an_empty_buffer_has_nothing_to_write() -> None:
+def test_an_output_buffer_without_messages_has_no_bytes_to_write() -> None:
     outbound = Outbound()
     assert outbound.data(100) == outbound.unfinished == b""
     assert outbound.is_empty
@@ -39,7 +39,7 @@ def test_an_empty_buffer_has_nothing_to_write() -> None:
     assert outbound.stop()
 
 
-def test_one_write_can_take_all_bytes() -> None:
+def test_all_bytes_of_the_output_buffer_can_be_taken_by_one_write() -> None:
     outbound = batch([b"one"], [b"two"])
     assert outbound.data(1) == b"onetwo", "a batch is not cut"
     outbound.advance(6)
@@ -47,7 +47,7 @@ def test_one_write_can_take_all_bytes() -> None:
     assert outbound.is_empty
 
 
-def test_messages_begin_with_their_first_byte_and_finish_with_their_last() -> None:
+def test_a_message_counts_as_begun_with_its_first_written_byte_and_as_finished_with_its_last() -> None:
     outbound = batch([b"ab", b"cd"], [b"ef"])
     seen = []
     for _ in range(6):
@@ -63,13 +63,13 @@ def test_messages_begin_with_their_first_byte_and_finish_with_their_last() -> No
     ]
 
 
-def test_writing_0_bytes_changes_nothing() -> None:
+def test_a_write_of_0_bytes_does_not_change_the_output_buffer() -> None:
     outbound = batch([b"ab"])
     outbound.advance(0)
     assert (outbound.begun, outbound.size, outbound.mid_frame) == (0, 2, False)
 
 
-def test_answers_are_written_after_the_batch_and_in_order() -> None:
+def test_flow_ok_frames_are_written_in_order_after_the_batch_of_messages_that_was_begun() -> None:
     outbound = batch([b"one"])
     outbound.put_control(b"A")
     outbound.put_control(b"B")
@@ -84,7 +84,7 @@ def test_answers_are_written_after_the_batch_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 100])
-def test_an_answer_follows_all_frames_of_begun_messages_and_precedes_messages_that_have_not_begun(limit: int) -> None:
+def test_a_flow_ok_frame_is_written_after_half_written_messages_and_before_all_other_messages(limit: int) -> None:
     outbound = Outbound()
     put(outbound, [[b"ab", b"cd", b"ef"]], limit)
     outbound.advance(2)
@@ -105,7 +105,7 @@ def test_an_answer_follows_all_frames_of_begun_messages_and_precedes_messages_th
 
 
 @given(batches=st.lists(MESSAGES, max_size=3), limit=st.integers(1, 12), data=st.data())
-def test_every_byte_is_written_once_and_in_order_for_every_split_of_the_writes(
+def test_every_byte_of_output_is_written_once_and_in_order_for_every_split_of_the_writes(
     batches: list[list[list[bytes]]], limit: int, data: st.DataObject
 ) -> None:
     outbound = Outbound()
@@ -131,7 +131,7 @@ def test_every_byte_is_written_once_and_in_order_for_every_split_of_the_writes(
 
 
 @given(messages=MESSAGES, limit=st.integers(1, 12), written=st.integers(0, 60))
-def test_messages_that_have_not_begun_are_withdrawn_and_the_begun_one_is_completed(
+def test_stopping_the_output_buffer_discards_unwritten_messages_and_completes_the_half_written_message(
     messages: list[list[bytes]], limit: int, written: int
 ) -> None:
     outbound = Outbound()
@@ -153,7 +153,7 @@ def test_messages_that_have_not_begun_are_withdrawn_and_the_begun_one_is_complet
     assert outbound.is_empty
 
 
-def test_a_stop_reports_whether_a_message_is_half_written() -> None:
+def test_stopping_the_output_buffer_returns_whether_a_message_is_half_written() -> None:
     outbound = batch([b"ab", b"cd"], [b"ef"])
     assert outbound.stop()
     seen = []

@@ -36,7 +36,7 @@ def five(protocol: ProducerProtocol) -> list[Receipt]:
     return receipts
 
 
-def test_suspects_are_sent_one_at_a_time_in_order_with_nothing_else_in_flight() -> None:
+def test_messages_suspected_of_closing_the_channel_are_resent_one_at_a_time_with_nothing_else_in_flight() -> None:
     protocol = make(capacity=6)
     receipts = five(protocol)
     unwritten = send(protocol, b"6")
@@ -57,7 +57,7 @@ def test_suspects_are_sent_one_at_a_time_in_order_with_nothing_else_in_flight() 
     assert {each.outcome for each in (*receipts, unwritten, waiting.receipt)} == {Outcome.CONFIRMED}
 
 
-def test_only_messages_named_by_the_broker_are_sent_alone() -> None:
+def test_if_a_channel_close_names_an_exchange_only_messages_to_that_exchange_are_resent_one_at_a_time() -> None:
     protocol = make()
     receipts = [
         protocol.admission.send(b"%d" % number, "missing" if number == 3 else "there", "q", 0.0)
@@ -77,7 +77,7 @@ def test_only_messages_named_by_the_broker_are_sent_alone() -> None:
     assert holds(protocol) == []
 
 
-def test_messages_that_may_have_arrived_are_marked_as_second_copies_even_if_they_are_not_suspects() -> None:
+def test_resent_messages_that_may_have_arrived_are_marked_as_second_copies_even_if_none_is_suspected() -> None:
     protocol = make()
     send(protocol, b"1")
     send(protocol, b"2", key="bad")
@@ -96,7 +96,7 @@ def test_messages_that_may_have_arrived_are_marked_as_second_copies_even_if_they
     ]
 
 
-def test_an_error_text_that_named_an_innocent_message_is_not_trusted_again() -> None:
+def test_a_channel_close_text_is_not_trusted_after_a_message_that_it_named_was_confirmed() -> None:
     protocol = make()
     protocol.admission.send(b"innocent", "named", "q", 0.0)
     culprit = protocol.admission.send(b"guilty", "other", "q", 0.0)
@@ -117,7 +117,7 @@ def test_an_error_text_that_named_an_innocent_message_is_not_trusted_again() -> 
     assert last.outcome is Outcome.CONFIRMED
 
 
-def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_the_second_close() -> None:
+def test_the_second_channel_close_without_a_method_rejects_the_only_message_in_flight() -> None:
     protocol = make()
     receipt = send(protocol, b"1")
     drain(protocol)
@@ -128,7 +128,7 @@ def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_the
     assert receipt.outcome is Outcome.REJECTED
 
 
-def test_a_suspect_whose_connection_is_lost_is_still_sent_alone() -> None:
+def test_a_message_suspected_of_closing_the_channel_is_also_sent_alone_after_a_lost_connection() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -139,7 +139,7 @@ def test_a_suspect_whose_connection_is_lost_is_still_sent_alone() -> None:
     assert left(protocol) == [b"2"]
 
 
-def test_a_staged_message_too_large_for_the_new_broker_is_settled_and_the_next_ones_move_up() -> None:
+def test_a_message_to_resend_that_is_too_large_for_the_new_broker_is_settled_and_the_next_one_is_sent() -> None:
     protocol = make()
     headers = {"k": "v" * (FRAME_MAX - 200)}
     receipts = [send(protocol, b"1"), send(protocol, Message(b"2", headers=headers)), send(protocol, b"3")]
@@ -166,7 +166,7 @@ def test_a_staged_message_too_large_for_the_new_broker_is_settled_and_the_next_o
     assert left(protocol) == []
 
 
-def test_staged_messages_are_sent_while_the_producer_closes() -> None:
+def test_messages_that_are_resent_one_at_a_time_are_also_sent_while_the_producer_closes() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -201,7 +201,9 @@ def test_no_message_is_written_without_a_channel_even_if_the_window_has_room() -
         ("PRECONDITION_FAILED - 'x'", [0, 1, 2, 3]),
     ],
 )
-def test_messages_that_match_the_text_of_the_error_are_suspects(text: str, expected: list[int]) -> None:
+def test_messages_to_the_exchange_or_key_that_a_channel_close_names_are_suspected_as_its_cause(
+    text: str, expected: list[int]
+) -> None:
     protocol = make()
     places = [("a", "x"), ("a", "y"), ("b", "x"), ("", "z")]
     receipts = [protocol.admission.send(b"", exchange, key, 0.0) for exchange, key in places]
@@ -210,7 +212,7 @@ def test_messages_that_match_the_text_of_the_error_are_suspects(text: str, expec
 
 
 @given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
-def test_exactly_the_poisonous_messages_are_rejected_even_if_other_failures_occur(
+def test_if_the_broker_closes_the_channel_at_certain_messages_exactly_those_are_rejected(
     steps: list[str], tells: bool
 ) -> None:
     """The broker reads message by message, and closes the channel at each poisonous one."""
@@ -316,7 +318,9 @@ class Lossy:
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_a_message_that_loses_the_connection_every_time_is_settled_and_no_other_message_is(hears: bool) -> None:
+def test_if_the_broker_drops_the_connection_at_one_message_only_that_message_is_given_up_as_unknown(
+    hears: bool,
+) -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipts = [send(protocol, b"%d" % number) for number in range(1, 6)]
     broker = Lossy(protocol, b"3")
@@ -328,7 +332,7 @@ def test_a_message_that_loses_the_connection_every_time_is_settled_and_no_other_
     assert receipts[2].outcome is Outcome.UNKNOWN
     assert "connections stay open without this message, and are lost when it is sent" in str(receipts[2].error())
     assert "dropped" in str(receipts[2].error())
-    # It was sent alone, on connections that had held without it.
+    # The message was sent alone, on connections that had stayed open without it.
     assert broker.alone[-6:] == [True] * 6
     assert broker.held[-5:] == pytest.approx([PROVES] * 5)
     broker.connection()
@@ -340,14 +344,14 @@ def test_a_message_that_loses_the_connection_every_time_is_settled_and_no_other_
     assert not protocol.needs_timer
 
 
-def test_connections_that_are_lost_right_away_do_not_make_unsent_messages_suspects() -> None:
+def test_an_unsent_message_is_not_suspected_as_the_cause_of_lost_connections() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"innocent")
     for at in range(100):
         now = 10.0 * at
         protocol.channel_opened(CHANNEL, FRAME_MAX, now)
         drain(protocol)
-        # Only the first times it is sent at once.
+        # Only at the first three times the message is sent immediately.
         assert protocol.in_flight == (at < 3)
         assert protocol.next_timer(now) == (None if at < 3 else now + PROVES)
         protocol.on_timer(now + 4.9)
@@ -356,7 +360,7 @@ def test_connections_that_are_lost_right_away_do_not_make_unsent_messages_suspec
     assert receipt.outcome is None
 
 
-def test_a_connection_that_is_lost_long_after_a_message_does_not_make_it_a_suspect() -> None:
+def test_a_message_is_not_suspected_as_the_cause_of_a_connection_loss_long_after_its_sending() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"innocent")
     for at in range(100):
@@ -374,7 +378,9 @@ def test_a_connection_that_is_lost_long_after_a_message_does_not_make_it_a_suspe
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_shared_connection_that_is_lost_makes_no_message_a_suspect(shared: bool) -> None:
+def test_no_message_is_suspected_as_the_cause_of_the_loss_of_a_connection_that_producers_share(
+    shared: bool,
+) -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"1")
     for at in range(20):
@@ -386,7 +392,7 @@ def test_a_shared_connection_that_is_lost_makes_no_message_a_suspect(shared: boo
     assert receipt.outcome is (None if shared else Outcome.UNKNOWN)
 
 
-def test_any_answer_ends_the_suspicion() -> None:
+def test_a_message_is_not_given_up_while_each_lost_connection_confirmed_another_message() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipts = [send(protocol, b"%d" % number) for number in range(20)]
     for at in range(19):
@@ -397,7 +403,7 @@ def test_any_answer_ends_the_suspicion() -> None:
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 19 + [None]
 
 
-def test_a_connection_that_is_lost_with_nothing_in_flight_does_not_count() -> None:
+def test_a_connection_lost_with_no_message_in_flight_does_not_count_against_any_message() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     for at in range(10):
         protocol.channel_opened(CHANNEL, FRAME_MAX, float(at))
@@ -410,7 +416,7 @@ def test_a_connection_that_is_lost_with_nothing_in_flight_does_not_count() -> No
     assert all(ticket.receipt is not None for ticket in receipts)
 
 
-def test_the_text_of_an_error_narrows_the_suspects_of_a_lost_connection() -> None:
+def test_if_the_text_of_lost_connections_names_an_exchange_only_messages_to_it_are_resent_one_at_a_time() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     for number, exchange in enumerate(("a", "b", "a", "b")):
         protocol.admission.send(b"%d" % number, exchange, "q", 0.0)

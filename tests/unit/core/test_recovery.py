@@ -15,7 +15,7 @@ def reconnection(host: int = 0, **settings: object) -> Reconnection:
     return Reconnection(given, given.urls, host)
 
 
-def test_delays_double_up_to_the_maximum() -> None:
+def test_reconnect_delays_double_up_to_the_maximum() -> None:
     backoff = Backoff(0.5, 3.0, 0.0)
     backoff.begin(100.0)
     assert [backoff.pause(100.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -23,7 +23,7 @@ def test_delays_double_up_to_the_maximum() -> None:
     assert backoff.pause(200.0) == 0.5
 
 
-def test_jitter_lengthens_every_delay_up_to_the_maximum() -> None:
+def test_jitter_lengthens_every_reconnect_delay_but_not_beyond_the_maximum() -> None:
     backoff = Backoff(0.5, 3.0, 0.5)
     backoff.begin(0.0)
     first = backoff.pause(0.0)
@@ -35,19 +35,19 @@ def test_jitter_lengthens_every_delay_up_to_the_maximum() -> None:
     assert len(set(later)) > 40
 
 
-def test_the_last_delay_ends_at_the_deadline() -> None:
+def test_the_last_reconnect_delay_ends_at_the_time_limit() -> None:
     backoff = Backoff(1.0, 60.0, 0.0, 5.0)
     backoff.begin(10.0)
     assert [backoff.pause(now) for now in (10.0, 11.0, 13.0, 15.0)] == [1.0, 2.0, 2.0, None]
 
 
-def test_with_a_time_limit_of_0_there_is_no_attempt() -> None:
+def test_with_a_time_limit_of_0_no_attempt_to_reconnect_is_made() -> None:
     lost = reconnection(reconnect_timeout=0)
     assert lost.lost("cut", 1.0) is None
     assert lost.verdict == "cut"
 
 
-def test_the_lost_host_is_tried_first_and_the_delay_grows_after_all_hosts_were_tried() -> None:
+def test_the_delay_before_reconnects_grows_after_each_round_of_hosts_that_begins_with_the_lost_host() -> None:
     tries = reconnection(host=1)
     tries.opened(0.0)
     assert tries.lost("cut", 100.0) == 1.0
@@ -59,7 +59,7 @@ def test_the_lost_host_is_tried_first_and_the_delay_grows_after_all_hosts_were_t
     assert (tries.host, tries.url) == (0, "amqp://u:***@one/")
 
 
-def test_a_short_lived_connection_does_not_reset_the_delays() -> None:
+def test_a_connection_that_is_lost_soon_does_not_reset_the_reconnect_delays() -> None:
     tries = reconnection(reconnect_delay_max=30)
     tries.opened(0.0)
     pauses = []
@@ -73,7 +73,7 @@ def test_a_short_lived_connection_does_not_reset_the_delays() -> None:
     assert tries.lost("cut", now + 30.0) == 1.0
 
 
-def test_E15_after_each_failed_attempt_the_next_address_of_a_host_name_is_tried_first() -> None:
+def test_E15_after_each_failed_connect_the_next_ip_address_of_the_host_name_is_tried_first() -> None:
     tries = reconnection(url="amqp://name/", connect_timeout=6)
     assert tries.addresses(["a"]) == (["a"], 6.0)
     seen = []
@@ -89,7 +89,7 @@ def test_E15_after_each_failed_attempt_the_next_address_of_a_host_name_is_tried_
     assert tries.addresses(["a", "b", "c"]) == (["c", "a", "b"], 2.0)
 
 
-def test_permanent_errors_end_the_attempts_if_all_hosts_report_them() -> None:
+def test_reconnecting_ends_when_all_hosts_report_permanent_errors() -> None:
     tries = reconnection()
     assert tries.lost("the connection is lost: cut", 0.0) == 1.0
     assert tries.failed("403 ACCESS_REFUSED", True, 1.0) == 0.0
@@ -102,7 +102,7 @@ def test_permanent_errors_end_the_attempts_if_all_hosts_report_them() -> None:
     )
 
 
-def test_no_refusal_is_permanent_if_the_credentials_can_be_renewed() -> None:
+def test_a_refused_login_is_not_a_permanent_error_if_the_credentials_can_be_renewed() -> None:
     given = ProducerSettings(url=HOSTS[0], reconnect_jitter=0, reconnect_delay=1)
     tries = Reconnection(given, given.urls, 0, credentials_change=True)
     assert tries.lost("cut", 0.0) == 1.0
@@ -112,7 +112,7 @@ def test_no_refusal_is_permanent_if_the_credentials_can_be_renewed() -> None:
     assert tries.last == ""
 
 
-def test_attempts_end_at_the_deadline_and_report_the_reason_of_the_last_failure() -> None:
+def test_reconnecting_ends_at_the_time_limit_and_the_error_contains_the_last_failure() -> None:
     tries = reconnection(url=HOSTS[0], reconnect_timeout=3)
     assert tries.lost("cut", 0.0) == 1.0
     assert tries.failed("refused", False, 1.0) == 2.0
@@ -131,16 +131,18 @@ def test_attempts_end_at_the_deadline_and_report_the_reason_of_the_last_failure(
         (541, "INTERNAL_ERROR - access to vhost '/' refused for user 'guest': vhost '/' is down", False),
     ],
 )
-def test_refusals_are_classified_as_permanent_or_temporary(code: int, text: str, expected: bool) -> None:
+def test_each_connection_close_of_the_broker_is_classified_as_permanent_or_temporary(
+    code: int, text: str, expected: bool
+) -> None:
     assert is_final(code, text) is expected
 
 
-def test_the_next_channel_opens_immediately_after_progress_and_otherwise_after_growing_delays() -> None:
+def test_the_delay_before_a_closed_channel_is_reopened_grows_until_a_channel_settles_messages() -> None:
     tries = reconnection()
     assert [tries.channel_closed(settled, 0.0) for settled in (0, 0, 0, 1, 1, 2)] == [0.0, 1.0, 2.0, 0.0, 1.0, 0.0]
 
 
-def test_refusals_are_retried_unless_the_settings_disable_it_or_confirms_are_off() -> None:
+def test_nacked_messages_are_retried_unless_on_refused_is_fail_or_confirms_are_off() -> None:
     pauses = retries(ProducerSettings(retry_delay=2, retry_delay_max=3, reconnect_jitter=0))
     assert pauses is not None
     pauses.begin(0.0)
@@ -164,7 +166,7 @@ def look(
     return watch.look(now, heard_at=heard_at, is_due=due, is_blocked=blocked, settled=settled)
 
 
-def test_E15_each_producer_shuffles_the_same_hosts_into_its_own_order() -> None:
+def test_E15_with_host_order_shuffled_each_producer_has_the_same_hosts_in_a_random_order() -> None:
     hosts = [f"amqp://host{number}/" for number in range(20)]
     assert hosts_in_order(ProducerSettings(url=hosts)) == tuple(hosts)
     orders = {hosts_in_order(ProducerSettings(url=hosts, host_order="shuffled")) for _ in range(5)}  # type: ignore[arg-type]
@@ -172,7 +174,7 @@ def test_E15_each_producer_shuffles_the_same_hosts_into_its_own_order() -> None:
     assert all(sorted(order) == sorted(hosts) for order in orders)
 
 
-def test_E15_after_a_host_is_abandoned_the_next_host_is_tried_first() -> None:
+def test_E15_a_producer_that_leaves_its_host_tries_the_next_host_first() -> None:
     tries = reconnection()
     tries.move_on()
     assert (tries.host, tries.host_url) == (1, HOSTS[1])
@@ -181,14 +183,14 @@ def test_E15_after_a_host_is_abandoned_the_next_host_is_tried_first() -> None:
     assert tries.host == 0
 
 
-def test_E15_a_broker_with_overdue_confirms_is_probed_and_abandoned_if_it_stays_silent() -> None:
+def test_E15_a_producer_probes_a_broker_with_overdue_confirms_and_leaves_it_if_it_does_not_answer() -> None:
     one = watch(hosts=1, liveness=8.0)
     assert one.period == 1.0
     assert [look(one, now) for now in (107.9, 108.0, 111.9)] == [None, "", None]
     assert look(one, 112.0) == "the broker has sent nothing for 12 s, although confirms are due and a probe was sent"
 
 
-def test_E15_the_time_of_silence_restarts_after_any_answer_and_while_no_confirm_is_overdue() -> None:
+def test_E15_a_broker_is_left_only_after_a_time_without_any_answer_in_which_confirms_were_overdue() -> None:
     one = watch(liveness=8.0)
     assert look(one, 108.0) == ""
     # The answer to the probe.
@@ -199,7 +201,7 @@ def test_E15_the_time_of_silence_restarts_after_any_answer_and_while_no_confirm_
     assert look(one, 126.0, heard_at=108.5) == ""
 
 
-def test_E15_a_broker_that_blocks_the_connection_is_allowed_to_be_silent() -> None:
+def test_E15_a_producer_does_not_leave_a_silent_broker_that_has_sent_connection_blocked() -> None:
     one = watch(liveness=8.0)
     assert one.period == 1.0
     assert look(one, 108.0) == ""
@@ -207,7 +209,7 @@ def test_E15_a_broker_that_blocks_the_connection_is_allowed_to_be_silent() -> No
     assert [look(one, now) for now in (507.0, 508.0)] == [None, ""]
 
 
-def test_E15_a_blocked_connection_is_abandoned_after_longer_and_longer_waits_if_all_hosts_are_blocked() -> None:
+def test_E15_if_all_hosts_block_the_connection_the_producer_waits_longer_before_each_change_of_hosts() -> None:
     hosts = watch(hosts=3, on_blocked="failover", failover_delay=4.0)
     now, left = 100.0, []
     for _ in range(7):
@@ -228,7 +230,7 @@ def test_E15_a_blocked_connection_is_abandoned_after_longer_and_longer_waits_if_
 @pytest.mark.parametrize(
     ("hosts", "settings"), [(1, {"on_blocked": "failover"}), (2, {})], ids=["one host", "on_blocked='wait'"]
 )
-def test_E15_without_a_second_host_or_the_setting_a_blocked_connection_is_kept(
+def test_E15_a_blocked_connection_is_kept_without_a_second_host_or_without_on_blocked_failover(
     hosts: int, settings: dict[str, object]
 ) -> None:
     one = watch(hosts, **settings)
@@ -256,19 +258,19 @@ def returns(rule: Return, begin: float, end: float, down: tuple[float, float] = 
     return None
 
 
-def test_E15_a_producer_returns_to_the_first_host_once_it_has_answered_for_long_enough() -> None:
+def test_E15_a_producer_returns_to_the_first_host_when_that_host_has_answered_for_long_enough() -> None:
     rule = returning()
     assert rule.period == 15.0
     assert returns(rule, 0.0, 1000.0, down=(0.0, 300.0)) == 360.0
 
 
-def test_E15_a_producer_does_not_return_to_an_unstable_first_host() -> None:
+def test_E15_a_producer_does_not_return_to_a_first_host_that_answers_only_sometimes() -> None:
     rule = returning()
     rule.opened(1, 0.0)
     assert not any(rule.probed(step % 4 != 0, 15.0 * step) for step in range(1000))
 
 
-def test_E15_a_short_return_to_the_first_host_delays_the_next_return_and_a_long_one_resets_the_delay() -> None:
+def test_E15_a_short_stay_on_the_first_host_doubles_the_wait_for_the_next_return_and_a_long_stay_resets_it() -> None:
     rule = returning()
     now, waits = 0.0, []
     for kept in (None, 59.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
@@ -283,7 +285,7 @@ def test_E15_a_short_return_to_the_first_host_delays_the_next_return_and_a_long_
     assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 1920.0, 1920.0, 60.0]
 
 
-def test_E15_reopening_a_channel_does_not_change_the_time_of_the_return_to_the_first_host() -> None:
+def test_E15_reopening_a_channel_does_not_change_when_a_producer_returns_to_the_first_host() -> None:
     rule = returning()
     rule.opened(1, 0.0)
     for now in (15.0, 30.0, 45.0, 60.0):
@@ -296,7 +298,7 @@ def test_E15_reopening_a_channel_does_not_change_the_time_of_the_return_to_the_f
     assert [rule.probed(True, now) for now in (140.0, 200.0)] == [False, True]
 
 
-def test_E15_without_the_setting_or_a_second_host_nothing_is_probed() -> None:
+def test_E15_without_return_to_first_or_a_second_host_the_first_host_is_never_probed() -> None:
     for rule in (returning(return_to_first=None), returning(hosts=1)):
         assert rule.period is None
         rule.opened(0, 0.0)

@@ -69,7 +69,9 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
 
 @pytest.mark.parametrize("acks", ["multiple", "a run", "one by one"])
 @pytest.mark.parametrize("payload", [b"x", Message(b"x", headers={"k": 1})], ids=["bytes", "Message"])
-def test_recovery_adds_no_call_while_nothing_fails(payload: bytes | Message, acks: str) -> None:
+def test_while_nothing_fails_a_send_makes_the_same_function_calls_with_and_without_recovery(
+    payload: bytes | Message, acks: str
+) -> None:
     # The first run fills the caches of the process.
     calls(payload, acks, NOTHING)
     without = calls(payload, acks, NOTHING)

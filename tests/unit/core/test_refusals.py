@@ -70,7 +70,7 @@ def three(protocol: ProducerProtocol) -> list[Receipt]:
     return receipts
 
 
-def test_a_refused_message_holds_the_producer_and_is_retried_alone_as_a_probe() -> None:
+def test_a_nacked_message_holds_the_producer_and_is_retried_alone_before_all_other_messages() -> None:
     protocol = patient(capacity=4)
     receipts = three(protocol)
     protocol.on_nack(3, True, 10.0)
@@ -85,7 +85,7 @@ def test_a_refused_message_holds_the_producer_and_is_retried_alone_as_a_probe() 
     (probe,) = wire(drain(protocol)).messages
     assert (probe.body, probe.properties.headers) == (b"1", {REPUBLISHED: True})
     assert probe.properties.message_id == receipts[0].message_id
-    # The others are given up in time, whatever happens to the probe.
+    # The other messages settle in time, whatever happens to the retried message.
     assert protocol.next_timer(11.0) == 10.0 + protocol.settings.retry_for
     protocol.on_ack(4, False, 11.1)
     assert left(protocol) == [b"2", b"3"]
@@ -96,7 +96,7 @@ def test_a_refused_message_holds_the_producer_and_is_retried_alone_as_a_probe() 
     assert "WARNING producer: blocked (flowed): refused (Basic.Nack)" in logged(protocol)
 
 
-def test_a_probe_that_is_refused_again_stays_first_and_the_delays_grow() -> None:
+def test_a_retried_message_that_is_nacked_again_stays_first_and_the_retry_delays_grow() -> None:
     protocol = patient()
     three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -113,7 +113,7 @@ def test_a_probe_that_is_refused_again_stays_first_and_the_delays_grow() -> None
     assert left(protocol) == [b"2", b"3"]
 
 
-def test_messages_in_flight_after_a_refused_one_continue_and_later_refusals_keep_their_order() -> None:
+def test_messages_sent_after_a_nacked_message_can_be_confirmed_and_nacked_messages_are_retried_in_order() -> None:
     protocol = patient(capacity=10)
     receipts = three(protocol)
     protocol.on_nack(3, False, 0.0)
@@ -126,7 +126,7 @@ def test_messages_in_flight_after_a_refused_one_continue_and_later_refusals_keep
     assert left(protocol) == [b"3"]
 
 
-def test_a_message_is_settled_when_retry_for_is_over_even_if_it_waits_or_is_refused_again() -> None:
+def test_a_nacked_message_is_settled_when_retry_for_is_over_even_if_it_waits_or_is_nacked_again() -> None:
     protocol = patient(retry_for=2.5)
     receipts = three(protocol)
     assert protocol.waiters.when_flushed("me")
@@ -150,7 +150,7 @@ def test_a_message_is_settled_when_retry_for_is_over_even_if_it_waits_or_is_refu
     assert holds(protocol) == []
 
 
-def test_waiting_senders_are_admitted_after_all_refused_messages() -> None:
+def test_waiting_senders_are_admitted_after_all_nacked_messages_were_retried() -> None:
     protocol = patient(capacity=3)
     three(protocol)
     waiting = wait(protocol, b"4")
@@ -162,7 +162,7 @@ def test_waiting_senders_are_admitted_after_all_refused_messages() -> None:
     assert left(protocol) == [b"2", b"3", b"4"]
 
 
-def test_a_flush_waits_for_refused_messages() -> None:
+def test_a_flush_waits_for_nacked_messages_that_will_be_retried() -> None:
     protocol = patient()
     three(protocol)
     assert protocol.waiters.when_flushed("me")
@@ -175,7 +175,7 @@ def test_a_flush_waits_for_refused_messages() -> None:
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_returned_message_is_not_retried() -> None:
+def test_a_message_that_is_returned_and_then_nacked_is_not_retried() -> None:
     protocol = patient()
     receipts = three(protocol)
     returned(protocol, receipts[0].message_id)
@@ -184,7 +184,7 @@ def test_a_returned_message_is_not_retried() -> None:
     assert holds(protocol) == []
 
 
-def test_a_return_after_the_nack_settles_the_message_and_no_further_attempt_is_made() -> None:
+def test_a_nacked_message_that_is_returned_before_its_retry_settles_as_returned_and_is_not_retried() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -196,7 +196,7 @@ def test_a_return_after_the_nack_settles_the_message_and_no_further_attempt_is_m
     assert left(protocol) == [b"3"]
 
 
-def test_a_return_and_an_ack_of_a_probe_end_the_hold() -> None:
+def test_a_retried_message_that_is_returned_and_acked_ends_the_hold_for_nacked_messages() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -208,7 +208,7 @@ def test_a_return_and_an_ack_of_a_probe_end_the_hold() -> None:
     assert holds(protocol) == []
 
 
-def test_a_channel_closed_for_lack_of_room_counts_as_a_refusal_and_not_as_poison() -> None:
+def test_a_channel_close_for_lack_of_room_has_the_effect_of_a_nack_and_rejects_no_message() -> None:
     protocol = patient(retry_for=20)
     receipts = three(protocol)
     late = send(protocol, b"4")
@@ -231,12 +231,12 @@ def test_a_channel_closed_for_lack_of_room_counts_as_a_refusal_and_not_as_poison
     assert left(protocol) == [b"2", b"3", b"4"]
     assert holds(protocol) == []
     protocol.channel_closed(406, text, PUBLISH, 21.0)
-    # Their first refusal was long ago. The broker does not say which of them was the cause of the close.
+    # They were refused long ago. The close does not say which message caused it.
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert not late.done
 
 
-def test_a_channel_that_is_closed_for_lack_of_room_when_retry_for_is_over_leaves_no_hold() -> None:
+def test_a_channel_close_for_lack_of_room_after_retry_for_is_over_leaves_no_hold() -> None:
     protocol = patient(retry_for=0)
     receipt = send(protocol)
     drain(protocol)
@@ -247,7 +247,7 @@ def test_a_channel_that_is_closed_for_lack_of_room_when_retry_for_is_over_leaves
     assert holds(protocol) == []
 
 
-def test_a_message_that_was_not_refused_itself_is_resent_even_without_retries() -> None:
+def test_without_retries_messages_in_flight_that_did_not_cause_a_channel_close_for_lack_of_room_are_resent() -> None:
     protocol = patient(retry_for=0)
     refused = send(protocol, b"1")
     drain(protocol)
@@ -263,7 +263,7 @@ def test_a_message_that_was_not_refused_itself_is_resent_even_without_retries() 
     assert holds(protocol) == []
 
 
-def test_a_connection_lost_during_the_delay_does_not_end_the_delay() -> None:
+def test_a_connection_lost_during_the_retry_delay_of_a_nacked_message_does_not_end_the_delay() -> None:
     protocol = patient()
     three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -276,7 +276,7 @@ def test_a_connection_lost_during_the_delay_does_not_end_the_delay() -> None:
     assert left(protocol) == [b"2", b"3"]
 
 
-def test_E1_refused_messages_are_resent_before_younger_ones_lost_with_the_connection() -> None:
+def test_E1_nacked_messages_are_resent_before_younger_messages_that_were_lost_with_the_connection() -> None:
     protocol = patient(capacity=20)
     bodies = [b"%d" % number for number in range(10)]
     for body in bodies:
@@ -297,7 +297,7 @@ def test_E1_refused_messages_are_resent_before_younger_ones_lost_with_the_connec
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_flush_waits_for_a_refused_message_and_for_younger_messages_that_are_resent_after_it() -> None:
+def test_a_flush_waits_for_a_nacked_message_and_for_younger_messages_that_are_resent_after_it() -> None:
     protocol = patient(capacity=20)
     three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -313,7 +313,7 @@ def test_a_flush_waits_for_a_refused_message_and_for_younger_messages_that_are_r
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_message_that_is_resent_is_admitted_once() -> None:
+def test_a_message_that_is_resent_counts_only_once_as_admitted() -> None:
     protocol = patient()
     protocol.reports.events = []
     three(protocol)
@@ -329,7 +329,7 @@ def test_a_message_that_is_resent_is_admitted_once() -> None:
     assert {event.admitted for event in protocol.reports.events} == {3}
 
 
-def test_refused_messages_are_nacked_when_the_producer_ends() -> None:
+def test_messages_that_wait_for_a_retry_settle_as_nacked_when_the_producer_ends() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -338,7 +338,7 @@ def test_refused_messages_are_nacked_when_the_producer_ends() -> None:
     assert "refused" not in holds(protocol)
 
 
-def test_without_retries_a_nack_settles_the_message() -> None:
+def test_without_retries_a_nack_settles_the_message_immediately() -> None:
     protocol = make()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -355,13 +355,17 @@ def test_without_retries_a_nack_settles_the_message() -> None:
         (404, "NOT_FOUND - no exchange 'disk'", False),
     ],
 )
-def test_reply_codes_of_closed_channels_are_classified_as_refusals(code: int, text: str, expected: bool) -> None:
+def test_the_reply_code_and_text_of_a_channel_close_show_whether_the_broker_lacked_room(
+    code: int, text: str, expected: bool
+) -> None:
     assert means_no_room(code, text) is expected
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "nack", "nacks", "lose", "room", "time"]), max_size=80))
 @example(["send", "send", "nack", "lose"])
-def test_every_message_settles_once_and_the_window_stays_correct_for_any_sequence_of_events(steps: list[str]) -> None:
+def test_with_retries_any_sequence_of_events_settles_every_message_once_and_keeps_the_window_correct(
+    steps: list[str],
+) -> None:
     protocol = patient(capacity=6, retry_for=1000)
     receipts: list[Receipt] = []
     seen = [Wire()]
@@ -416,7 +420,7 @@ def test_every_message_settles_once_and_the_window_stays_correct_for_any_sequenc
     assert holds(protocol) == []
 
 
-def test_a_multiple_nack_skips_settled_messages() -> None:
+def test_a_multiple_nack_does_not_affect_messages_that_are_already_settled() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_ack(2, False, 0.0)
@@ -429,7 +433,7 @@ def test_a_multiple_nack_skips_settled_messages() -> None:
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
-def test_new_messages_do_not_overtake_waiting_suspects_when_there_is_room_again() -> None:
+def test_new_messages_do_not_overtake_messages_that_are_resent_one_at_a_time() -> None:
     """A new message would get the delivery tag of a waiting message, and an answer to that would confirm it."""
     protocol = patient(capacity=10)
     receipts = three(protocol)
@@ -456,7 +460,7 @@ def test_new_messages_do_not_overtake_waiting_suspects_when_there_is_room_again(
     assert new.outcome is Outcome.CONFIRMED
 
 
-def test_a_flush_waits_for_retried_messages_even_if_younger_ones_were_sent_first() -> None:
+def test_a_flush_waits_for_retried_messages_even_if_younger_messages_were_sent_before_them() -> None:
     protocol = patient(capacity=10)
     first = three(protocol)[0]
     protocol.on_nack(1, False, 0.0)
@@ -473,7 +477,7 @@ def test_a_flush_waits_for_retried_messages_even_if_younger_ones_were_sent_first
     assert protocol.reports.wake == ["flush"]
 
 
-def test_a_refused_message_that_is_too_large_with_its_mark_is_nacked_alone() -> None:
+def test_a_nacked_message_that_becomes_too_large_by_the_second_copy_header_settles_as_nacked() -> None:
     protocol = patient()
     room = FRAME_MAX - 8
     # Class, weight and body size; flags; delivery mode; message id; the table's head; a key and its value's head.
@@ -491,7 +495,7 @@ def test_a_refused_message_that_is_too_large_with_its_mark_is_nacked_alone() -> 
 
 
 @pytest.mark.parametrize("how", ["nacked", "closed channel", "lost"])
-def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_the_number_of_refused_messages(how: str) -> None:
+def test_E7_the_cost_to_withdraw_a_nacked_message_does_not_depend_on_the_number_of_nacked_messages(how: str) -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=count, retry_for=5.0)
         receipts = [send(protocol, b"x") for _ in range(count)]
@@ -511,7 +515,7 @@ def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_the_number
     assert cost(400) < 4.4 * cost(100)
 
 
-def test_E7_the_cost_of_a_flush_does_not_grow_with_the_number_of_messages_resent_after_younger_ones() -> None:
+def test_E7_the_cost_of_a_flush_does_not_grow_with_the_number_of_messages_resent_out_of_order() -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=2 * count)
         for _ in range(2 * count):
@@ -537,7 +541,7 @@ def test_E7_the_cost_of_a_flush_does_not_grow_with_the_number_of_messages_resent
     assert cost(400) < 4.4 * cost(100)
 
 
-def test_E6_messages_settled_after_the_oldest_one_are_freed_during_a_flush() -> None:
+def test_E6_messages_that_are_settled_during_a_flush_are_freed_even_if_an_older_message_is_unsettled() -> None:
     protocol = patient(capacity=10)
     one, two, three = (send(protocol, b"%d" % number) for number in range(1, 4))
     drain(protocol)
@@ -545,7 +549,7 @@ def test_E6_messages_settled_after_the_oldest_one_are_freed_during_a_flush() -> 
     protocol.on_timer(1.0)
     drain(protocol, 1.0)
     protocol.on_ack(4, False, 1.0)
-    # It is after the younger message, and never answered.
+    # This copy is written after the younger message, and is not answered yet.
     assert left(protocol, 1.0) == [b"2"]
     assert protocol.waiters.when_flushed("flush")
     for tag in range(6, 1000):
@@ -561,7 +565,7 @@ def test_E6_messages_settled_after_the_oldest_one_are_freed_during_a_flush() -> 
     assert protocol.reports.wake == ["flush"]
 
 
-def test_a_probe_refused_at_its_deadline_does_not_count_as_a_sign_of_room() -> None:
+def test_a_nack_of_a_retried_message_after_retry_for_does_not_end_the_hold_for_the_other_nacked_messages() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1.5)
     probe, other = send(protocol, b"probe"), send(protocol, b"other")
     drain(protocol)
@@ -576,19 +580,19 @@ def test_a_probe_refused_at_its_deadline_does_not_count_as_a_sign_of_room() -> N
 
 
 @pytest.mark.parametrize("retry_for", [0.0, 5.0])
-def test_E6_nothing_is_stored_about_settled_refused_messages(retry_for: float) -> None:
+def test_E6_nothing_is_stored_about_nacked_messages_after_they_are_settled(retry_for: float) -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=retry_for, mandatory=True)
     for tag in range(1, 101):
         send(protocol, Message(b"x", message_id=str(tag)))
         drain(protocol)
-        # Broker-J refuses what it returns.
+        # Broker-J nacks messages that it has returned.
         returned(protocol, str(tag))
         protocol.on_nack(tag, False, 0.0)
     assert not protocol.parts.resending.refusals._first_refused
     assert protocol.unsettled == 0
 
 
-def test_E7_no_timer_runs_while_a_stop_holds_the_probe() -> None:
+def test_E7_no_retry_timer_runs_while_channel_flow_stops_the_channel() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=60.0)
     send(protocol, b"refused")
     drain(protocol)
@@ -603,7 +607,7 @@ def test_E7_no_timer_runs_while_a_stop_holds_the_probe() -> None:
     assert protocol.next_timer(3.0) == 3.05
 
 
-def test_a_probe_that_is_a_suspect_waits_for_both_delays_and_no_timer_is_due_earlier() -> None:
+def test_a_nacked_message_that_is_also_resent_alone_waits_for_the_longer_of_its_two_delays() -> None:
     resending = Resending(5.0, Backoff(1.0, 8.0, 0.0), 15.0)
     resending.again.append(send(make()))
     resending.poison.candidate = 1
@@ -612,7 +616,7 @@ def test_a_probe_that_is_a_suspect_waits_for_both_delays_and_no_timer_is_due_ear
     assert [min(resending.next_times(True, now)) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
 
 
-def test_the_transport_hold_ends_when_the_unwritten_messages_are_settled() -> None:
+def test_the_hold_for_unwritten_bytes_ends_when_the_unwritten_messages_are_settled_as_nacked() -> None:
     protocol = patient(max_unwritten_bytes=1000, retry_for=0.5)
     receipts = []
     for _ in range(20):
@@ -628,7 +632,7 @@ def test_the_transport_hold_ends_when_the_unwritten_messages_are_settled() -> No
 
 
 @pytest.mark.parametrize("end", ["closed", "too late"])
-def test_a_refused_message_whose_copy_may_have_arrived_settles_as_unknown(end: str) -> None:
+def test_a_nacked_message_whose_second_copy_may_have_arrived_settles_as_unknown(end: str) -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
@@ -644,7 +648,7 @@ def test_a_refused_message_whose_copy_may_have_arrived_settles_as_unknown(end: s
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_a_copy_that_is_refused_again_settles_as_nacked() -> None:
+def test_a_nacked_message_whose_second_copy_is_also_nacked_settles_as_nacked() -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
@@ -660,7 +664,7 @@ def test_a_copy_that_is_refused_again_settles_as_nacked() -> None:
 
 
 @pytest.mark.parametrize(("count", "outcome"), [(1, Outcome.NACKED), (2, Outcome.UNKNOWN)])
-def test_with_several_messages_in_flight_a_channel_close_does_not_show_which_one_was_refused(
+def test_a_channel_close_for_lack_of_room_means_a_nack_only_for_a_message_alone_in_flight(
     count: int, outcome: Outcome
 ) -> None:
     protocol = patient(retry_for=5.0)
@@ -672,13 +676,13 @@ def test_with_several_messages_in_flight_a_channel_close_does_not_show_which_one
 
 
 @pytest.mark.parametrize("end", ["closed", "too late"])
-def test_a_refused_message_whose_second_copy_was_not_begun_is_nacked(end: str) -> None:
+def test_a_nacked_message_settles_as_nacked_if_no_byte_of_its_second_copy_was_written(end: str) -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
-    # Its frames are made, but the socket takes none.
+    # The frames of the retry are made, but the socket accepts none of them.
     assert protocol.data_to_write(1 << 20)
     protocol.connection_lost("gone", 1.1, reconnects=True)
     if end == "closed":
@@ -689,7 +693,7 @@ def test_a_refused_message_whose_second_copy_was_not_begun_is_nacked(end: str) -
     assert receipt.outcome is Outcome.NACKED
 
 
-def test_no_message_is_blamed_for_a_channel_close_if_retry_for_is_over_for_several_messages() -> None:
+def test_several_messages_whose_retry_for_is_over_at_a_channel_close_for_lack_of_room_settle_as_unknown() -> None:
     protocol = patient(retry_for=10.0)
     one, two, three = (send(protocol) for _ in range(3))
     drain(protocol)
@@ -702,7 +706,7 @@ def test_no_message_is_blamed_for_a_channel_close_if_retry_for_is_over_for_sever
     assert [each.outcome for each in (one, two, three)] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
 
 
-def test_a_refused_message_that_is_too_large_for_the_next_channel_is_nacked() -> None:
+def test_a_nacked_message_that_is_too_large_for_the_next_channel_settles_as_nacked() -> None:
     protocol = patient()
     receipt = send(protocol, Message(b"x", headers={"k": "x" * 3000}))
     drain(protocol)
@@ -713,7 +717,7 @@ def test_a_refused_message_that_is_too_large_for_the_next_channel_is_nacked() ->
     assert "it cannot be encoded again" in str(receipt.error())
 
 
-def test_a_refused_probe_that_is_too_large_with_its_mark_does_not_count_as_a_sign_of_room() -> None:
+def test_a_retry_that_fails_because_of_its_size_does_not_end_the_hold_for_the_other_nacked_messages() -> None:
     protocol = patient(retry_for=0.5)
     send(protocol, b"refused")
     # As in the test of a message that is nacked alone.
@@ -734,7 +738,7 @@ def test_a_refused_probe_that_is_too_large_with_its_mark_does_not_count_as_a_sig
     assert left(protocol, 2.5) == [b"other"]
 
 
-def test_a_message_settles_in_time_even_if_the_probe_has_no_answer() -> None:
+def test_nacked_messages_settle_when_retry_for_is_over_even_if_the_retried_message_gets_no_answer() -> None:
     protocol = patient(retry_for=10.0)
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -750,7 +754,7 @@ def test_a_message_settles_in_time_even_if_the_probe_has_no_answer() -> None:
     assert [each.outcome for each in receipts] == [None, Outcome.NACKED, Outcome.NACKED]
 
 
-def test_no_timer_is_due_while_a_suspect_waits_for_answers_to_other_messages() -> None:
+def test_no_timer_is_set_while_a_message_to_resend_alone_waits_for_answers_to_other_messages() -> None:
     protocol = patient(retry_for=0.5)
     others = [send(protocol) for _ in range(2)]
     suspect = protocol.admission.send(b"x", "b", "q", 0.0)
@@ -773,7 +777,7 @@ def test_no_timer_is_due_while_a_suspect_waits_for_answers_to_other_messages() -
     assert suspect.outcome is None
 
 
-def test_a_message_withdrawn_without_a_channel_leaves_the_counts_correct() -> None:
+def test_a_message_that_is_withdrawn_while_there_is_no_channel_no_longer_counts_as_unwritten() -> None:
     protocol = make()
     receipt = send(protocol)
     protocol.connection_lost("gone", 0.0, reconnects=True)

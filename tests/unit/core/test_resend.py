@@ -43,7 +43,7 @@ def is_marked(message: Published) -> bool:
     return bool((message.properties.headers or {}).get(REPUBLISHED))
 
 
-def test_unsettled_messages_are_resent_in_order_before_new_ones() -> None:
+def test_unsettled_messages_are_resent_in_order_before_new_messages() -> None:
     protocol = make(capacity=4)
     receipts = [send(protocol, body) for body in (b"1", b"2", b"3", b"4")]
     waiting = wait(protocol, b"5", waiter="me")
@@ -67,7 +67,7 @@ def _sent(protocol: ProducerProtocol, body: bytes) -> bytes:
     return drain(protocol)
 
 
-def test_only_messages_that_may_have_arrived_are_marked_and_every_message_keeps_its_id() -> None:
+def test_only_resent_messages_that_may_have_arrived_are_marked_as_second_copies_and_all_keep_their_ids() -> None:
     protocol = make()
     receipts = [send(protocol, b"whole"), send(protocol, b"begun"), send(protocol, Message(b"not", headers={"k": 1}))]
     data = protocol.data_to_write(1 << 20)
@@ -80,7 +80,7 @@ def test_only_messages_that_may_have_arrived_are_marked_and_every_message_keeps_
     assert again[2].properties.headers == {"k": 1}
 
 
-def test_a_message_stays_marked_if_the_connection_is_lost_again_before_it_is_resent() -> None:
+def test_a_message_stays_marked_as_a_second_copy_if_the_connection_is_lost_again_before_it_is_resent() -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", headers={"k": 1}))
     drain(protocol)
@@ -93,7 +93,7 @@ def test_a_message_stays_marked_if_the_connection_is_lost_again_before_it_is_res
     assert receipt.outcome is Outcome.CONFIRMED
 
 
-def test_a_message_that_was_never_rewritten_settles_as_unknown_if_it_may_have_arrived() -> None:
+def test_without_a_reconnect_written_messages_settle_as_unknown_and_unwritten_messages_as_failed() -> None:
     protocol = make()
     written = send(protocol)
     drain(protocol)
@@ -104,7 +104,7 @@ def test_a_message_that_was_never_rewritten_settles_as_unknown_if_it_may_have_ar
     assert protocol.closed == "given up"
 
 
-def test_a_producer_that_closes_resends_unsettled_messages_and_then_needs_no_connection() -> None:
+def test_a_closing_producer_resends_unsettled_messages_and_then_needs_no_connection() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -118,7 +118,7 @@ def test_a_producer_that_closes_resends_unsettled_messages_and_then_needs_no_con
     assert holds(protocol) == []
 
 
-def test_a_lost_connection_settles_all_messages_and_the_producer_continues_if_on_disconnect_is_fail() -> None:
+def test_with_on_disconnect_fail_a_lost_connection_settles_all_messages_and_the_producer_continues() -> None:
     protocol = make(on_disconnect="fail", capacity=3)
     written = send(protocol)
     drain(protocol)
@@ -142,7 +142,7 @@ def test_a_lost_connection_settles_all_messages_and_the_producer_continues_if_on
     assert waiting.receipt.outcome is Outcome.CONFIRMED
 
 
-def test_a_closed_producer_needs_no_connection_if_on_disconnect_is_fail() -> None:
+def test_with_on_disconnect_fail_a_closed_producer_needs_no_connection() -> None:
     protocol = make(on_disconnect="fail")
     receipt = send(protocol)
     drain(protocol)
@@ -151,7 +151,7 @@ def test_a_closed_producer_needs_no_connection_if_on_disconnect_is_fail() -> Non
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_a_lost_connection_is_logged_as_a_warning_and_the_first_connection_is_not() -> None:
+def test_a_lost_connection_is_logged_as_a_warning_and_connecting_for_the_first_time_is_not() -> None:
     protocol = make()
     assert [line.split()[0] for line in logged(protocol)] == ["DEBUG"] * 2
     protocol.reports.logs.clear()
@@ -163,7 +163,7 @@ def test_a_lost_connection_is_logged_as_a_warning_and_the_first_connection_is_no
     ]
 
 
-def test_a_returned_message_whose_ack_was_lost_is_settled() -> None:
+def test_a_returned_message_whose_ack_was_lost_with_the_connection_is_settled_as_returned() -> None:
     protocol = make(capacity=2)
     receipt, other = send(protocol), send(protocol)
     drain(protocol)
@@ -176,7 +176,7 @@ def test_a_returned_message_whose_ack_was_lost_is_settled() -> None:
 
 
 @pytest.mark.parametrize("own_id", [None, "mine"])
-def test_a_return_finds_a_resent_message_once_it_is_written(own_id: str | None) -> None:
+def test_a_basic_return_finds_a_resent_message_as_soon_as_that_message_is_written(own_id: str | None) -> None:
     protocol = make()
     first = send(protocol)
     settled = send(protocol)
@@ -195,7 +195,7 @@ def test_a_return_finds_a_resent_message_once_it_is_written(own_id: str | None) 
     assert receipt.outcome is Outcome.RETURNED
 
 
-def test_a_flush_after_a_loss_waits_only_for_messages_admitted_before_it() -> None:
+def test_a_flush_after_a_lost_connection_waits_only_for_messages_admitted_before_the_flush() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol)
@@ -222,7 +222,7 @@ def test_a_flush_ends_when_the_end_of_the_connection_settles_its_last_message() 
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_message_that_the_new_broker_cannot_accept_is_settled_and_no_other_is() -> None:
+def test_a_resent_message_with_headers_too_large_for_the_new_broker_is_settled_and_all_others_are_sent() -> None:
     protocol = make()
     headers = {"k": "v" * (FRAME_MAX - 200)}
     unwritten_twin = Message(b"", headers=headers)
@@ -238,7 +238,7 @@ def test_a_message_that_the_new_broker_cannot_accept_is_settled_and_no_other_is(
     assert protocol.window.used == 0
 
 
-def test_too_many_unwritten_messages_cause_a_hold_until_half_of_them_are_written() -> None:
+def test_too_many_bytes_to_resend_cause_a_hold_for_unwritten_bytes_until_half_are_written() -> None:
     protocol = make(max_unwritten_bytes=1000)
     send(protocol, bytes(3000))
     drain(protocol)
@@ -249,7 +249,7 @@ def test_too_many_unwritten_messages_cause_a_hold_until_half_of_them_are_written
     assert holds(protocol) == []
 
 
-def test_a_stop_on_the_new_channel_holds_resent_messages() -> None:
+def test_channel_flow_on_the_new_channel_holds_the_messages_to_resend() -> None:
     protocol = make()
     send(protocol, b"1")
     drain(protocol)
@@ -273,7 +273,7 @@ def test_without_confirms_messages_that_were_not_fully_written_are_resent() -> N
     assert receipts[1].outcome is Outcome.SENT
 
 
-def test_messages_without_ids_are_resent() -> None:
+def test_messages_without_a_message_id_are_resent_after_a_lost_connection() -> None:
     protocol = make(message_ids=False)
     receipt = send(protocol, b"x")
     drain(protocol)
@@ -285,7 +285,9 @@ def test_messages_without_ids_are_resent() -> None:
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "acks", "lose"]), max_size=60))
-def test_every_message_settles_once_and_first_copies_stay_in_order(steps: list[str]) -> None:
+def test_whatever_connections_are_lost_every_message_settles_once_and_first_copies_stay_in_order(
+    steps: list[str],
+) -> None:
     protocol = make(capacity=5)
     receipts = []
     seen: list[str] = []
@@ -337,7 +339,7 @@ def test_headers_that_are_too_large_for_the_next_broker_fail_only_their_own_mess
     assert protocol.window.used == 0
 
 
-def test_the_delivery_tag_of_a_message_belongs_to_its_last_channel() -> None:
+def test_the_receipt_of_a_resent_message_has_the_delivery_tag_of_the_last_channel() -> None:
     protocol = make()
     receipts = [send(protocol, b"%d" % number) for number in range(3)]
     drain(protocol)
@@ -373,7 +375,7 @@ def test_resent_messages_are_encoded_only_as_fast_as_the_socket_accepts_them() -
     assert protocol.unwritten == 0
 
 
-def test_only_answers_are_written_while_the_topology_is_redeclared() -> None:
+def test_while_the_topology_is_redeclared_only_flow_ok_frames_are_written_and_no_messages() -> None:
     protocol = make()
     send(protocol, b"written")
     drain(protocol)
@@ -395,7 +397,7 @@ def test_only_answers_are_written_while_the_topology_is_redeclared() -> None:
     assert holds(protocol) == []
 
 
-def test_if_a_channel_is_lost_during_its_restoration_the_next_channel_sends_all_messages() -> None:
+def test_if_a_channel_is_lost_while_the_topology_is_redeclared_the_next_channel_sends_all_messages() -> None:
     protocol = make()
     send(protocol, b"1")
     drain(protocol)
@@ -409,7 +411,7 @@ def test_if_a_channel_is_lost_during_its_restoration_the_next_channel_sends_all_
     assert holds(protocol) == []
 
 
-def test_a_channel_that_was_never_restored_leaves_no_hold_for_the_next_channel() -> None:
+def test_a_channel_that_was_lost_while_the_topology_was_redeclared_leaves_no_hold() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -420,7 +422,7 @@ def test_a_channel_that_was_never_restored_leaves_no_hold_for_the_next_channel()
     assert drain(protocol, 4.0)
 
 
-def test_a_producer_that_is_closed_during_the_restoration_of_a_channel_keeps_no_hold_from_it() -> None:
+def test_a_producer_that_is_closed_while_the_topology_is_redeclared_has_no_hold_left() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -440,7 +442,9 @@ def test_a_message_is_resent_on_a_new_channel_that_has_a_different_number() -> N
 
 
 @given(st.lists(st.sampled_from([b"x", b"", b"y" * 5000, Message(b"own", type="t"), Message(b"z" * 9000)]), max_size=6))
-def test_messages_that_are_written_one_by_one_have_the_same_bytes_and_tags(payloads: list[bytes | Message]) -> None:
+def test_messages_have_the_same_bytes_and_delivery_tags_if_they_are_written_one_by_one_or_together(
+    payloads: list[bytes | Message],
+) -> None:
     together, single = make(), make()
     receipts = [send(together, payload) for payload in payloads]
     data, one_by_one = drain(together), b""

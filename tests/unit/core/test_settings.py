@@ -92,23 +92,23 @@ def test_type_checkers_see_every_setting_with_its_type() -> None:
         assert known.__forward_arg__.split(" | Literal")[0] == str(settings[name]).split(" | Literal")[0]
 
 
-def test_E12_by_default_a_close_ends_before_kubernetes_kills_the_process() -> None:
+def test_E12_the_default_close_timeout_ends_before_kubernetes_kills_the_process() -> None:
     limit = ProducerSettings().close_timeout
     assert limit is not None
     # A second for the end of the connection, and some time for the rest of the program.
     assert limit <= 30.0 - 5.0
 
 
-def test_every_setting_is_in_the_table_of_this_test() -> None:
+def test_the_table_of_setting_texts_in_this_test_file_contains_every_producer_setting() -> None:
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
-def test_f2_the_default_burst_is_the_amount_that_the_rate_allows_in_50_ms() -> None:
+def test_f2_the_default_rate_burst_is_the_number_of_messages_that_the_rate_allows_in_50_ms() -> None:
     assert [ProducerSettings(rate=rate).burst for rate in (None, 0.1, 20, 3000)] == [1, 1, 1, 150]
     assert ProducerSettings(rate=3000, rate_burst=1).burst == 1
 
 
-def test_the_defaults_are_as_documented() -> None:
+def test_the_producer_settings_have_the_documented_defaults() -> None:
     settings = load()
     assert settings == ProducerSettings()
     assert settings.url == URL
@@ -126,7 +126,7 @@ def test_the_defaults_are_as_documented() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
-def test_a_setting_is_taken_from_the_first_source_that_has_it(name: str, text: str, value: Any) -> None:
+def test_a_setting_is_taken_from_the_first_source_that_has_a_value_for_it(name: str, text: str, value: Any) -> None:
     environ = {f"QFLOW_{name.upper()}": text}
     url = f"{URL}?{name}={text}"
     # Another value of the same kind.
@@ -160,7 +160,9 @@ FOLLOWS: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("given", "mandatory"), FOLLOWS)
-def test_mandatory_has_the_value_of_message_ids_unless_it_is_set(given: dict[str, Any], mandatory: bool) -> None:
+def test_the_setting_mandatory_has_the_value_of_message_ids_unless_it_is_set(
+    given: dict[str, Any], mandatory: bool
+) -> None:
     texts = {name: str(value) for name, value in given.items()}
     query = "&".join(f"{name}={text}" for name, text in texts.items())
     for settings in (
@@ -173,7 +175,7 @@ def test_mandatory_has_the_value_of_message_ids_unless_it_is_set(given: dict[str
         assert settings.is_mandatory is mandatory
 
 
-def test_mandatory_set_to_none_overrides_later_sources_and_has_the_value_of_message_ids() -> None:
+def test_mandatory_none_means_the_value_of_message_ids_and_overrides_sources_of_lower_precedence() -> None:
     environ = {"QFLOW_MANDATORY": "1"}
     assert not load(environ=environ, message_ids=False, mandatory=None).is_mandatory
     assert not load(f"{URL}?mandatory=", environ=environ, message_ids=False).is_mandatory
@@ -182,31 +184,31 @@ def test_mandatory_set_to_none_overrides_later_sources_and_has_the_value_of_mess
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO"])
-def test_the_capacity_may_be_adaptive(text: str) -> None:
+def test_the_setting_capacity_accepts_auto_for_an_adaptive_window(text: str) -> None:
     assert load(environ={"QFLOW_CAPACITY": text}).capacity == "auto"
     assert load(f"{URL}?capacity={text}").capacity == "auto"
     assert ProducerSettings(capacity="auto").capacity_max == 10_000
     assert "capacity='auto'" in repr(ProducerSettings(capacity="auto"))
 
 
-def test_an_adaptive_capacity_without_confirms_is_refused() -> None:
+def test_the_setting_capacity_auto_without_confirms_is_rejected() -> None:
     with pytest.raises(SettingsError, match=r"capacity='auto' with confirms=False: .* give a number"):
         ProducerSettings(capacity="auto", confirms=False)
 
 
-def test_E15_the_setting_liveness_without_confirms_is_refused() -> None:
+def test_E15_the_setting_liveness_without_confirms_is_rejected() -> None:
     with pytest.raises(SettingsError, match=r"liveness=2\.0 with confirms=False: .* leave liveness out"):
         ProducerSettings(confirms=False, liveness=2.0)
 
 
-def test_E15_failover_without_time_to_reconnect_is_refused() -> None:
+def test_E15_the_setting_on_blocked_failover_without_time_to_reconnect_is_rejected() -> None:
     with pytest.raises(
         SettingsError, match=r"on_blocked='failover' with reconnect_timeout=0: .* set a longer reconnect_timeout"
     ):
         ProducerSettings(on_blocked="failover", reconnect_timeout=0)  # type: ignore[arg-type]
 
 
-def test_mandatory_without_message_ids_is_refused_for_every_source_of_the_settings() -> None:
+def test_the_setting_mandatory_without_message_ids_is_rejected_from_every_source() -> None:
     refused = "mandatory=True with message_ids=False: .* leave mandatory out"
     with pytest.raises(SettingsError, match=refused):
         ProducerSettings(message_ids=False, mandatory=True)
@@ -215,38 +217,38 @@ def test_mandatory_without_message_ids_is_refused_for_every_source_of_the_settin
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "On"])
-def test_texts_for_true_are_accepted(text: str) -> None:
+def test_the_usual_texts_for_true_are_accepted_as_values_of_settings(text: str) -> None:
     assert load(environ={"QFLOW_MANDATORY": "false", "QFLOW_CONFIRMS": text}).confirms is True
 
 
 @pytest.mark.parametrize("text", ["0", "False", "NO", "off"])
-def test_texts_for_false_are_accepted(text: str) -> None:
+def test_the_usual_texts_for_false_are_accepted_as_values_of_settings(text: str) -> None:
     assert load(environ={"QFLOW_CONFIRMS": text}).confirms is False
 
 
 @pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes", "mandatory"])
 @pytest.mark.parametrize("text", ["none", "None"])
-def test_texts_for_none_are_accepted(name: str, text: str) -> None:
+def test_the_text_none_in_the_environment_or_in_a_url_sets_an_optional_setting_to_none(name: str, text: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
     assert getattr(load(f"{URL}?{name}={text}"), name) is None
     assert getattr(load(f"{URL}?{name}="), name) is None
 
 
 @pytest.mark.parametrize("name", [each[0] for each in TEXTS] + ["url"])
-def test_an_empty_environment_variable_counts_as_not_set(name: str) -> None:
+def test_an_empty_environment_variable_does_not_set_its_setting(name: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": ""}), name) == default(name)
 
 
-def test_forever_is_accepted_as_a_text_for_none() -> None:
+def test_the_text_forever_in_a_url_means_no_time_limit() -> None:
     assert load(f"{URL}?max_producer_flow_control_wait=forever").max_producer_flow_control_wait is None
 
 
-def test_the_keyword_value_none_means_no_time_limit() -> None:
+def test_the_keyword_value_none_for_a_timeout_setting_means_no_time_limit() -> None:
     environ = {"QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "5"}
     assert load(environ=environ, max_producer_flow_control_wait=None).max_producer_flow_control_wait is None
 
 
-def test_the_environment_of_the_process_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_are_read_from_the_environment_of_the_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "7")
     assert ProducerSettings.load().capacity == 7
 
@@ -308,7 +310,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), REFUSED)
-def test_a_refused_value_is_reported_with_its_setting_and_the_allowed_values(
+def test_the_error_for_an_invalid_value_names_its_setting_and_the_allowed_values(
     name: str, value: Any, allowed: str
 ) -> None:
     with pytest.raises(SettingsError) as caught:
@@ -333,7 +335,7 @@ def test_a_refused_value_is_reported_with_its_setting_and_the_allowed_values(
         ("routing_key", "k" * 256, "a str of at most 255 bytes"),
     ],
 )
-def test_a_refused_text_is_reported_with_its_source(name: str, text: str, allowed: str) -> None:
+def test_the_error_for_an_invalid_text_names_the_source_of_the_text(name: str, text: str, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(environ={f"QFLOW_{name.upper()}": text})
     assert str(caught.value) == f"QFLOW_{name.upper()}={text!r}: it must be {allowed}"
@@ -342,7 +344,7 @@ def test_a_refused_text_is_reported_with_its_source(name: str, text: str, allowe
     assert str(caught.value) == f"the URL's {name}={text!r}: it must be {allowed}"
 
 
-def test_an_unknown_setting_is_refused_and_the_error_lists_the_known_ones() -> None:
+def test_an_unknown_setting_is_rejected_and_the_error_lists_the_known_settings() -> None:
     with pytest.raises(
         SettingsError, match=r"capcity=\*\*\*: there is no such setting; the settings are url, .*capacity"
     ):
@@ -360,13 +362,13 @@ def test_an_unknown_setting_is_refused_and_the_error_lists_the_known_ones() -> N
         ("amqp://user:secret@localhost//", "the virtual host / is written /%2F, or left out"),
     ],
 )
-def test_an_incomplete_url_is_refused_and_the_error_shows_the_missing_part(url: str, hint: str) -> None:
+def test_an_incomplete_url_is_rejected_and_the_error_shows_the_missing_part(url: str, hint: str) -> None:
     with pytest.raises(SettingsError, match=f"; {re.escape(hint)}$") as caught:
         ProducerSettings(url=url)
     assert "secret" not in str(caught.value)
 
 
-def test_a_list_of_urls_is_a_list_of_hosts_to_try() -> None:
+def test_a_list_of_urls_gives_the_hosts_to_try_in_this_order() -> None:
     urls = ["amqp://one/", "amqps://two/vhost"]
     assert ProducerSettings(url=urls).urls == tuple(urls)
     assert load(urls).urls == tuple(urls)
@@ -384,7 +386,7 @@ def test_urls_in_the_environment_are_separated_by_commas() -> None:
         load(environ={"QFLOW_URL": "one"})
 
 
-def test_the_url_is_taken_from_the_first_source_that_has_it() -> None:
+def test_the_broker_url_is_taken_from_the_first_source_that_has_one() -> None:
     environ = {"QFLOW_URL": "amqp://env/"}
     settings = ProducerSettings(url="amqp://settings/")
     assert load(environ=environ).urls == ("amqp://env/",)
@@ -394,7 +396,7 @@ def test_the_url_is_taken_from_the_first_source_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("separator", [",", ", ", " , "])
-def test_a_comma_separates_urls_only_before_the_start_of_a_url(separator: str) -> None:
+def test_in_a_text_of_several_urls_only_a_comma_before_a_url_scheme_separates_urls(separator: str) -> None:
     one = "amqps://one/?ssl_options={'certfile': 'a.pem', 'keyfile': 'a.key'}"
     two = "amqps://u:p,w@two:5671/v?client_properties={'a': 1,'b': 2}"
     assert load(environ={"QFLOW_URL": one}).url == one
@@ -404,7 +406,7 @@ def test_a_comma_separates_urls_only_before_the_start_of_a_url(separator: str) -
             load(environ={"QFLOW_URL": text})
 
 
-def test_the_first_of_several_urls_that_has_a_setting_decides() -> None:
+def test_of_several_urls_the_first_one_that_contains_a_setting_gives_its_value() -> None:
     settings = load(["amqp://one/?capacity=1", "amqp://two/?capacity=2&rate=3"])
     assert (settings.capacity, settings.rate) == (1, 3.0)
 
@@ -418,7 +420,9 @@ def test_the_first_of_several_urls_that_has_a_setting_decides() -> None:
         ["amqp://one/?capacity=0&capacity=5"],
     ],
 )
-def test_a_bad_value_in_the_query_of_any_url_is_refused_even_if_it_is_never_used(urls: list[str]) -> None:
+def test_an_invalid_value_in_the_query_of_any_url_is_rejected_even_if_another_source_overrides_it(
+    urls: list[str],
+) -> None:
     refused = f"the URL's capacity='0': it must be {WHOLE}"
     with pytest.raises(SettingsError, match=refused):
         load(urls)
@@ -430,14 +434,14 @@ def test_a_bad_value_in_the_query_of_any_url_is_refused_even_if_it_is_never_used
         load(environ={"QFLOW_URL": ",".join(urls)})
 
 
-def test_query_parameters_of_pika_are_passed_to_pika_and_our_own_parameters_are_not() -> None:
+def test_query_parameters_of_pika_are_passed_to_pika_and_qflow_settings_are_not() -> None:
     url = "amqp://u:p@host:1/v%2Fh?heartbeat=3&capacity=5&ssl_options=%7B%27a%27%3A+1%7D&name=n&blank="
     settings = load(url)
     assert (settings.capacity, settings.name) == (5, "n")
     assert settings.urls == ("amqp://u:p@host:1/v%2Fh?heartbeat=3&ssl_options=%7B%27a%27%3A+1%7D&blank=",)
 
 
-def test_a_url_inside_the_query_of_another_url_changes_no_setting() -> None:
+def test_settings_in_a_url_inside_the_query_of_another_url_are_ignored() -> None:
     assert load("amqp://host/?url=amqp://other/").urls == ("amqp://host/?url=amqp%3A%2F%2Fother%2F",)
 
 
@@ -455,14 +459,14 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("url", SECRETS)
-def test_a_password_is_not_shown(url: str) -> None:
+def test_a_url_is_shown_without_its_password(url: str) -> None:
     shown = hide_password(url)
     assert "secret" not in shown
     assert "***@" in shown
 
 
 @pytest.mark.parametrize("url", SECRETS[:4])
-def test_the_settings_do_not_show_a_password(url: str) -> None:
+def test_the_repr_of_the_settings_does_not_show_the_password_of_a_url(url: str) -> None:
     assert "secret" not in repr(ProducerSettings(url=url))
     assert "secret" not in repr(ProducerSettings(url=[url, url]))
     assert "secret" not in repr(load(environ={"QFLOW_URL": SECRETS[4]}))
@@ -483,7 +487,7 @@ def test_a_url_without_a_password_is_shown_unchanged(url: str) -> None:
         "amqp://u:12%23#secret@h/?heartbeat=3",
     ],
 )
-def test_an_error_does_not_show_a_password(url: str) -> None:
+def test_an_error_about_a_url_does_not_show_its_password(url: str) -> None:
     refused: list[Any] = [url, [url], [URL, url]]
     for value in refused:
         with pytest.raises(SettingsError) as caught:
@@ -501,7 +505,7 @@ def test_an_error_does_not_show_a_password(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["amqp://u:12#3secret@h", "amqp://h/v#", "amqp://h/?routing_key=#"])
-def test_a_fragment_is_refused_and_the_error_says_how_to_write_it(url: str) -> None:
+def test_a_url_with_a_fragment_is_rejected_and_the_error_says_how_to_encode_the_hash_sign(url: str) -> None:
     with pytest.raises(SettingsError, match=r"it must be an amqp:// .*; a # is written %23$") as caught:
         ProducerSettings(url=url)
     assert "secret" not in str(caught.value)
@@ -510,7 +514,7 @@ def test_a_fragment_is_refused_and_the_error_says_how_to_write_it(url: str) -> N
     assert load("amqp://u:12%233@h/?routing_key=%23").routing_key == "#"
 
 
-def test_a_replaced_setting_counts_as_set_and_all_other_settings_keep_their_source() -> None:
+def test_a_setting_changed_by_replace_counts_as_set_and_all_other_settings_keep_their_source() -> None:
     environ = {"QFLOW_CAPACITY": "7", "QFLOW_RATE": "5", "QFLOW_MANDATORY": "no", "QFLOW_NAME": "environment"}
     settings = ProducerSettings(mandatory=None, rate=3).replace(name="replaced").replace(rate_burst=2)
     assert settings == ProducerSettings(mandatory=None, rate=3, name="replaced", rate_burst=2)
@@ -532,7 +536,7 @@ def test_every_setting_counts_as_set_in_a_copy_made_by_dataclasses_replace() -> 
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
-def test_settings_derived_from_a_url_keep_the_settings_of_the_url(name: str, text: str, value: Any) -> None:
+def test_the_method_replace_keeps_the_settings_in_the_query_of_the_url(name: str, text: str, value: Any) -> None:
     settings = ProducerSettings(url=f"{URL}?{name}={text}")
     assert getattr(settings, name) == value
     assert getattr(load(settings=settings), name) == value
@@ -558,7 +562,7 @@ def test_a_setting_replaced_by_its_default_overrides_the_url_and_the_environment
         assert getattr(load(settings=copied, environ=environ), name) == default(name)
 
 
-def test_a_setting_that_contradicts_the_url_is_refused() -> None:
+def test_a_setting_that_contradicts_the_url_is_rejected() -> None:
     with pytest.raises(SettingsError, match="when_flowed='spill' with outbox=None"):
         ProducerSettings(url=f"{URL}?when_flowed=spill")
     assert ProducerSettings(url=f"{URL}?when_flowed=spill&outbox=o").when_flowed is WhenFlowed.SPILL
@@ -583,7 +587,7 @@ def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("nothing_was_said")
-def test_a_variable_whose_name_is_almost_a_setting_is_warned_about_once(name: str, meant: str) -> None:
+def test_an_environment_variable_whose_name_is_almost_a_setting_causes_one_warning(name: str, meant: str) -> None:
     said = f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean {meant}?"
     with pytest.warns(UserWarning, match=f"^{re.escape(said)}$") as warned:
         assert load(environ={name: "amqp://u:s3cr3t-pw@h"}).capacity == 1000
@@ -592,7 +596,7 @@ def test_a_variable_whose_name_is_almost_a_setting_is_warned_about_once(name: st
 
 
 @pytest.mark.usefixtures("nothing_was_said")
-def test_unrelated_variables_cause_no_warning() -> None:
+def test_unrelated_environment_variables_cause_no_warning() -> None:
     words = [
         "REQUIRE_BROKERS",
         "FLIGHTS",
@@ -607,13 +611,13 @@ def test_unrelated_variables_cause_no_warning() -> None:
     load(environ={f"QFLOW_{word}": "1" for word in words} | {"OFLOW_CAPCITY": "5"})
 
 
-def test_the_repr_shows_settings_that_differ_from_the_defaults() -> None:
+def test_the_repr_of_producer_settings_shows_only_settings_that_differ_from_the_defaults() -> None:
     assert repr(ProducerSettings()) == "ProducerSettings(url='amqp://guest:***@localhost:5672/%2F')"
     settings = ProducerSettings(url=["amqp://one/", "amqp://two/"], capacity=5, name="n")
     assert repr(settings) == "ProducerSettings(url=['amqp://one/', 'amqp://two/'], capacity=5, name='n')"
 
 
-def test_settings_compare_and_hash_by_value() -> None:
+def test_producer_settings_compare_and_hash_by_value() -> None:
     assert ProducerSettings(capacity=5) == ProducerSettings(capacity=5)
     assert len({ProducerSettings(url=[URL]), ProducerSettings(url=[URL])}) == 1
     with pytest.raises(AttributeError):
@@ -637,12 +641,12 @@ def test_settings_compare_and_hash_by_value() -> None:
         ),
     ],
 )
-def test_an_outbox_needs_confirms_and_message_ids_and_spilling_needs_an_outbox(
+def test_the_setting_outbox_needs_confirms_and_message_ids_and_spilling_needs_an_outbox(
     given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SettingsError, match=re.escape(words)):
         load(**given)
 
 
-def test_the_outbox_may_be_a_path_object() -> None:
+def test_the_setting_outbox_accepts_a_path_object() -> None:
     assert load(outbox=Path("orders.outbox")).outbox == "orders.outbox"

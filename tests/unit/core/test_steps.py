@@ -256,17 +256,19 @@ STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("told", [True, False], ids=["all receipts", "failures"])
 @pytest.mark.parametrize("name", STEPS)
-def test_E2_every_message_is_settled_and_reported_once_even_if_any_step_is_interrupted(name: str, told: bool) -> None:
+def test_E2_every_message_is_settled_and_reported_once_even_if_ctrl_c_interrupts_any_producer_method(
+    name: str, told: bool
+) -> None:
     step, settings = STEPS[name]
-    # What keeps failures only is the same but for the reports: each third place shows it in CI.
+    # A producer that keeps only failures differs only in its reports. In CI each third place is enough for it.
     for at in range(0, 5000, EVERY if told or EFFORT != "ci" else 3):
         life = Life(told, **settings)
-        # First let it come to its end.
+        # First let the call complete.
         come = interrupted(lambda: step(life), at) if at else step(life) is not life  # noqa: B023  # called at once
         life.protocol.lift("paused", 1.0)
         life.end()
         if name == "withdraw" and life.receipts[-1]._outcome is Outcome.FAILED:
-            # Its outcome is reported only to its caller.
+            # The outcome is reported only to the caller.
             del life.receipts[-1]
         life.check()
         if not come:
@@ -283,14 +285,14 @@ def test_E2_every_message_is_settled_and_reported_once_even_if_any_step_is_inter
     ],
     ids=["acks", "advance", "write"],
 )
-def test_E2_the_next_step_of_any_kind_completes_an_unfinished_step(
+def test_E2_the_next_call_of_any_producer_method_completes_a_call_that_ctrl_c_interrupted(
     follow: Callable[[ProducerProtocol], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     life = Life(told=False)
-    # The window is set, but nothing that should follow has been done.
+    # The window is set, but the rest of the call has not been done.
     with monkeypatch.context() as patched:
         patched.setattr(SendLine, "grant", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -302,14 +304,14 @@ def test_E2_the_next_step_of_any_kind_completes_an_unfinished_step(
     life.check()
 
 
-def test_a_message_encoded_for_a_lost_channel_is_encoded_again_for_the_next_one() -> None:
+def test_a_message_encoded_for_a_lost_channel_is_encoded_again_for_the_next_channel() -> None:
     protocol = make()
     send(protocol, b"1")
     protocol.parts.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
     assert wire(drain(protocol)).short == [b"1"]
 
 
-def test_E2_a_return_that_is_interrupted_and_then_repeated_is_not_a_confirm() -> None:
+def test_E2_if_ctrl_c_interrupts_the_handling_of_a_basic_return_the_message_still_settles_as_returned() -> None:
     for at in range(1, 1000, EVERY):
         life = Life(told=False)
         message = Message(b"again", message_id="again")
@@ -327,7 +329,9 @@ def test_E2_a_return_that_is_interrupted_and_then_repeated_is_not_a_confirm() ->
             return
 
 
-def test_E2_a_probe_interrupted_before_it_is_written_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E2_a_retry_that_ctrl_c_interrupts_before_it_is_written_is_written_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -358,7 +362,7 @@ def test_E2_a_flush_does_not_wait_for_a_message_whose_admission_failed(monkeypat
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_message_that_was_never_admitted_is_settled_and_reported(told: bool) -> None:
+def test_a_message_whose_admission_failed_is_settled_and_reported(told: bool) -> None:
     protocol = make()
     protocol.reports.settled = [] if told else None
     admitted = send(protocol)
@@ -372,7 +376,7 @@ def test_a_message_that_was_never_admitted_is_settled_and_reported(told: bool) -
     assert protocol.unsettled == 1
 
 
-def test_a_half_written_message_is_not_withdrawn() -> None:
+def test_a_half_written_message_cannot_be_withdrawn() -> None:
     protocol = make()
     receipt = send(protocol, b"1")
     begun = write(protocol, 1)
@@ -380,7 +384,7 @@ def test_a_half_written_message_is_not_withdrawn() -> None:
     assert wire(begun + drain(protocol)).short == [b"1"]
 
 
-def test_E2_an_interrupt_leaves_no_hold_by_a_socket_that_has_accepted_all_bytes() -> None:
+def test_E2_ctrl_c_leaves_no_hold_for_unwritten_bytes_if_the_socket_has_accepted_all_bytes() -> None:
     for at in range(1, 1000):
         protocol = make(max_unwritten_bytes=100)
         send(protocol, bytes(200))
@@ -395,7 +399,7 @@ def test_E2_an_interrupt_leaves_no_hold_by_a_socket_that_has_accepted_all_bytes(
             return
 
 
-def test_E2_an_interrupt_leaves_no_hold_by_finished_callbacks() -> None:
+def test_E2_ctrl_c_leaves_no_hold_for_receipt_callbacks_that_have_finished() -> None:
     lifted = 0
     for at in range(1, 1000):
         protocol = make(capacity=2)
@@ -416,7 +420,7 @@ def test_E2_an_interrupt_leaves_no_hold_by_finished_callbacks() -> None:
 
 
 @pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
-def test_E2_an_interrupt_leaves_no_hold_by_a_channel_that_has_ended(lose: Callable[[Life], object]) -> None:
+def test_E2_ctrl_c_leaves_no_hold_that_a_closed_channel_had_raised(lose: Callable[[Life], object]) -> None:
     for at in range(1, 1000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
@@ -434,7 +438,7 @@ def test_E2_an_interrupt_leaves_no_hold_by_a_channel_that_has_ended(lose: Callab
             return
 
 
-def test_E2_a_second_call_to_withdraw_a_message_completes_the_first() -> None:
+def test_E2_a_withdrawal_that_ctrl_c_interrupts_is_completed_by_a_second_call() -> None:
     for at in range(1, 1000):
         protocol = make()
         receipt = send(protocol)
@@ -446,7 +450,7 @@ def test_E2_a_second_call_to_withdraw_a_message_completes_the_first() -> None:
             return
 
 
-def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None:
+def test_E2_even_if_ctrl_c_interrupts_its_end_the_time_of_a_block_does_not_count_for_retry_for() -> None:
     for at in range(1, 1000):
         protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=15.0)
         receipt = send(protocol)
@@ -464,7 +468,7 @@ def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None
             return
 
 
-def test_E2_an_interrupted_refusal_loses_no_message() -> None:
+def test_E2_ctrl_c_while_a_nack_is_handled_loses_no_message() -> None:
     for at in range(1, 1000, EVERY):
         protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
         receipts = [send(protocol) for _ in range(3)]
@@ -486,7 +490,7 @@ def test_E2_an_interrupted_refusal_loses_no_message() -> None:
             return
 
 
-def test_E2_an_interrupted_end_settles_all_messages() -> None:
+def test_E2_if_ctrl_c_interrupts_the_end_of_the_producer_all_messages_are_still_settled() -> None:
     for at in range(1, 2000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
@@ -501,7 +505,7 @@ def test_E2_an_interrupted_end_settles_all_messages() -> None:
             return
 
 
-def test_E2_receipts_that_are_fetched_during_an_interrupt_are_fetched_again() -> None:
+def test_E2_receipts_whose_fetch_was_interrupted_are_fetched_again_by_the_next_call() -> None:
     for at in range(1, 1000):
         protocol = make(capacity=2)
         protocol.reports.settled = []
@@ -519,7 +523,7 @@ def test_E2_receipts_that_are_fetched_during_an_interrupt_are_fetched_again() ->
             return
 
 
-def test_E2_a_first_channel_whose_opening_was_interrupted_counts_as_opened() -> None:
+def test_E2_a_first_channel_whose_opening_ctrl_c_interrupts_counts_as_opened_only_if_it_is_open() -> None:
     for at in range(1, 1000):
         protocol = make(opened=False)
         come = interrupted(lambda: protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0), at)  # noqa: B023  # called at once
@@ -530,7 +534,7 @@ def test_E2_a_first_channel_whose_opening_was_interrupted_counts_as_opened() -> 
             return
 
 
-def test_no_timer_is_due_while_the_probe_waits_for_the_disk() -> None:
+def test_no_retry_timer_is_set_while_a_nacked_message_waits_for_the_disk() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=2.0)
     store = Store(protocol)
     refused = send(protocol)
@@ -562,7 +566,7 @@ def stop(protocol: ProducerProtocol) -> None:
     ],
     ids=["none", "a plain message", "one message", "two messages", "several frames"],
 )
-def test_taking_the_output_has_the_same_effect_as_writing_all_of_it(
+def test_take_output_has_the_same_effect_as_writing_all_output(
     payloads: list[bytes | Message], then: Callable[[ProducerProtocol], object]
 ) -> None:
     protocol, twin = make(), make()
@@ -585,7 +589,7 @@ def test_taking_the_output_has_the_same_effect_as_writing_all_of_it(
     assert list(protocol.parts.unconfirmed.flight) == list(twin.parts.unconfirmed.flight)
 
 
-def test_E2_an_interrupt_while_the_output_is_taken_leaves_each_message_unsent_or_written() -> None:
+def test_E2_ctrl_c_while_the_output_is_taken_leaves_each_message_either_unsent_or_written() -> None:
     written = []
     came, at = 1, 1
     while came:

@@ -83,7 +83,7 @@ def attached(**settings: Any) -> tuple[ProducerProtocol, Store]:
 
 
 @pytest.mark.parametrize("line", [None, WeightedLine({"a": 1, "b": 1})], ids=["own line", "given line"])
-def test_senders_that_wait_before_the_store_is_attached_are_admitted_by_the_store_in_order(
+def test_senders_that_waited_before_the_outbox_was_attached_are_admitted_to_the_outbox_in_order(
     line: WeightedLine | None,
 ) -> None:
     protocol, store = make(opened=False, line=line), Store()
@@ -103,7 +103,7 @@ def test_senders_that_wait_before_the_store_is_attached_are_admitted_by_the_stor
     assert protocol.reports.wake == [0, 2]
 
 
-def test_a_sender_whose_message_can_never_fit_the_store_gets_an_error_and_blocks_no_other_sender() -> None:
+def test_a_send_too_large_for_the_outbox_raises_an_error_and_blocks_no_other_sender() -> None:
     protocol, store = make(opened=False), Store(max_size=10)
     large, small = wait(protocol, bytes(11), waiter="large"), wait(protocol, b"small", waiter="small")
     protocol.attach_store(store, 1.0)
@@ -114,7 +114,7 @@ def test_a_sender_whose_message_can_never_fit_the_store_gets_an_error_and_blocks
     assert small.receipt is not None
 
 
-def test_the_room_in_the_store_limits_admission_in_addition_to_the_window() -> None:
+def test_a_full_outbox_holds_a_producer_even_if_its_window_has_room() -> None:
     protocol, store = make(capacity=5), Store(room=2)
     protocol.attach_store(store, 0.0)
     send(protocol)
@@ -124,7 +124,7 @@ def test_the_room_in_the_store_limits_admission_in_addition_to_the_window() -> N
     assert store.kept == [1, 2]
 
 
-def test_with_a_store_every_message_is_admitted_by_a_step() -> None:
+def test_send_at_once_returns_none_if_the_producer_has_an_outbox() -> None:
     protocol, store = attached()
     assert protocol.admission.send_at_once(b"x", "", "q") is None
     assert store.kept == []
@@ -133,7 +133,7 @@ def test_with_a_store_every_message_is_admitted_by_a_step() -> None:
     assert protocol.admission.id_prefix == PREFIX
 
 
-def test_E13_messages_not_yet_on_disk_are_not_written_and_neither_are_later_ones() -> None:
+def test_E13_a_message_that_is_not_yet_on_disk_and_all_later_messages_are_not_written_to_the_socket() -> None:
     protocol, store = attached()
     first, second, third = (send(protocol, body) for body in (b"1", b"2", b"3"))
     store.kept_back = second._number
@@ -151,7 +151,7 @@ def test_E13_messages_not_yet_on_disk_are_not_written_and_neither_are_later_ones
     assert [receipt.outcome for receipt in (first, second, third)] == [Outcome.CONFIRMED] * 3
 
 
-def test_E13_written_messages_are_resent_before_messages_not_yet_on_disk() -> None:
+def test_E13_messages_that_were_written_are_resent_before_messages_that_are_not_yet_on_disk() -> None:
     protocol, store = attached()
     send(protocol, b"1")
     drain(protocol)
@@ -163,7 +163,7 @@ def test_E13_written_messages_are_resent_before_messages_not_yet_on_disk() -> No
     assert [message.body for message in wire(drain(protocol, 2.0)).messages] == [b"2"]
 
 
-def test_a_flush_waits_for_the_backlog_and_may_time_out() -> None:
+def test_a_flush_waits_for_outbox_messages_that_are_only_on_disk_and_stops_at_its_timeout() -> None:
     protocol, store = attached()
     assert not protocol.waiters.when_flushed("nothing to wait for")
     store.has_backlog = True
@@ -177,7 +177,7 @@ def test_a_flush_waits_for_the_backlog_and_may_time_out() -> None:
     assert protocol.waiters.forget("window")
 
 
-def test_a_closed_producer_needs_a_channel_as_long_as_there_is_a_backlog() -> None:
+def test_a_closed_producer_still_needs_a_channel_while_its_outbox_has_messages_to_send() -> None:
     protocol, store = attached()
     store.has_backlog = True
     protocol.close("closed by hand", 1.0)
@@ -190,7 +190,7 @@ def test_a_closed_producer_needs_a_channel_as_long_as_there_is_a_backlog() -> No
     assert not protocol.wants_channel
 
 
-def test_the_next_timer_is_the_timer_of_the_backlog_if_it_is_earlier() -> None:
+def test_the_next_timer_of_a_producer_is_the_timer_of_its_outbox_if_that_is_earlier() -> None:
     protocol, store = attached(rate=1.0)
     assert protocol.next_timer(0.0) is None
     store.timer = 7.0

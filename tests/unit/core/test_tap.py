@@ -1,4 +1,4 @@
-"""The tap: which frames the library and the channels get, and who writes next."""
+"""The tap: the frames that the library and the channels get, and the order in which they write."""
 
 from __future__ import annotations
 
@@ -121,17 +121,17 @@ def started(data: bytes) -> pamqp.commands.Connection.Start:
     return method
 
 
-# As Apache Qpid Broker-J 9.2 and 10.1 say it, in text.
+# Apache Qpid Broker-J 9.2 and 10.1 announce it in this way, as text.
 CONFIRMS = {"product": "qpid", "qpid.confirmed_publish_supported": "true", "qpid.close_when_no_route": "true"}
 
 
-def test_capabilities_are_inserted_for_a_broker_that_announces_its_confirms_in_a_different_way() -> None:
+def test_capabilities_are_added_to_connection_start_if_the_broker_announces_confirms_in_another_way() -> None:
     seen = started(Tap().received(start(CONFIRMS), 0.0))
     assert seen.server_properties == CONFIRMS | {"capabilities": {"publisher_confirms": True, "basic.nack": True}}
     assert (seen.version_major, seen.version_minor, seen.mechanisms, seen.locales) == (0, 9, "PLAIN", "en_US")
 
 
-def test_capabilities_are_inserted_for_every_split_of_the_stream_and_later_bytes_follow_them() -> None:
+def test_capabilities_are_added_to_connection_start_for_every_split_of_the_stream() -> None:
     whole = start(CONFIRMS) + HEARTBEAT
     expected = Tap().received(whole, 0.0)
     assert expected.endswith(HEARTBEAT)
@@ -148,14 +148,14 @@ def test_capabilities_are_inserted_for_every_split_of_the_stream_and_later_bytes
     ],
     ids=str,
 )
-def test_a_list_of_capabilities_from_the_broker_is_trusted(properties: dict[str, Any]) -> None:
+def test_a_connection_start_that_lists_capabilities_is_passed_on_unchanged(properties: dict[str, Any]) -> None:
     assert Tap().received(start(properties), 0.0) == start(properties)
 
 
 @pytest.mark.parametrize(
     "properties", [CONFIRMS | {"qpid.confirmed_publish_supported": "false"}, {"product": "qpid"}, {}], ids=str
 )
-def test_the_library_sees_an_empty_table_of_capabilities_if_the_broker_announces_none(
+def test_the_client_library_sees_an_empty_table_of_capabilities_if_the_broker_announces_none(
     properties: dict[str, Any],
 ) -> None:
     """An example is the broker of WSO2. aiormq reads the table and fails without it."""
@@ -164,12 +164,12 @@ def test_the_library_sees_an_empty_table_of_capabilities_if_the_broker_announces
 
 
 @pytest.mark.parametrize("length", [4, 6, 9, 30, 60])
-def test_errors_in_a_connection_start_are_left_to_the_library(length: int) -> None:
+def test_a_malformed_connection_start_is_passed_on_so_that_the_library_reports_the_error(length: int) -> None:
     data = frame(METHOD_FRAME, 0, start(CONFIRMS)[7 : 7 + length])
     assert Tap().received(data, 0.0) == data
 
 
-def test_a_late_connection_start_is_not_changed() -> None:
+def test_a_connection_start_that_is_not_the_first_frame_is_passed_on_unchanged() -> None:
     data = HEARTBEAT + start(CONFIRMS)
     assert Tap().received(data, 0.0) == data
 
@@ -223,7 +223,7 @@ def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
 
 @settings(max_examples=rounds(60))
 @given(st.lists(frames(), max_size=8), st.data())
-def test_for_every_split_of_the_stream_each_side_gets_its_own_frames_whole_and_in_order(
+def test_library_and_producers_each_get_their_own_frames_in_order_for_every_split_of_the_stream(
     broker: list[tuple[bytes, bytes, list[tuple[Any, ...]]]], data: st.DataObject
 ) -> None:
     tap, channel = attached()
@@ -242,7 +242,7 @@ def test_for_every_split_of_the_stream_each_side_gets_its_own_frames_whole_and_i
     assert channel.told == [told for each in broker for told in each[2]]
 
 
-def test_frames_of_a_channel_that_is_not_attached_go_to_the_library() -> None:
+def test_frames_of_a_channel_that_no_producer_uses_go_to_the_library() -> None:
     tap = Tap()
     data = encode(Basic.Ack(1)) + encode(Channel.Flow(False)) + encode(RETURN_METHOD) + content(b"abc")
     assert tap.received(data, 0.0) == data
@@ -258,14 +258,14 @@ def test_frames_of_a_channel_that_is_not_attached_go_to_the_library() -> None:
         HEARTBEAT,
     ],
 )
-def test_frames_that_a_publishing_channel_does_not_handle_are_passed_on_unchanged(data: bytes) -> None:
+def test_frames_that_the_channel_of_a_producer_does_not_handle_go_to_the_library_unchanged(data: bytes) -> None:
     tap, channel = attached()
     ack = encode(Basic.Ack(1))
     assert tap.received(data + ack + data, 0.0) == data + data
     assert channel.told == [("ack", 1, False)]
 
 
-def test_a_close_is_reported_to_the_channel_and_to_the_library_which_answers_it() -> None:
+def test_a_channel_close_is_reported_to_the_producer_and_to_the_library_which_answers_it() -> None:
     tap, channel = attached()
     before, close = encode(Basic.Ack(1)), encode(Channel.Close(404, "NOT_FOUND", 60, 40))
     after = encode(Basic.Ack(2))
@@ -273,7 +273,7 @@ def test_a_close_is_reported_to_the_channel_and_to_the_library_which_answers_it(
     assert channel.told == [("ack", 1, False), ("closed", 404, "NOT_FOUND", (60, 40))]
 
 
-def test_blocked_and_unblocked_are_reported_to_every_channel_and_to_the_library() -> None:
+def test_connection_blocked_and_unblocked_are_reported_to_every_producer_and_to_the_library() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -285,14 +285,14 @@ def test_blocked_and_unblocked_are_reported_to_every_channel_and_to_the_library(
     assert channel.told == other.told == [("blocked", "low on memory"), ("unblocked",)]
 
 
-def test_a_connection_blocked_without_a_reason_is_also_a_hold() -> None:
+def test_a_connection_blocked_without_a_reason_also_holds_the_producer() -> None:
     tap, channel = attached()
     tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED), 0.0)
     assert channel.told == [("blocked", "")]
     assert tap.is_blocked
 
 
-def test_E15_the_library_does_not_see_the_answer_to_a_probe() -> None:
+def test_E15_the_library_does_not_see_the_answer_to_a_liveness_probe() -> None:
     tap, channel = attached()
     answer = encode(pamqp.commands.Confirm.SelectOk())
     assert tap.received(answer, 1.0) == answer
@@ -305,7 +305,7 @@ def test_E15_the_library_does_not_see_the_answer_to_a_probe() -> None:
     assert channel.told == []
 
 
-def test_a_channel_that_is_attached_to_a_blocked_connection_is_notified() -> None:
+def test_a_producer_that_is_attached_to_a_blocked_connection_is_notified_of_the_block() -> None:
     tap = Tap()
     tap.received(encode(Connection.Blocked("low on disk"), 0), 0.0)
     channel = Recorder()
@@ -316,7 +316,7 @@ def test_a_channel_that_is_attached_to_a_blocked_connection_is_notified() -> Non
     assert holds(protocol) == ["connection_blocked"]
 
 
-def test_a_flow_that_arrives_before_the_channel_is_attached_is_kept_for_it() -> None:
+def test_a_channel_flow_that_arrives_before_the_producer_is_attached_is_kept_for_the_producer() -> None:
     tap = Tap()
     tap.expect(1)
     opened = encode(Channel.OpenOk())
@@ -330,7 +330,7 @@ def test_a_flow_that_arrives_before_the_channel_is_attached_is_kept_for_it() -> 
     assert len(channel.told) == 3, "each once"
 
 
-def test_a_flow_stop_before_the_channel_is_attached_holds_the_producer() -> None:
+def test_a_channel_flow_stop_that_arrives_before_the_producer_is_attached_holds_the_producer() -> None:
     tap, protocol = Tap(), make(opened=False)
     tap.expect(1)
     tap.received(encode(Channel.Flow(False)), 0.0)
@@ -343,21 +343,21 @@ def test_a_flow_stop_before_the_channel_is_attached_holds_the_producer() -> None
     assert wire(drain(protocol)).short == [True, b"x"]
 
 
-def test_a_malformed_flow_before_the_channel_is_attached_is_a_frame_error() -> None:
+def test_a_malformed_channel_flow_before_the_producer_is_attached_raises_frame_error() -> None:
     tap = Tap()
     tap.expect(1)
     with pytest.raises(FrameError):
         tap.received(frame(METHOD_FRAME, 1, CHANNEL_FLOW) + NEXT, 0.0)
 
 
-def test_d11_acks_and_deliveries_of_other_channels_pass_while_one_channel_is_flowed() -> None:
+def test_d11_acks_and_deliveries_of_other_channels_are_handled_while_one_channel_is_flowed() -> None:
     tap, channel = attached()
     deliver = encode(Basic.Deliver("c", 1, False, "", "q"), 2) + content(b"abc", channel=2)
     assert tap.received(encode(Channel.Flow(False)) + deliver, 0.0) == deliver
     assert channel.told == [("flow", False)]
 
 
-def test_text_that_is_not_utf_8_does_no_harm() -> None:
+def test_a_channel_close_whose_text_is_not_utf_8_is_handled() -> None:
     tap, channel = attached()
     tap.received(frame(METHOD_FRAME, 1, CHANNEL_CLOSE + b"\1\x38\2\xff\xfe\0\x3c\0\x28"), 0.0)
     assert channel.told == [("closed", 312, "\ufffd\ufffd", (60, 40))]
@@ -384,21 +384,23 @@ NEXT = encode(Basic.Ack(7, True)) * 3
         CHANNEL_CLOSE + b"\1\x38\0\0\x3c",
     ],
 )
-def test_a_malformed_method_on_our_channel_is_a_frame_error_and_is_not_reported(payload: bytes, after: bytes) -> None:
+def test_a_malformed_method_on_the_channel_of_a_producer_raises_frame_error_and_is_not_reported(
+    payload: bytes, after: bytes
+) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError, match="a frame on channel 1 cannot be decoded"):
         tap.received(frame(METHOD_FRAME, 1, payload) + after, 0.0)
     assert channel.told == []
 
 
-def test_a_malformed_blocked_is_a_frame_error() -> None:
+def test_a_malformed_connection_blocked_raises_frame_error() -> None:
     tap, channel = attached()
     with pytest.raises(FrameError, match="channel 0"):
         tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED + b"\5abc") + NEXT, 0.0)
     assert channel.told == []
 
 
-def test_a_truncated_content_header_of_a_return_is_a_frame_error() -> None:
+def test_a_truncated_content_header_of_a_basic_return_raises_frame_error() -> None:
     tap, channel = attached()
     with pytest.raises(FrameError):
         tap.received(encode(RETURN_METHOD) + frame(HEADER_FRAME, 1, bytes(11)) + NEXT, 0.0)
@@ -421,7 +423,7 @@ NO_CONTENT = {
 
 
 @pytest.mark.parametrize("wrong", NO_CONTENT.values(), ids=NO_CONTENT)
-def test_a_frame_that_is_not_content_after_a_return_is_a_frame_error(wrong: bytes) -> None:
+def test_a_basic_return_that_is_not_followed_by_content_raises_frame_error(wrong: bytes) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError, match="returned message"):
         tap.received(encode(RETURN_METHOD) + wrong, 0.0)
@@ -429,7 +431,7 @@ def test_a_frame_that_is_not_content_after_a_return_is_a_frame_error(wrong: byte
 
 
 @pytest.mark.parametrize("begun", [b"", HEADER, HEADER + frame(BODY_FRAME, 1, b"ab")])
-def test_a_close_in_the_middle_of_a_return_ends_the_return_and_the_channel(begun: bytes) -> None:
+def test_a_channel_close_between_the_frames_of_a_basic_return_ends_the_return_and_the_channel(begun: bytes) -> None:
     tap, channel = attached()
     assert tap.received(encode(RETURN_METHOD) + begun + CLOSE, 0.0) == CLOSE
     assert channel.told == [("closed", 406, "PRECONDITION_FAILED", (60, 40))]
@@ -442,7 +444,7 @@ def test_a_close_in_the_middle_of_a_return_ends_the_return_and_the_channel(begun
     assert len(channel.told) == 1
 
 
-def test_the_library_sees_no_frame_of_an_incomplete_return_on_a_detached_channel() -> None:
+def test_the_library_sees_no_frame_of_an_incomplete_basic_return_on_the_channel_of_a_detached_producer() -> None:
     tap, _ = attached()
     assert tap.received(encode(RETURN_METHOD) + HEADER + frame(BODY_FRAME, 1, b"ab"), 0.0) == b""
     tap.detach(1)
@@ -452,7 +454,7 @@ def test_the_library_sees_no_frame_of_an_incomplete_return_on_a_detached_channel
 
 
 @given(st.binary(max_size=40))
-def test_every_header_of_a_return_is_either_accepted_by_the_producer_or_causes_a_frame_error(payload: bytes) -> None:
+def test_any_bytes_as_content_header_of_a_basic_return_are_accepted_or_raise_frame_error(payload: bytes) -> None:
     protocol = make()
     tap = Tap()
     tap.attach(1, protocol, 0.0)
@@ -462,7 +464,7 @@ def test_every_header_of_a_return_is_either_accepted_by_the_producer_or_causes_a
         pass
 
 
-def test_bytes_that_are_not_frames_are_a_frame_error() -> None:
+def test_bytes_that_are_not_amqp_frames_raise_frame_error() -> None:
     tap, _ = attached()
     with pytest.raises(FrameError):
         tap.received(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
@@ -479,7 +481,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("after", [b"", encode(Basic.Ack(9)) + HEARTBEAT], ids=["last", "before others"])
-def test_frames_before_invalid_bytes_reach_their_receivers_before_the_error(broken: bytes, after: bytes) -> None:
+def test_frames_before_invalid_bytes_are_passed_to_library_and_producer_before_the_error(
+    broken: bytes, after: bytes
+) -> None:
     tap, channel = attached()
     good = encode(Basic.Ack(1)) + CONNECTION_CLOSE + encode(Basic.Ack(2)) + HEARTBEAT
     assert tap.error is None
@@ -494,7 +498,7 @@ def test_frames_before_invalid_bytes_reach_their_receivers_before_the_error(brok
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_invalid_bytes_without_earlier_frames_for_the_library_are_an_error_immediately(broken: bytes) -> None:
+def test_invalid_bytes_raise_frame_error_immediately_if_no_frames_for_the_library_precede_them(broken: bytes) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError):
         tap.received(encode(Basic.Ack(1)) + broken, 0.0)
@@ -503,7 +507,7 @@ def test_invalid_bytes_without_earlier_frames_for_the_library_are_an_error_immed
         tap.received(b"", 0.0)
 
 
-def test_a_frame_beyond_frame_max_is_refused_as_soon_as_its_size_is_read() -> None:
+def test_a_frame_larger_than_frame_max_raises_frame_error_as_soon_as_its_size_is_read() -> None:
     tap, _ = attached()
     for size in (1 << 17, 0x7FFF_FFFF, 0xFFFF_FFFF):
         with pytest.raises(FrameError, match=f"a frame of {size + 8} bytes is larger than frame-max 131072"):
@@ -519,14 +523,14 @@ def test_a_frame_beyond_frame_max_is_refused_as_soon_as_its_size_is_read() -> No
     assert unlimited.received(b"\3\0\1\x7f\xff\xff\xffx", 0.0) == b""
 
 
-def test_content_that_is_not_part_of_a_return_goes_to_the_library() -> None:
+def test_content_frames_that_do_not_belong_to_a_basic_return_go_to_the_library() -> None:
     tap, channel = attached()
     data = content(b"abc")
     assert tap.received(data, 0.0) == data
     assert channel.told == []
 
 
-def test_the_remaining_frames_of_a_return_never_reach_the_library() -> None:
+def test_the_library_sees_no_frames_of_a_basic_return_even_if_the_producer_is_detached_meanwhile() -> None:
     tap, channel = attached()
     data = encode(RETURN_METHOD) + content(b"0123456789")
     assert tap.received(data[:60], 0.0) == b""
@@ -537,7 +541,7 @@ def test_the_remaining_frames_of_a_return_never_reach_the_library() -> None:
 
 
 @pytest.mark.parametrize("end", [Channel.CloseOk(), Channel.Close(200, "", 0, 0)])
-def test_frames_for_a_producer_that_has_left_its_channel_are_dropped(end: Any) -> None:
+def test_frames_for_a_producer_that_was_detached_from_its_channel_are_dropped(end: Any) -> None:
     tap, channel = attached()
     tap.detach(1)
     returned = encode(RETURN_METHOD) + content(b"abc")
@@ -549,13 +553,13 @@ def test_frames_for_a_producer_that_has_left_its_channel_are_dropped(end: Any) -
     assert tap.received(told, 0.0) == told, "the number is the library's again"
 
 
-def test_a_channel_closed_by_the_broker_does_not_count_as_left() -> None:
+def test_after_the_broker_has_closed_a_producer_s_channel_frames_with_its_number_go_to_the_library() -> None:
     tap, _ = attached()
     assert tap.received(CLOSE, 0.0) == CLOSE
     assert tap.received(encode(Basic.Ack(1)), 0.0) == encode(Basic.Ack(1))
 
 
-def test_the_library_sees_no_frame_of_an_unknown_channel_until_the_number_of_the_channel_is_free() -> None:
+def test_the_library_sees_no_frames_of_a_channel_that_the_drop_in_opened_on_its_own() -> None:
     tap = Tap()
     told: list[bytes] = []
     tap.own(7, told.append)
@@ -567,14 +571,14 @@ def test_the_library_sees_no_frame_of_an_unknown_channel_until_the_number_of_the
     close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
     assert tap.received(encode(Basic.Ack(1), 7) + close, 0.0) == b""
     assert channel.told == [("ack", 1, False), ("closed", 406, "PRECONDITION_FAILED", (60, 40))]
-    # Methods that the channel gets by a call are not passed to others.
+    # Methods that are passed to the channel by a call are not passed to other receivers.
     assert told == [opened[7:-1], close[7:-1]]
     tap.disown(7)
     assert tap.received(opened, 0.0) == opened
     tap.disown(7)
 
 
-def test_a_new_secret_is_sent_in_the_dialect_of_the_broker_and_the_library_does_not_see_the_answer() -> None:
+def test_update_secret_is_sent_in_the_dialect_of_the_broker_and_the_library_does_not_see_the_answer() -> None:
     tap = Tap()
     told: list[str] = []
     sent = tap.update_secret("töken", lambda: told.append("first")) + tap.update_secret(
@@ -591,7 +595,7 @@ def test_a_new_secret_is_sent_in_the_dialect_of_the_broker_and_the_library_does_
     assert tap.received(answer, 0.0) == answer
 
 
-def test_the_reason_of_a_connection_close_is_stored() -> None:
+def test_the_reason_of_a_connection_close_from_the_broker_is_stored() -> None:
     tap = Tap()
     close = encode(Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0)
     assert tap.closed is None
@@ -603,7 +607,7 @@ def test_the_reason_of_a_connection_close_is_stored() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1.5), st.sampled_from(["ours", "theirs", "part"])), max_size=30))
-def test_a_library_that_sees_no_frames_gets_a_heartbeat_every_half_interval(
+def test_a_library_that_sees_no_frames_gets_a_generated_heartbeat_every_half_interval(
     steps: list[tuple[float, str]],
 ) -> None:
     tap, _ = attached()
@@ -632,7 +636,7 @@ def test_a_library_that_sees_no_frames_gets_a_heartbeat_every_half_interval(
             heard = now
 
 
-def test_without_heartbeats_no_heartbeat_is_generated() -> None:
+def test_without_negotiated_heartbeats_no_heartbeat_is_generated_for_the_library() -> None:
     tap, _ = attached()
     for now in range(0, 1000, 100):
         assert tap.received(encode(Basic.Ack(1)), float(now)) == b""
@@ -648,14 +652,14 @@ def one(tap: Tap, count: int, limit: int = 1 << 20) -> bytes:
     return data
 
 
-def test_a_connection_without_output_has_nothing_to_write() -> None:
+def test_a_connection_on_which_nothing_was_sent_has_no_bytes_to_write() -> None:
     tap, _ = attached()
     assert tap.data_to_write(100) == b""
     assert tap.at_border
     assert Tap().data_to_write(100) == b""
 
 
-def test_the_library_writes_only_at_the_boundaries_of_our_frames() -> None:
+def test_the_library_writes_only_between_complete_frames_of_the_producers() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -670,7 +674,7 @@ def test_the_library_writes_only_at_the_boundaries_of_our_frames() -> None:
     assert tap.at_border
 
 
-def test_no_message_begins_if_the_socket_accepts_no_bytes() -> None:
+def test_a_message_does_not_count_as_begun_if_the_socket_accepts_none_of_its_bytes() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     assert one(tap, 0) == b""
@@ -678,7 +682,7 @@ def test_no_message_begins_if_the_socket_accepts_no_bytes() -> None:
     assert tap.data_to_write(100) == b"one"
 
 
-def test_several_channels_write_in_turn() -> None:
+def test_several_producers_on_one_connection_write_in_turn() -> None:
     tap = Tap()
     channels = {number: Recorder() for number in (5, 1, 3)}
     for number, channel in channels.items():
@@ -693,7 +697,7 @@ def test_several_channels_write_in_turn() -> None:
     assert written == b"1351351353"
 
 
-def test_a_channel_whose_writes_all_end_inside_a_frame_still_lets_the_other_channels_write() -> None:
+def test_producers_on_one_connection_write_in_turn_even_if_every_write_ends_inside_a_frame() -> None:
     tap = Tap()
     channels = [Recorder(), Recorder()]
     for number, channel in enumerate(channels):
@@ -710,7 +714,7 @@ def test_a_channel_whose_writes_all_end_inside_a_frame_still_lets_the_other_chan
 
 @settings(max_examples=rounds(30))
 @given(st.data())
-def test_between_the_frames_of_a_message_only_other_channels_may_write(
+def test_between_two_frames_of_a_message_only_other_channels_may_write(
     data: st.DataObject,
 ) -> None:
     tap = Tap()
@@ -738,7 +742,7 @@ def test_between_the_frames_of_a_message_only_other_channels_may_write(
 
 
 @pytest.mark.parametrize("close", [lambda tap: tap.detach(1), lambda tap: tap.received(CLOSE, 0.0)])
-def test_a_begun_frame_is_completed_when_its_channel_is_detached(close: Callable[[Tap], object]) -> None:
+def test_a_half_written_frame_is_completed_after_its_producer_is_detached(close: Callable[[Tap], object]) -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -758,7 +762,7 @@ def test_a_begun_frame_is_completed_when_its_channel_is_detached(close: Callable
     assert tap.data_to_write(100) == b""
 
 
-def test_a_channel_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_write() -> None:
+def test_a_producer_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_write() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -769,7 +773,7 @@ def test_a_channel_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_write
     assert tap.data_to_write(100) == b""
 
 
-def test_a_channel_can_be_detached_while_a_different_channel_is_inside_a_frame() -> None:
+def test_a_producer_can_be_detached_while_a_frame_of_another_producer_is_half_written() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -798,7 +802,7 @@ def test_a_half_written_frame_of_a_lost_connection_is_not_completed() -> None:
 # A library that chooses the numbers of its channels.
 
 
-def test_J7_a_stop_that_arrives_before_any_channel_is_attached_is_kept_for_it() -> None:
+def test_J7_a_channel_flow_stop_that_arrives_before_any_producer_is_attached_is_kept_for_its_channel() -> None:
     tap = Tap()
     tap.expects_all = True
     stop, go_on = encode(Channel.Flow(False), 7), encode(Channel.Flow(True), 7)
@@ -809,7 +813,7 @@ def test_J7_a_stop_that_arrives_before_any_channel_is_attached_is_kept_for_it() 
     assert channel.told == [("flow", False), ("flow", True), ("flow", False)]
 
 
-def test_frames_for_a_channel_that_closes_before_it_is_attached_are_dropped() -> None:
+def test_frames_kept_for_a_channel_are_dropped_if_the_channel_closes_before_a_producer_is_attached() -> None:
     tap = Tap()
     tap.expects_all = True
     close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
@@ -819,7 +823,7 @@ def test_frames_for_a_channel_that_closes_before_it_is_attached_are_dropped() ->
     assert channel.told == []
 
 
-def test_no_message_follows_after_the_library_closes_a_channel_but_answers_are_still_reported() -> None:
+def test_after_the_library_closes_the_channel_of_a_producer_no_message_is_written_and_acks_are_reported() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -850,7 +854,7 @@ def test_no_message_follows_after_the_library_closes_a_channel_but_answers_are_s
 
 
 @pytest.mark.parametrize("body", [b"x" * 100, b"x" * 3 * 4096], ids=["of one frame", "of several frames"])
-def test_an_answer_is_handled_even_if_its_message_was_completed_after_the_library_closed_the_channel(
+def test_an_ack_is_reported_even_if_its_message_was_completed_after_the_library_closed_the_channel(
     body: bytes,
 ) -> None:
     tap = Tap()
@@ -860,7 +864,7 @@ def test_an_answer_is_handled_even_if_its_message_was_completed_after_the_librar
     size = protocol.unwritten
     send(protocol, b"never begun")
     data = tap.data_to_write(1 << 20)
-    # Up to its last frame; the write stops inside it.
+    # The message is written up to its last frame. The write stops inside this frame.
     written = size - 10
     tap.advance(written, 0.0)
     tap.closes(1)
@@ -878,7 +882,7 @@ def test_an_answer_is_handled_even_if_its_message_was_completed_after_the_librar
     assert protocol.unsettled == 1
 
 
-def test_a_channel_that_is_detached_inside_its_last_frame_still_completes_that_frame() -> None:
+def test_the_last_frame_of_a_message_is_completed_after_its_producer_is_detached() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -898,7 +902,7 @@ def test_a_channel_that_is_detached_inside_its_last_frame_still_completes_that_f
 
 
 @pytest.mark.parametrize("cut", [0, 30, 63, 65])
-def test_E2_the_tap_accepts_no_input_after_an_interrupted_read_so_that_no_answer_is_missed(cut: int) -> None:
+def test_E2_after_an_interrupted_read_the_connection_accepts_no_input_because_acks_may_be_lost(cut: int) -> None:
     data = b"".join(encode(Basic.Ack(delivery_tag=tag)) for tag in range(1, 9))
     data += encode(Basic.Nack(delivery_tag=9))
     missed = 0
@@ -922,7 +926,7 @@ def test_E2_the_tap_accepts_no_input_after_an_interrupted_read_so_that_no_answer
             assert words == "an exception interrupted the reading, and some received bytes are lost"
             missed += 1
         else:
-            # It came before the read had begun, or after its end.
+            # The interrupt came before the read had begun, or after its end.
             protocol.on_timer(0.0)
             assert protocol.unsettled in (before, 0)
         if not come:

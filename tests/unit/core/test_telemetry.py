@@ -36,7 +36,9 @@ def seconds(recorded: Recorded) -> list[float]:
     return [each for each, _ in recorded]
 
 
-def test_messages_that_are_settled_together_have_the_duration_of_the_oldest_message(recorded: Recorded) -> None:
+def test_telemetry_records_messages_settled_together_with_the_duration_of_the_oldest_message(
+    recorded: Recorded,
+) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     for at in range(5):
@@ -63,7 +65,7 @@ def test_messages_that_are_settled_together_have_the_duration_of_the_oldest_mess
     }
 
 
-def test_each_message_counts_once_even_if_it_is_resent_on_a_second_connection(
+def test_telemetry_counts_each_message_once_even_if_it_is_resent_on_a_second_connection(
     recorded: Recorded,
 ) -> None:
     protocol = make()
@@ -86,7 +88,7 @@ def test_each_message_counts_once_even_if_it_is_resent_on_a_second_connection(
     assert seconds(recorded) == [4.0, 4.0, 4.0]
 
 
-def test_nothing_is_stored_about_a_message_that_cannot_be_encoded(recorded: Recorded) -> None:
+def test_telemetry_stores_nothing_about_a_message_that_cannot_be_encoded(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     with pytest.raises(TypeError):
@@ -96,7 +98,9 @@ def test_nothing_is_stored_about_a_message_that_cannot_be_encoded(recorded: Reco
     assert list(observer.began.values()) == [2.0]
 
 
-def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest_is_kept(recorded: Recorded) -> None:
+def test_send_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest_is_kept(
+    recorded: Recorded,
+) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     for at in range(100):
@@ -113,7 +117,7 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
     assert len(recorded) == 11
 
 
-def test_the_wait_for_admission_is_part_of_the_duration(recorded: Recorded) -> None:
+def test_the_recorded_duration_of_a_send_includes_the_wait_for_admission(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     protocol.hold("paused", 0.0)
@@ -125,7 +129,7 @@ def test_the_wait_for_admission_is_part_of_the_duration(recorded: Recorded) -> N
     assert seconds(recorded) == [6.0]
 
 
-def test_messages_sent_before_the_observer_are_counted_without_a_duration(recorded: Recorded) -> None:
+def test_messages_sent_before_telemetry_began_are_counted_without_a_duration(recorded: Recorded) -> None:
     protocol = make()
     send(protocol)
     observer = observe(protocol, recorded)
@@ -136,7 +140,7 @@ def test_messages_sent_before_the_observer_are_counted_without_a_duration(record
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
 
 
-def test_one_ack_is_counted_separately_for_each_destination_and_each_outcome(recorded: Recorded) -> None:
+def test_telemetry_counts_messages_settled_by_one_ack_for_each_destination_and_outcome(recorded: Recorded) -> None:
     protocol = make(mandatory=True)
     observer = observe(protocol, recorded)
     send(protocol, key="a")
@@ -155,7 +159,7 @@ def test_one_ack_is_counted_separately_for_each_destination_and_each_outcome(rec
     assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
 
 
-def test_undelivered_messages_that_stay_in_the_outbox_are_counted_with_the_reason_of_their_failure(
+def test_telemetry_counts_undelivered_messages_in_the_outbox_with_the_reason_of_the_failure(
     recorded: Recorded,
 ) -> None:
     protocol = make(outbox="kept", outbox_keep_undelivered=True, on_refused="fail", mandatory=True)
@@ -172,7 +176,7 @@ def test_undelivered_messages_that_stay_in_the_outbox_are_counted_with_the_reaso
     assert [attributes.get("error.type") for _, attributes in recorded] == [None, "returned", "nacked"]
 
 
-def test_messages_that_a_lost_connection_settles_are_reported(recorded: Recorded) -> None:
+def test_messages_that_a_lost_connection_settles_are_reported_to_telemetry(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     send(protocol)
@@ -192,7 +196,7 @@ def test_messages_that_a_lost_connection_settles_are_reported(recorded: Recorded
         empty.admission.send(b"x", "", "q", 3.0)
 
 
-def test_without_confirms_a_written_message_counts_as_settled(recorded: Recorded) -> None:
+def test_without_confirms_telemetry_counts_a_written_message_as_sent(recorded: Recorded) -> None:
     protocol = make(confirms=False)
     observer = observe(protocol, recorded)
     send(protocol, now=1.0)
@@ -202,7 +206,7 @@ def test_without_confirms_a_written_message_counts_as_settled(recorded: Recorded
     assert observer.counts == {("q", Outcome.SENT): 1}
 
 
-def test_a_refusal_is_counted_under_the_oldest_hold_or_the_waiting_line() -> None:
+def test_a_send_that_fails_because_the_producer_is_flowed_is_counted_under_the_oldest_hold() -> None:
     protocol = make()
     protocol.line.count_flowed_error()
     protocol.hold("paused", 0.0)
@@ -212,7 +216,7 @@ def test_a_refusal_is_counted_under_the_oldest_hold_or_the_waiting_line() -> Non
     assert protocol.line.flowed_errors == {"line": 1, "paused": 2}
 
 
-def test_the_counts_of_a_garbage_collected_producer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_telemetry_counts_of_a_garbage_collected_producer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Producer:
         """An object that supports weak references."""
 

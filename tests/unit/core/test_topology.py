@@ -12,7 +12,7 @@ from qflow_client import Binding, Exchange, Queue, SettingsError, Topology
 ANY: list[Any] = [b"q", {1: 2}, [Exchange("e")], ["q"]]
 
 
-def test_changing_the_arguments_afterwards_does_not_change_the_topology() -> None:
+def test_changing_the_dict_of_arguments_afterwards_does_not_change_the_topology() -> None:
     arguments = {"x-max-length": 1}
     queues = [Queue("q", arguments=arguments)]
     topology = Topology(queues)
@@ -23,7 +23,7 @@ def test_changing_the_arguments_afterwards_does_not_change_the_topology() -> Non
         topology.queues[0].arguments["x-max-length"] = 3  # type: ignore[index]
 
 
-def test_equal_topologies_are_equal() -> None:
+def test_topologies_with_equal_queues_exchanges_and_bindings_compare_equal() -> None:
     one, other = (Topology(["q"], [Exchange("e")], [Binding("e", "q", "k")]) for _ in range(2))
     assert one == other != Topology(["q"])
 
@@ -56,12 +56,12 @@ def test_equal_topologies_are_equal() -> None:
         (lambda: Topology.of(ANY[3]), r"declare=\['q'\]: it must be a Topology, a Queue, or the name of a queue"),
     ],
 )
-def test_a_topology_that_no_broker_accepts_is_refused_with_a_clear_error(make: Any, words: str) -> None:
+def test_a_topology_that_no_broker_accepts_raises_a_clear_error(make: Any, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         make()
 
 
-def test_a_string_means_a_durable_queue() -> None:
+def test_a_string_in_a_topology_means_a_durable_queue_of_that_name() -> None:
     assert Topology.of("q") == Topology("q") == Topology([Queue("q", durable=True, if_missing=True)])
     assert Topology.of(Queue("q")) == Topology([Queue("q", durable=True)]) != Topology.of("q")
     assert Topology.of(None) is None

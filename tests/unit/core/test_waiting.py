@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 def full(**settings: Any) -> ProducerProtocol:
-    """A producer with no room, whose message is written."""
+    """Return a producer without room, whose message is written."""
     protocol = make(capacity=1, **settings)
     send(protocol, b"before")
     drain(protocol)
@@ -30,7 +30,7 @@ def ticket_of(protocol: ProducerProtocol, **more: Any) -> SendTicket:
     return protocol.line.make_ticket(b"x", "", "q", 0.0, waiter="me", **more)
 
 
-def test_a_send_returns_its_receipt_once_there_is_room() -> None:
+def test_a_waiting_send_returns_its_receipt_when_there_is_room() -> None:
     protocol = full(flow_control_wait_notify_period=3.0)
     call = calls.send(protocol.line, ticket_of(protocol, timeout=9.0), 0.0)
     assert resume(call, None) == (3.0, None), "when a notice is due"
@@ -42,7 +42,7 @@ def test_a_send_returns_its_receipt_once_there_is_room() -> None:
     assert (receipt.message.body, protocol.unsettled_receipts) == (b"x", (receipt,))
 
 
-def test_a_send_without_notices_waits_until_its_deadline() -> None:
+def test_a_send_with_wait_notices_disabled_waits_until_its_deadline() -> None:
     protocol = full()
     call = calls.send(protocol.line, ticket_of(protocol, timeout=9.0), 0.0, notices=False)
     assert resume(call, None) == (9.0, None)
@@ -52,7 +52,7 @@ def test_a_send_without_notices_waits_until_its_deadline() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_a_send_without_waiting_gets_the_requested_error_and_is_counted() -> None:
+def test_a_send_with_timeout_0_to_a_full_producer_raises_producer_flowed_and_is_counted() -> None:
     protocol = full()
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     cannot_wait = CannotWait(ProducerFlowed, "do something else")
@@ -64,12 +64,12 @@ def test_a_send_without_waiting_gets_the_requested_error_and_is_counted() -> Non
 
 
 @pytest.mark.parametrize("room", [False, True])
-def test_a_callback_that_does_not_wait_overtakes_all_waiting_senders(room: bool) -> None:
+def test_a_send_in_a_receipt_callback_with_timeout_0_is_admitted_before_all_waiting_senders(room: bool) -> None:
     protocol = full()
     others = calls.send(protocol.line, ticket_of(protocol), 0.0)
     resume(others, None)
     if room:
-        # There is, and nobody has noticed.
+        # There is room, which no call has noticed yet.
         protocol.window.capacity = 2
     call = calls.send(
         protocol.line,
@@ -86,7 +86,7 @@ def test_a_callback_that_does_not_wait_overtakes_all_waiting_senders(room: bool)
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
+def test_a_waiting_send_raises_an_error_when_the_producer_is_closed(waits: bool) -> None:
     protocol = full()
     ticket = ticket_of(protocol)
     call = calls.send(protocol.line, ticket, 0.0)
@@ -98,7 +98,7 @@ def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
     assert not protocol.line.tickets
 
 
-def test_a_ticket_that_is_withdrawn_before_it_joins_the_waiting_line_is_never_admitted() -> None:
+def test_a_send_that_is_withdrawn_before_it_joins_the_waiting_line_is_never_admitted() -> None:
     protocol = full()
     ticket = ticket_of(protocol)
     assert protocol.line.give_up(ticket, 0.0)
@@ -106,7 +106,7 @@ def test_a_ticket_that_is_withdrawn_before_it_joins_the_waiting_line_is_never_ad
     assert protocol.controller.waiting == 0
 
 
-def test_E2_a_send_withdrawn_outside_a_protocol_step_is_never_admitted_and_uses_no_capacity() -> None:
+def test_E2_a_send_that_is_withdrawn_while_a_confirm_makes_room_is_never_admitted_and_uses_no_capacity() -> None:
     protocol = full(capacity_bytes=100)
     first, second = (ticket_of(protocol) for _ in range(2))
     for ticket in first, second:
@@ -122,7 +122,7 @@ def test_E2_a_send_withdrawn_outside_a_protocol_step_is_never_admitted_and_uses_
     assert list(protocol.line.tickets) == []
 
 
-def test_E2_an_exception_from_a_signal_handler_does_not_take_capacity_from_an_admitted_message(
+def test_E2_if_a_signal_handler_raises_after_an_admission_the_message_is_admitted_and_keeps_its_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     protocol = full()
@@ -145,7 +145,7 @@ def test_E2_an_exception_from_a_signal_handler_does_not_take_capacity_from_an_ad
     assert "me" in protocol.reports.wake
 
 
-def test_E2_a_sender_cannot_withdraw_a_message_that_is_being_admitted() -> None:
+def test_E2_a_send_cannot_be_withdrawn_while_it_is_being_admitted() -> None:
     ticket = ticket_of(full())
     assert ticket.claim()
     assert not ticket.claim(for_sender=True)
@@ -153,7 +153,7 @@ def test_E2_a_sender_cannot_withdraw_a_message_that_is_being_admitted() -> None:
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_flush_returns_whether_all_messages_are_settled(settled: bool) -> None:
+def test_flush_returns_whether_all_messages_are_settled(settled: bool) -> None:
     protocol = full()
     call = calls.flush(protocol, "me", 5.0)
     assert resume(call, None) == (5.0, None)
@@ -167,7 +167,7 @@ def test_a_flush_returns_whether_all_messages_are_settled(settled: bool) -> None
 
 
 @pytest.mark.parametrize("unflowed", [False, True])
-def test_a_wait_for_an_open_gate_returns_whether_it_is_open(unflowed: bool) -> None:
+def test_wait_unflowed_returns_whether_the_producer_is_unflowed(unflowed: bool) -> None:
     protocol = make()
     protocol.hold("paused", 0.0)
     call = calls.wait_unflowed(protocol, "me", 5.0, 0.0)
@@ -182,7 +182,7 @@ def test_a_wait_for_an_open_gate_returns_whether_it_is_open(unflowed: bool) -> N
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_wait_for_an_open_gate_ends_when_the_producer_is_closed(waits: bool) -> None:
+def test_wait_unflowed_ends_when_the_producer_is_closed(waits: bool) -> None:
     protocol = make()
     protocol.hold("paused", 0.0)
     call = calls.wait_unflowed(protocol, "me", INF, 0.0)
@@ -193,7 +193,7 @@ def test_a_wait_for_an_open_gate_ends_when_the_producer_is_closed(waits: bool) -
         resume(call, 1.0 if waits else None)
 
 
-def test_a_close_admits_nothing_and_waits_for_unsettled_messages_despite_any_hold() -> None:
+def test_closing_a_producer_admits_no_message_and_waits_for_unsettled_messages_despite_any_hold() -> None:
     protocol = full()
     protocol.on_blocked("memory", 0.0)
     call = calls.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=True)
@@ -202,7 +202,7 @@ def test_a_close_admits_nothing_and_waits_for_unsettled_messages_despite_any_hol
     assert resume(call, 5.0) == (None, None)
 
 
-def test_a_close_that_ignores_holds_ends_when_the_broker_has_not_answered_for_a_while() -> None:
+def test_a_close_that_ignores_holds_waits_as_long_as_acks_arrive_or_there_is_no_hold() -> None:
     protocol = make(capacity=2)
     send(protocol)
     send(protocol)
@@ -219,7 +219,7 @@ def test_a_close_that_ignores_holds_ends_when_the_broker_has_not_answered_for_a_
 
 
 @pytest.mark.parametrize("hold", ["blocked", "capacity", "refused deadline"])
-def test_a_close_does_not_wait_for_held_messages(hold: str) -> None:
+def test_a_close_that_drains_does_not_wait_for_messages_that_cannot_be_sent_because_of_a_hold(hold: str) -> None:
     protocol = full()
     if hold == "blocked":
         protocol.on_blocked("memory", 0.0)
@@ -233,5 +233,5 @@ def test_a_close_does_not_wait_for_held_messages(hold: str) -> None:
     assert until is None
 
 
-def test_a_close_without_unsettled_messages_does_not_wait() -> None:
+def test_closing_a_producer_without_unsettled_messages_does_not_wait() -> None:
     assert resume(calls.drain(make(), "me", 5.0, 0.0), None) == (None, None)

@@ -62,7 +62,7 @@ def receipt(outcome: Outcome | None = None, reply: tuple[int, str] | None = None
         (Outcome.UNKNOWN, OutcomeUnknown, True),
     ],
 )
-def test_each_failed_outcome_has_its_own_error_class(
+def test_each_failed_outcome_of_a_message_has_its_own_error_class(
     outcome: Outcome | None, error: type[DeliveryError] | None, may_have_arrived: bool
 ) -> None:
     made = receipt(outcome, (312, "NO_ROUTE") if outcome in (Outcome.RETURNED, Outcome.REJECTED) else None)
@@ -90,7 +90,7 @@ def test_each_failed_outcome_has_its_own_error_class(
         assert str(raised).startswith(made.describe())
 
 
-def test_a_receipt_carries_its_message() -> None:
+def test_a_receipt_contains_its_message() -> None:
     made = receipt()
     assert (made.exchange, made.routing_key, made.size) == ("ex", "key", 4)
     assert made.message_id == "p-000000000001"
@@ -102,7 +102,7 @@ def test_a_receipt_carries_its_message() -> None:
     assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
 
 
-def test_a4_the_two_families_of_errors_have_no_class_in_common() -> None:
+def test_a4_the_error_classes_for_messages_not_sent_and_for_admitted_messages_have_no_class_in_common() -> None:
     not_sent = (ProducerFlowed, FlowControlTimeout)
     admitted = (
         ConfirmTimeout,
@@ -126,7 +126,7 @@ def test_a4_the_two_families_of_errors_have_no_class_in_common() -> None:
     assert issubclass(SettingsError, ValueError)
 
 
-def test_a4_a_flow_error_names_every_hold_its_duration_and_the_message() -> None:
+def test_a4_an_error_for_a_send_that_waited_too_long_names_every_hold_with_its_duration() -> None:
     error = FlowControlTimeout(HOLDS, 0.5, b"message")
     assert str(error) == (
         "the message was not sent within 0.5 s, because the producer is blocked (flowed): channel_flow, paused "
@@ -143,14 +143,14 @@ def test_a4_a_flow_error_names_every_hold_its_duration_and_the_message() -> None
     )
 
 
-def test_other_errors_carry_their_message_or_the_number_of_unsettled_messages() -> None:
+def test_errors_about_admitted_messages_contain_the_message_or_the_number_of_unsettled_messages() -> None:
     assert ProducerClosed("closed").message is None
     assert ProducerClosed("closed", b"m").message == b"m"
     assert ConfirmTimeout("late").unsettled == 1
     assert ConfirmTimeout("late", 7).unsettled == 7
 
 
-def test_undelivered_messages_are_classified_by_whether_resending_may_duplicate_them() -> None:
+def test_an_error_about_undelivered_messages_tells_which_can_be_resent_without_a_duplicate() -> None:
     receipts = [receipt(Outcome.NACKED), receipt(Outcome.UNKNOWN, number=2), receipt(Outcome.FAILED, number=3)]
     error = UndeliveredMessages(receipts)
     assert error.receipts == tuple(receipts)
@@ -173,7 +173,7 @@ def test_undelivered_messages_are_classified_by_whether_resending_may_duplicate_
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")
 
 
-def test_events_and_states_have_a_readable_text() -> None:
+def test_flow_events_and_flow_states_have_a_readable_text() -> None:
     event = FlowEvent(FlowEventKind.FLOWED, "orders", HOLDS[1], HOLDS, 10.0, 10.0, 0.0)
     assert str(event) == "orders: flowed: paused (manager: stock-taking)"
     assert event.flowed
@@ -184,7 +184,7 @@ def test_events_and_states_have_a_readable_text() -> None:
     assert not FlowState((), None, 1, {}).flowed
 
 
-def test_importing_the_package_imports_no_unused_library() -> None:
+def test_importing_the_package_does_not_import_optional_libraries() -> None:
     program = (
         "import sys, qflow_client; "
         "heavy = {'pika', 'aio_pika', 'aiormq', 'pyspark', 'typer', 'rich', 'opentelemetry', 'sqlite3', "
@@ -209,7 +209,7 @@ def test_the_package_exports_the_types_that_its_producers_return() -> None:
     assert issubclass(SyncReceipt, Receipt)
 
 
-def test_the_package_exports_exactly_the_documented_names() -> None:
+def test_the_package_exports_exactly_the_names_in_the_documentation() -> None:
     for name in qflow_client.__all__:
         assert getattr(qflow_client, name) is not None
     assert list(qflow_client.__all__) == sorted(qflow_client.__all__)
@@ -217,7 +217,7 @@ def test_the_package_exports_exactly_the_documented_names() -> None:
         _ = qflow_client.Consumer
 
 
-def test_d5_the_process_has_its_own_registry() -> None:
+def test_d5_the_package_has_one_flow_manager_for_the_process() -> None:
     assert isinstance(qflow_client.flow_manager, qflow_client.FlowManager)
     assert not qflow_client.flow_manager.is_stopped
 
@@ -231,7 +231,7 @@ def test_d5_the_process_has_its_own_registry() -> None:
         ("ex", "key", 313, ""),
     ],
 )
-def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_the_accepted_ones(
+def test_sending_an_unsupported_type_raises_an_error_that_names_the_accepted_types(
     exchange: str, key: str, code: int, words: str
 ) -> None:
     made = Receipt(b"body", Route(1, exchange, key, True), "p-")
@@ -257,7 +257,7 @@ def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_can_be_passed_from_one_process_to_another(
+def test_each_error_of_the_package_can_be_pickled_from_one_process_to_another(
     error: QflowError, copied: Callable[[QflowError], QflowError]
 ) -> None:
     error.add_note("a note")
@@ -269,7 +269,7 @@ def test_an_error_can_be_passed_from_one_process_to_another(
     }
 
 
-def test_a_receipt_is_copied_without_its_waiter() -> None:
+def test_a_copy_of_a_receipt_does_not_contain_the_callers_that_wait_for_it() -> None:
     made = receipt(Outcome.FAILED, (0, "lost"))
     made._waiter = threading.Lock()
     for found in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):

@@ -51,7 +51,7 @@ def handle(deduplicator: Deduplicator, message_id: str | None, *, fails: bool = 
     return is_first
 
 
-def test_a_message_is_handled_once_and_its_copies_are_dropped(make: Callable[..., Deduplicator]) -> None:
+def test_the_deduplicator_handles_a_message_once_and_drops_all_copies(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
     assert [handle(deduplicator, each) for each in "abab"] == [True, True, False, False]
     assert "a" in deduplicator
@@ -59,7 +59,9 @@ def test_a_message_is_handled_once_and_its_copies_are_dropped(make: Callable[...
     assert len(deduplicator) == 2
 
 
-def test_a_message_whose_handler_fails_is_handled_again(make: Callable[..., Deduplicator]) -> None:
+def test_the_deduplicator_lets_a_message_whose_handler_failed_be_handled_again(
+    make: Callable[..., Deduplicator],
+) -> None:
     deduplicator = make()
     assert handle(deduplicator, "a", fails=True)
     assert "a" not in deduplicator
@@ -68,20 +70,22 @@ def test_a_message_whose_handler_fails_is_handled_again(make: Callable[..., Dedu
 
 
 @pytest.mark.parametrize("message_id", [None, ""])
-def test_messages_without_an_id_are_all_handled(make: Callable[..., Deduplicator], message_id: str | None) -> None:
+def test_the_deduplicator_lets_all_messages_without_an_id_be_handled(
+    make: Callable[..., Deduplicator], message_id: str | None
+) -> None:
     deduplicator = make()
     assert [handle(deduplicator, message_id) for _ in range(3)] == [True, True, True]
     assert len(deduplicator) == 0
 
 
-def test_the_oldest_ids_beyond_the_maximum_count_are_forgotten(make: Callable[..., Deduplicator]) -> None:
+def test_the_deduplicator_forgets_the_oldest_ids_beyond_the_maximum_count(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make(max_count=2)
     for each in "abc":
         deduplicator.remember(each)
     assert ("a" in deduplicator, "b" in deduplicator, "c" in deduplicator) == (False, True, True)
 
 
-def test_a_consumer_that_does_not_check_handles_a_copy_and_its_id_is_remembered(
+def test_with_look_up_false_a_copy_is_handled_and_its_id_is_remembered_for_later_copies(
     make: Callable[..., Deduplicator],
 ) -> None:
     deduplicator = make()
@@ -94,15 +98,19 @@ def test_a_consumer_that_does_not_check_handles_a_copy_and_its_id_is_remembered(
     ("headers", "redelivered", "may"),
     [(None, False, False), (None, True, True), ({}, False, False), ({REPUBLISHED: True}, False, True)],
 )
-def test_a_message_shows_that_it_may_be_a_second_copy(headers, redelivered, may) -> None:
+def test_the_headers_or_the_redelivered_flag_show_that_a_message_may_be_a_second_copy(
+    headers, redelivered, may
+) -> None:
     assert may_be_second_copy(headers, redelivered) is may
 
 
-def test_a_copy_that_arrives_while_the_first_is_handled_waits_and_is_dropped(make: Callable[..., Deduplicator]) -> None:
+def test_a_copy_that_arrives_while_the_first_copy_is_handled_waits_and_is_dropped_if_the_first_succeeds(
+    make: Callable[..., Deduplicator],
+) -> None:
     assert copy_while_handling(make(), fails=False) is False
 
 
-def test_a_copy_that_arrives_while_the_first_is_handled_is_handled_if_the_first_fails(
+def test_a_copy_that_arrives_while_the_first_copy_is_handled_is_handled_if_the_first_fails(
     make: Callable[..., Deduplicator],
 ) -> None:
     assert copy_while_handling(make(), fails=True) is True
@@ -115,7 +123,7 @@ def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
         with deduplicator.first_time("a") as first:
             assert first
             other.start()
-            # It waits. There is no other sign that it has come so far.
+            # The thread waits here. Nothing else shows that it has come this far.
             while not deduplicator._handling["a"].waiters:
                 other.join(0.001)
                 assert other.is_alive()
@@ -128,7 +136,9 @@ def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
     return results[0]
 
 
-def test_a_thread_that_would_wait_for_itself_gets_an_error(make: Callable[..., Deduplicator]) -> None:
+def test_a_thread_that_handles_a_message_inside_the_handler_of_the_same_message_gets_an_error(
+    make: Callable[..., Deduplicator],
+) -> None:
     deduplicator = make()
     with (
         deduplicator.first_time("a"),
@@ -139,14 +149,16 @@ def test_a_thread_that_would_wait_for_itself_gets_an_error(make: Callable[..., D
     assert not handle(deduplicator, "a")
 
 
-def test_coroutines_wait_without_blocking_their_loop(make: Callable[..., Deduplicator]) -> None:
+def test_coroutines_that_wait_for_the_handler_of_a_copy_do_not_block_their_event_loop(
+    make: Callable[..., Deduplicator],
+) -> None:
     deduplicator = make()
 
     async def consume(fails: bool) -> bool:
         is_first = False
         try:
             async with deduplicator.first_time("a") as is_first:
-                # The other copies come, and wait.
+                # The other copies arrive and wait.
                 await asyncio.sleep(0)
                 if is_first and fails:
                     raise Lost
@@ -164,7 +176,7 @@ def test_coroutines_wait_without_blocking_their_loop(make: Callable[..., Dedupli
     assert asyncio.run(main()) == [True, True, False]
 
 
-def test_a_coroutine_waits_for_a_thread(make: Callable[..., Deduplicator]) -> None:
+def test_a_coroutine_waits_for_a_thread_that_handles_a_copy_of_its_message(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
     may_end = threading.Event()
     has_begun = threading.Event()
@@ -193,7 +205,7 @@ def test_a_coroutine_waits_for_a_thread(make: Callable[..., Deduplicator]) -> No
     thread.join(PATIENCE)
 
 
-def test_exactly_one_of_many_threads_handles_each_message(make: Callable[..., Deduplicator]) -> None:
+def test_of_many_threads_exactly_one_handles_each_message(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
     handled: list[str] = []
 
@@ -214,7 +226,7 @@ def test_exactly_one_of_many_threads_handles_each_message(make: Callable[..., De
     ("bounds", "words"),
     [({"max_count": 0}, "max_count must be more than 0"), ({"max_age": 0}, "max_age must be more than 0 seconds")],
 )
-def test_invalid_bounds_are_refused(bounds, words) -> None:
+def test_a_deduplicator_with_invalid_limits_raises_an_error(bounds, words) -> None:
     with pytest.raises(ValueError, match=words):
         Deduplicator(**bounds)
 
@@ -223,7 +235,7 @@ def test_invalid_bounds_are_refused(bounds, words) -> None:
 
 
 @pytest.mark.program
-def test_the_next_process_knows_exactly_the_messages_that_were_handled(tmp_path: Path) -> None:
+def test_a_deduplicator_file_remembers_exactly_the_messages_that_an_earlier_process_handled(tmp_path: Path) -> None:
     path = tmp_path / "ids"
     child = multiprocessing.get_context("spawn").Process(target=_die_half_way, args=(path,))
     child.start()
@@ -244,7 +256,7 @@ def _die_half_way(path: Path) -> None:
 @pytest.mark.program
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_processes_share_a_file(tmp_path: Path) -> None:
+def test_several_processes_share_one_deduplicator_file(tmp_path: Path) -> None:
     path = tmp_path / "ids"
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=_remember, args=(path, number)) for number in range(4)]
@@ -265,7 +277,7 @@ def _remember(path: Path, number: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_child_gets_an_error_that_the_file_belongs_to_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_that_uses_the_deduplicator_of_its_parent_gets_an_error(tmp_path: Path) -> None:
     with Deduplicator(tmp_path / "ids") as deduplicator:
         child = os.fork()
         if not child:
@@ -277,7 +289,7 @@ def test_a_forked_child_gets_an_error_that_the_file_belongs_to_its_parent(tmp_pa
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_file_of_a_different_format_is_left_unchanged(tmp_path: Path) -> None:
+def test_a_file_that_is_no_deduplicator_file_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "mail"
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE mail (text TEXT)")
@@ -293,7 +305,7 @@ def test_a_file_of_a_different_format_is_left_unchanged(tmp_path: Path) -> None:
         Deduplicator(tmp_path / "nowhere" / "ids")
 
 
-def test_tables_of_an_unsupported_version_are_refused(tmp_path: Path) -> None:
+def test_a_deduplicator_file_of_an_unsupported_version_raises_an_error(tmp_path: Path) -> None:
     Deduplicator(tmp_path / "ids").close()
     other = sqlite3.connect(tmp_path / "ids")
     other.execute("PRAGMA user_version = 2")
@@ -302,7 +314,9 @@ def test_tables_of_an_unsupported_version_are_refused(tmp_path: Path) -> None:
         Deduplicator(tmp_path / "ids")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_the_message_is_handled_again(tmp_path: Path) -> None:
+def test_if_the_deduplicator_file_cannot_be_written_an_error_is_raised_and_the_message_is_handled_again(
+    tmp_path: Path,
+) -> None:
     with Deduplicator(tmp_path / "ids") as deduplicator:
         other = sqlite3.connect(tmp_path / "ids")
         other.execute("DROP TABLE handled")

@@ -1,4 +1,4 @@
-"""The reference has every public name; that there is what it names, the build of the documentation finds out."""
+"""The reference has every public name. The build of the documentation checks that each name in it exists."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = (
 
 
 def is_listed(found: object, name: str) -> bool:
-    """Whether it is in the reference, be it as a name of another package."""
+    """Return True if the object is in the reference, possibly under a name in another package."""
     return any(
         f"{package}.{name}" in LISTED and getattr(import_module(package), name, None) is found for package in PACKAGES
     )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_in_the_reference(package: str) -> None:
+def test_the_api_reference_contains_every_public_name(package: str) -> None:
     module = import_module(package)
     public = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
     assert [name for name, found in public.items() if not is_listed(found, name)] == []

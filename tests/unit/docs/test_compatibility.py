@@ -1,4 +1,4 @@
-"""The page of compatibility is what the tests against other brokers and clients showed."""
+"""The page about compatibility shows the results of the tests with other brokers and clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.interop.flights.senders import SENDERS
 
 
 def pairs() -> set[tuple[str, str, str]]:
-    """Broker, producer and capability of every test of the contract."""
+    """Return broker, producer and capability of every test of the contract."""
     found = set()
     for name in dir(test_contract):
         marks = {mark.name: mark for mark in getattr(getattr(test_contract, name), "pytestmark", ())}
@@ -24,13 +24,13 @@ def pairs() -> set[tuple[str, str, str]]:
     return found
 
 
-def test_the_page_matches_the_results() -> None:
+def test_the_compatibility_page_matches_the_recorded_test_results() -> None:
     assert matrix.PAGE.read_text(encoding="utf-8") == matrix.render(matrix.load()), (
         "it was changed by hand, or not made again: python -m tests.interop.matrix"
     )
 
 
-def test_the_results_belong_to_existing_tests() -> None:
+def test_the_recorded_compatibility_results_belong_to_exactly_the_existing_tests() -> None:
     kept = matrix.load()
     shown = {(result["broker"], result["producer"], result["capability"]) for result in kept["results"]}
     assert shown == pairs(), "run tox -e nightly -- interop"
@@ -38,7 +38,7 @@ def test_the_results_belong_to_existing_tests() -> None:
     assert [client["client"] for client in kept["clients"]] == [each.name for each in EXPECTED]
 
 
-def test_every_producer_sent_all_flights_to_each_named_broker() -> None:
+def test_the_compatibility_page_has_a_complete_run_of_every_producer_for_each_broker_that_it_names() -> None:
     flights = matrix.load()["flights"]
     for broker in {each["broker"] for each in flights}:
         assert [each["producer"] for each in flights if each["broker"] == broker] == list(SENDERS)
@@ -46,7 +46,7 @@ def test_every_producer_sent_all_flights_to_each_named_broker() -> None:
     assert {each["count"] for each in flights} == {FLIGHTS}, "run tox -e nightly -- interop"
 
 
-def test_only_the_last_run_of_the_flights_is_kept_for_each_broker_and_producer() -> None:
+def test_the_compatibility_results_keep_only_the_last_message_run_of_each_broker_and_producer() -> None:
     def sent(broker: str, count: int) -> dict[str, Any]:
         found = {"sent again": 0, "twice": 0}
         return {"broker": broker, "producer": "P", "version": "1", "count": count, "seconds": 2.0, "found": found}
@@ -58,7 +58,7 @@ def test_only_the_last_run_of_the_flights_is_kept_for_each_broker_and_producer()
     assert f"| A 1 | {kept['flights'][0]['date']} | 3,000 at 1,500/s |\n" in page
 
 
-def test_failed_and_untested_combinations_are_listed() -> None:
+def test_the_compatibility_page_lists_failed_and_untested_combinations() -> None:
     def result(producer: str, outcome: str) -> dict[str, Any]:
         of = {"broker": "RabbitMQ", "version": "4.0", "producer": producer, "capability": "all of it"}
         return {**of, "outcome": outcome, "numbers": {"s": 0.5}}

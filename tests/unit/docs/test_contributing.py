@@ -5,11 +5,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-# In the user's cache, outside of the repository, or still to be made.
+# These files are in the user's cache, outside of the repository, or are created later.
 ELSEWHERE = re.compile(r"qflow-client/.*|docs/nightly/|.*NAME.*|~.*|/.*")
 
 
-def test_every_file_named_by_the_map_exists() -> None:
+def test_every_file_that_the_map_in_contributing_names_exists() -> None:
     named = set(re.findall(r"`([\w./-]+/[\w./-]*|[\w./-]+\.(?:py|md|toml|yml|ini))`", TEXT))
     assert len(named) > 80
     places = [ROOT, ROOT / "qflow_client", ROOT / "docs"]
@@ -26,7 +26,7 @@ def test_every_file_named_by_the_map_exists() -> None:
     assert missing == []
 
 
-def test_every_private_name_and_constant_named_by_the_map_exists() -> None:
+def test_every_private_name_and_constant_that_the_map_in_contributing_names_exists() -> None:
     named = set(re.findall(r"`(_[a-z_]+|(?!QFLOW_|UV_)_?[A-Z][A-Z_]{3,})`", TEXT)) - {"NAME"}
     assert len(named) > 8
     files = [path for folder in ("qflow_client", "tests") for path in (ROOT / folder).rglob("*.py")]

@@ -18,17 +18,17 @@ def rows() -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \|.*\| (`test_.*`) \|$", PAGE, re.MULTILINE))
 
 
-def test_every_hold_by_a_broker_or_an_operator_has_a_row() -> None:
+def test_every_hold_by_a_broker_or_an_operator_has_a_row_on_the_page_of_dialects() -> None:
     assert set(rows()) == set(HoldKind) - {HoldKind.OUTBOX}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/concepts.md", "docs/quickstart.md"])
-def test_the_page_describes_every_hold(page: str) -> None:
+def test_the_documentation_describes_every_kind_of_hold(page: str) -> None:
     described = (ROOT / page).read_text(encoding="utf-8")
     assert [kind for kind in HoldKind if f"`{kind}`" not in described] == []
 
 
-def test_every_row_names_existing_tests() -> None:
+def test_every_row_on_the_page_of_dialects_names_existing_tests() -> None:
     there = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         there |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
@@ -38,6 +38,6 @@ def test_every_row_names_existing_tests() -> None:
         assert set(named) <= there, hold
 
 
-def test_every_profile_is_on_the_page() -> None:
+def test_every_broker_profile_is_on_the_page_of_dialects() -> None:
     table = PAGE.split("| profile |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(Profile)

@@ -43,9 +43,9 @@ PAGES = [
 DEFAULT_ADDRESS = "://guest:guest@localhost:5672/%2F"
 
 _BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
-# Seconds that something took, which are never the same.
+# Durations in seconds, which are different in each run.
 _PLUGIN = ("-p", "qflow_client.testing.plugin")
-# Of others: the file of the page on testing that needs each.
+# Libraries of others: the file on the page about testing that needs each library.
 _OTHERS = {"pytest_asyncio.plugin": "test_with_pytest_asyncio.py", "anyio.pytest_plugin": "test_with_anyio.py"}
 _TOOK = re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? s\b")
 _PRINTED = re.compile(r"\n*```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -56,7 +56,7 @@ class Snippet:
     line: int
     title: str | None
     code: str
-    # What the page says that it prints; None if it does not say.
+    # The output that the page shows. None if it shows none.
     prints: str | None
 
 
@@ -71,28 +71,28 @@ def snippets(page: Path) -> list[Snippet]:
 
 
 def with_address(code: str, broker: Broker) -> str:
-    """The code with the address of this broker."""
+    """Return the code with the address of this broker."""
     return code.replace(DEFAULT_ADDRESS, broker.url.removeprefix("amqp"))
 
 
-def test_some_pages_have_snippets() -> None:
+def test_python_snippets_are_found_on_the_quickstart_page() -> None:
     assert len(snippets(ROOT / "docs" / "quickstart.md")) > 5
 
 
 @pytest.mark.usefixtures("no_settings_from_outside")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
+def test_the_python_blocks_of_each_documentation_page_run_and_print_the_shown_output(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Broker() as broker:
         if page.name != "README.md":
-            # Its first program runs as it stands on an empty broker.
+            # The first program of the page runs unchanged with an empty broker.
             broker.declare_queue("orders")
         names: dict[str, object] = {"__name__": "__main__"}
         for snippet in snippets(page):
             if snippet.title is not None:
                 continue
-            # As many empty lines as it takes for a traceback to name the line of the page.
+            # Empty lines before the code, so that a traceback names the line of the page.
             code = "\n" * snippet.line + with_address(snippet.code, broker)
             exec(compile(code, str(page), "exec"), names)
             printed = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
                     pytest.fail(f"{page.name}, line {snippet.line} printed\n{printed}\nbut it says\n{snippet.prints}")
         for each in names.values():
             if isinstance(each, Engine):
-                # An application keeps its engine to the end.
+                # An application keeps its database engine until it ends.
                 each.dispose()
             elif isinstance(each, Celery):
                 each.close()
@@ -120,7 +120,7 @@ print(order(RequestFactory().post("/", {"number": "1"})).status_code)
 
 
 @pytest.mark.program
-def test_the_view_shown_on_the_page_about_celery_sends_a_task(tmp_path: Path) -> None:
+def test_the_django_view_on_the_page_about_celery_sends_a_task(tmp_path: Path) -> None:
     pytest.importorskip("django")
     with Broker() as broker:
         for snippet in snippets(ROOT / "docs" / "migrate-celery.md"):
@@ -137,7 +137,7 @@ def test_the_view_shown_on_the_page_about_celery_sends_a_task(tmp_path: Path) ->
 
 
 @pytest.mark.program
-def test_the_tests_shown_on_the_page_about_testing_pass(tmp_path: Path) -> None:
+def test_the_example_tests_on_the_page_about_testing_pass(tmp_path: Path) -> None:
     files = {snippet.title: snippet.code for snippet in snippets(ROOT / "docs" / "testing.md")}
     assert None not in files, "every block of this page is a file: give it a title"
     if os.environ.get("QFLOW_REQUIRE_BROKERS") != "1":
@@ -167,7 +167,7 @@ def test_the_tests_shown_on_the_page_about_testing_pass(tmp_path: Path) -> None:
             tmp_path,
         ],
         cwd=tmp_path,
-        # Of the plugins that there are it needs this one, and others take seconds to load.
+        # The test needs only this plugin, and others take seconds to load.
         env=_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
@@ -181,7 +181,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_the_table_of_settings_is_complete_and_correct() -> None:
+def test_the_table_of_settings_in_the_documentation_is_complete_and_correct() -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(QFLOW_\w+)` \|$", text, re.MULTILINE)
     assert rows == [

@@ -61,7 +61,7 @@ def outcome(encode: Any, values: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES)
-def test_a_header_frame_has_the_same_bytes_as_from_pamqp_or_its_encoding_raises_the_same_error(
+def test_our_encoder_and_pamqp_give_the_same_header_frame_or_the_same_error(
     values: dict[str, Any],
 ) -> None:
     assert outcome(header_frame, values) == outcome(pamqp_frame, values)
@@ -74,7 +74,7 @@ def test_the_properties_of_a_message_of_aio_pika_are_encoded_without_pamqp(monke
     assert header_frame(properties, 3, 1) == expected
 
 
-def test_properties_of_a_class_of_the_application_are_left_to_pamqp() -> None:
+def test_properties_of_a_custom_class_of_the_application_are_encoded_by_pamqp() -> None:
     class Properties(spec.Basic.Properties):
         def marshal(self) -> bytes:
             return b"own"
@@ -82,7 +82,7 @@ def test_properties_of_a_class_of_the_application_are_left_to_pamqp() -> None:
     assert b"own" in header_frame(Properties(), 3, 1)
 
 
-def test_a_message_id_is_a_random_uuid() -> None:
+def test_a_generated_message_id_is_a_random_uuid() -> None:
     ids = {make_message_id() for _ in range(100)}
     assert len(ids) == 100
     for each in ids:

@@ -8,7 +8,7 @@ from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
 from tests.interrupting import interrupted
 
 
-def test_E2_no_interrupt_loses_a_wake_up_or_a_flow_event() -> None:
+def test_E2_ctrl_c_loses_no_wake_up_and_no_flow_event_of_the_aio_pika_drop_in() -> None:
     async def publish(at: int) -> int:
         flow = ChannelFlow(AIO_PIKA.settings(), confirms=True, restores=False, is_closing=bool)
         flow.protocol.channel_opened(1, 0, 0.0)

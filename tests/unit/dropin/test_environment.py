@@ -22,7 +22,7 @@ OUTBOX = {
 }
 
 
-def test_a_variable_for_a_setting_that_a_drop_in_does_not_have_is_ignored(
+def test_a_drop_in_ignores_the_environment_variable_of_a_setting_that_it_does_not_have(
     drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in drop_in.not_taken:
@@ -35,7 +35,7 @@ def test_a_variable_for_a_setting_that_a_drop_in_does_not_have_is_ignored(
     assert not settings.tracing
 
 
-def test_without_an_outbox_the_environment_cannot_enable_spilling(
+def test_the_environment_cannot_enable_spilling_in_a_drop_in_because_it_has_no_outbox(
     drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "spill")
@@ -45,9 +45,7 @@ def test_without_an_outbox_the_environment_cannot_enable_spilling(
 
 
 @pytest.mark.parametrize("name", OUTBOX)
-def test_an_outbox_that_a_program_requests_is_refused_and_the_error_names_an_alternative(
-    drop_in: DropIn, name: str
-) -> None:
+def test_an_outbox_argument_to_a_drop_in_raises_an_error_that_names_an_alternative(drop_in: DropIn, name: str) -> None:
     words = f"{name} is not a setting of a connection of {drop_in.library}: .* Producer"
     with pytest.raises(TypeError, match=words):
         drop_in.split([(name, OUTBOX[name])])

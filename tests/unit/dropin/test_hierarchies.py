@@ -78,7 +78,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_E11_each_class_has_the_same_base_classes_as_in_the_library(library: str) -> None:
+def test_E11_each_class_of_a_drop_in_has_the_same_base_classes_as_in_the_library(library: str) -> None:
     found = LIBRARIES[library]
     assert sum(theirs is not ours for theirs, ours in found.values()) >= 4
     wrong = [
@@ -92,5 +92,5 @@ def test_E11_each_class_has_the_same_base_classes_as_in_the_library(library: str
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_E11_every_class_is_a_subclass_of_the_class_of_the_library(library: str) -> None:
+def test_E11_every_class_of_a_drop_in_is_a_subclass_of_the_class_of_the_library(library: str) -> None:
     assert [name for name, (theirs, ours) in LIBRARIES[library].items() if not issubclass(ours, theirs)] == []

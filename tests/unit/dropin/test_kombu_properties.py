@@ -47,7 +47,7 @@ def outcome(encode: Any, properties: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES, st.randoms(use_true_random=False))
-def test_properties_have_the_same_bytes_as_from_py_amqp_or_their_encoding_raises_the_same_error(
+def test_our_encoder_and_py_amqp_give_the_same_bytes_of_properties_or_the_same_error(
     properties: dict[str, Any], random: Any
 ) -> None:
     # In any order.

@@ -23,7 +23,7 @@ MODULES = [name for _, name, _ in walk_packages(pika.__path__, "pika.") if name.
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_E11_every_module_of_pika_can_be_imported_under_our_name(name: str) -> None:
+def test_E11_every_module_of_pika_can_be_imported_under_the_name_of_the_drop_in(name: str) -> None:
     original, found = import_module(name), import_module(f"qflow_client.{name}")
     assert found is original or getattr(found, "__all__", None)
     assert {each for each in vars(original) if not each.startswith("_")} <= set(dir(found))
@@ -35,7 +35,7 @@ def test_E11_modules_can_be_imported_before_any_other_module_of_the_drop_in() ->
 
 
 @pytest.mark.parametrize("name", ["pika", "pika.adapters", "pika.channel", "pika.adapters.select_connection"])
-def test_E11_a_star_import_has_every_name_of_pika(name: str) -> None:
+def test_E11_a_star_import_of_the_drop_in_has_every_name_of_pika(name: str) -> None:
     original: dict[str, object] = {}
     found: dict[str, object] = {}
     exec(f"from {name} import *", original)
@@ -44,7 +44,9 @@ def test_E11_a_star_import_has_every_name_of_pika(name: str) -> None:
     assert original.keys() - OPTIONAL <= found.keys()
 
 
-def test_E11_an_assignment_reaches_pika_and_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E11_assigning_to_an_attribute_of_the_drop_in_also_sets_it_in_pika_and_can_be_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = theirs.SELECT_TYPE
     monkeypatch.setattr(ours, "SELECT_TYPE", "poll")
     assert (theirs.SELECT_TYPE, ours.SELECT_TYPE) == ("poll", "poll")
@@ -55,7 +57,9 @@ def test_E11_an_assignment_reaches_pika_and_can_be_undone(monkeypatch: pytest.Mo
     assert before == theirs.SELECT_TYPE
 
 
-def test_E11_an_assignment_to_a_name_of_our_own_does_not_reach_pika(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E11_assigning_to_an_attribute_that_only_the_drop_in_has_does_not_change_pika(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = theirs.SelectConnection
     monkeypatch.setattr(ours, "SelectConnection", None)
     monkeypatch.setattr(ours, "new", 1, raising=False)
@@ -65,7 +69,7 @@ def test_E11_an_assignment_to_a_name_of_our_own_does_not_reach_pika(monkeypatch:
     assert not hasattr(ours, "new")
 
 
-def test_E11_an_unknown_connection_class_warns_once_that_it_has_no_flow_control(
+def test_E11_using_an_unknown_connection_class_logs_one_warning_that_it_has_no_flow_control(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class NewConnection(theirs.SelectConnection):

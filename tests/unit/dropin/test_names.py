@@ -95,19 +95,21 @@ LIBRARIES = pytest.mark.parametrize(
 
 
 @LIBRARIES
-def test_E11_our_list_of_settings_that_a_library_also_has_is_complete(drop_in: DropIn, names: set[str]) -> None:
+def test_E11_the_list_of_setting_names_that_a_library_also_uses_is_complete(drop_in: DropIn, names: set[str]) -> None:
     with until_release(**KNOWN):
         assert drop_in.theirs == drop_in.SETTINGS & names
 
 
 @LIBRARIES
-def test_E11_every_setting_has_a_name_that_the_library_does_not_have(drop_in: DropIn, names: set[str]) -> None:
+def test_E11_a_drop_in_accepts_every_setting_under_a_name_that_its_library_does_not_use(
+    drop_in: DropIn, names: set[str]
+) -> None:
     assert set(drop_in.names.values()) == drop_in.SETTINGS
     with until_release(**KNOWN):
         assert not drop_in.names.keys() & names
 
 
-def test_E11_pika_gets_its_own_retry_delay_and_every_other_parameter() -> None:
+def test_E11_the_drop_in_passes_retry_delay_and_every_other_pika_parameter_to_pika() -> None:
     given: dict[str, Any] = {
         name: getattr(pika.ConnectionParameters(), name) for name in parameters(pika.ConnectionParameters) - {"kwargs"}
     } | {"retry_delay": 2.5, "connection_attempts": 3}
@@ -118,7 +120,7 @@ def test_E11_pika_gets_its_own_retry_delay_and_every_other_parameter() -> None:
 
 
 @pytest.mark.parametrize("query", ["{}&capacity=7", "capacity=7&{}", "{}"])
-def test_E11_pika_gets_its_own_retry_delay_and_every_other_parameter_from_a_url(query: str) -> None:
+def test_E11_the_drop_in_passes_retry_delay_and_every_other_pika_parameter_in_a_url_to_pika(query: str) -> None:
     pikas = (
         "retry_delay=2.5&connection_attempts=3&heartbeat=9&locale=de&socket_timeout=4&stack_timeout=8&frame_max=8192"
         "&channel_max=5&blocked_connection_timeout=6&client_properties=%7B%27a%27%3A+%27b+c%27%7D"
@@ -133,14 +135,14 @@ def test_E11_pika_gets_its_own_retry_delay_and_every_other_parameter_from_a_url(
 
 
 @pytest.mark.parametrize("name", ["retry_delay", "connect_timeout"])
-def test_E11_a_bad_setting_whose_name_the_library_also_has_is_reported_under_our_name(name: str) -> None:
+def test_E11_an_error_about_a_setting_with_a_special_name_in_the_drop_in_shows_that_name(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} is not a setting of a connection of pika: "):
         qflow_client.pika.ConnectionParameters(**{"qflow_retry_delay" if name == "retry_delay" else name: 1})
 
 
 @pytest.mark.parametrize("kind", ["Connection", "RobustConnection"])
 @in_a_loop
-async def test_E11_aio_pika_gets_its_own_name_and_every_other_parameter_from_a_url(kind: str) -> None:
+async def test_E11_the_drop_in_passes_name_and_every_other_aio_pika_parameter_in_a_url_to_aio_pika(kind: str) -> None:
     pikas = "name=shop&timeout=3&heartbeat=9&reconnect_interval=4&fail_fast=0&interleave=1&auth=plain"
     url = "amqp://user:p%40ss@host:1234/v%2Fhost?"
     theirs = getattr(aio_pika, kind)(URL(url + pikas))
@@ -166,7 +168,7 @@ async def test_E11_aio_pika_gets_its_own_name_and_every_other_parameter_from_a_u
     ids=["theirs", "both", "ours", "long", "number", "none", "empty"],
 )
 @in_a_loop
-async def test_E11_the_name_of_aio_pika_is_also_the_name_in_flow_events_unless_the_setting_differs(
+async def test_E11_the_connection_name_of_aio_pika_is_the_name_in_flow_events_unless_a_setting_replaces_it(
     keywords: dict[str, Any], name: str
 ) -> None:
     url = aio_pika.connection.make_url("amqp://host", **keywords)
@@ -177,12 +179,12 @@ async def test_E11_the_name_of_aio_pika_is_also_the_name_in_flow_events_unless_t
 
 
 @in_a_loop
-async def test_E11_a_bad_value_of_the_name_setting_is_refused() -> None:
+async def test_E11_an_invalid_value_of_the_setting_for_the_producer_name_raises_an_error() -> None:
     with pytest.raises(SettingsError, match="name="):
         qflow_client.aio_pika.Connection(URL("amqp://host"), qflow_name="é" * 200)
 
 
-def test_E11_py_amqp_gets_its_own_connect_timeout_and_every_other_transport_option() -> None:
+def test_E11_the_drop_in_passes_connect_timeout_and_every_other_transport_option_to_py_amqp() -> None:
     given: dict[str, Any] = {
         "connect_timeout": 3, "read_timeout": 4, "write_timeout": 5, "login_method": "PLAIN", "confirm_publish": True,
         "max_retries": 2, "interval_start": 0, "interval_step": 1, "interval_max": 2, "connect_retries_timeout": 6,

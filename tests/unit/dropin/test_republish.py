@@ -1,4 +1,4 @@
-"""Messages that a library has encoded are sent on another channel, and again."""
+"""Messages that a library has encoded are resent on another channel, also several times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drain(protocol: EncodedProtocol) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_a_message_on_its_first_channel_has_the_same_bytes_as_from_the_library(size: int) -> None:
+def test_a_message_that_is_not_resent_has_the_same_bytes_as_from_the_library(size: int) -> None:
     message = encoded(bytes(size))
     assert message.frames_on(1, 100) is message.frames
     assert message.frames_on(1, 1 << 30) is message.frames
@@ -61,7 +61,9 @@ def test_a_message_on_its_first_channel_has_the_same_bytes_as_from_the_library(s
 
 @pytest.mark.parametrize(("channel", "most"), [(2, 100), (1, 99), (700, 40), (2, 1 << 30)])
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_a_message_gets_the_number_and_the_frame_size_of_its_new_channel(channel: int, most: int, size: int) -> None:
+def test_a_resent_message_gets_the_channel_number_and_the_frame_size_of_the_new_channel(
+    channel: int, most: int, size: int
+) -> None:
     body = bytes(range(size))
     method, header, *bodies = decoded(encoded(body, message_id="7").frames_on(channel, most))
     assert (method[0], method[1].name, method[1].routing_key) == (channel, "Basic.Publish", "q")
@@ -70,12 +72,12 @@ def test_a_message_gets_the_number_and_the_frame_size_of_its_new_channel(channel
     assert all(number == channel and len(part.value) <= most for number, part in bodies)
 
 
-def test_properties_that_do_not_fit_into_a_frame_are_refused() -> None:
+def test_resending_properties_that_do_not_fit_into_a_frame_raises_an_error() -> None:
     with pytest.raises(ValueError, match="53 bytes, and the broker accepts 50"):
         encoded(b"", correlation_id="c" * 38).frames_on(2, 50)
 
 
-def test_after_a_lost_connection_only_second_copies_are_marked_and_all_messages_use_the_new_channel() -> None:
+def test_after_a_lost_connection_all_messages_use_the_new_channel_and_only_second_copies_are_marked() -> None:
     protocol = opened()
     headers = {"a": [1, "b"]}
     receipts = [send(protocol, encoded(b"%d" % number, headers=headers, message_id="7")) for number in range(2)]
@@ -83,7 +85,7 @@ def test_after_a_lost_connection_only_second_copies_are_marked_and_all_messages_
     receipts.append(send(protocol, encoded(b"2")))
     protocol.connection_lost("cut", 1.0, reconnects=True, shared=True)
     protocol.channel_opened(3, 200, 2.0)
-    # Its frames were made while there was no channel.
+    # The frames of the message were made while there was no channel.
     receipts.append(send(protocol, encoded(b"3")))
     found = decoded(drain(protocol))
     assert {channel for channel, _ in found} == {3}
@@ -95,7 +97,7 @@ def test_after_a_lost_connection_only_second_copies_are_marked_and_all_messages_
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
-def test_a_message_that_already_carries_the_mark_is_marked_once() -> None:
+def test_a_resent_message_that_already_has_the_second_copy_header_does_not_get_it_again() -> None:
     protocol = opened()
     send(protocol, encoded(b"", headers={REPUBLISHED: True}))
     drain(protocol)
@@ -104,7 +106,7 @@ def test_a_message_that_already_carries_the_mark_is_marked_once() -> None:
     assert decoded(drain(protocol))[1][1].properties.headers == {REPUBLISHED: True}
 
 
-def test_a_message_whose_mark_does_not_fit_into_a_frame_settles_as_unknown() -> None:
+def test_a_message_to_resend_that_is_too_large_with_the_second_copy_header_settles_as_unknown() -> None:
     protocol = opened()
     receipts = [send(protocol, encoded(b"", correlation_id="c" * length)) for length in (80, 1)]
     drain(protocol)
@@ -116,7 +118,7 @@ def test_a_message_whose_mark_does_not_fit_into_a_frame_settles_as_unknown() -> 
 
 
 @pytest.mark.parametrize("when", ["in flight", "away", "opened"])
-def test_a_message_without_a_waiter_is_not_resent(when: str) -> None:
+def test_a_message_whose_caller_no_longer_waits_is_not_resent(when: str) -> None:
     protocol = opened(capacity=3)
     receipts = [send(protocol, encoded(b"%d" % number)) for number in range(3)]
     drain(protocol)
@@ -135,7 +137,7 @@ def test_a_message_without_a_waiter_is_not_resent(when: str) -> None:
     assert [receipts[0].outcome, receipts[2].outcome] == [Outcome.CONFIRMED] * 2
 
 
-def test_a_permanently_closed_channel_settles_written_and_unwritten_messages() -> None:
+def test_a_channel_that_is_closed_for_good_settles_written_and_unwritten_messages() -> None:
     protocol = opened()
     written = send(protocol, encoded(b"0"))
     drain(protocol)

@@ -49,7 +49,7 @@ if find_spec("pika.adapters.thread_safe_connection"):
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names], ids=lambda each: str(each)
 )
-def test_a_private_method_has_not_changed(owner: type, name: str) -> None:
+def test_each_private_method_of_pika_that_the_drop_in_uses_has_the_same_parameters(owner: type, name: str) -> None:
     assert list(inspect.signature(getattr(owner, name)).parameters) == PRIVATE[owner][name]
 
 
@@ -65,19 +65,19 @@ def test_a_private_method_has_not_changed(owner: type, name: str) -> None:
         ),
     ],
 )
-def test_a_private_attribute_exists(owner: Any, names: list[str]) -> None:
+def test_each_private_attribute_of_pika_that_the_drop_in_uses_exists(owner: Any, names: list[str]) -> None:
     source = inspect.getsource(owner)
     for name in names:
         assert f"self.{name}" in source, name
 
 
-def test_a_private_attribute_of_the_thread_safe_adapter_exists() -> None:
+def test_each_private_attribute_of_the_pika_thread_safe_adapter_that_the_drop_in_uses_exists() -> None:
     adapter = pytest.importorskip("pika.adapters.thread_safe_connection")
     assert "self._channel = " in inspect.getsource(adapter.Channel)
     assert "self._work_queue_put_timeout = " in inspect.getsource(adapter.Connection)
 
 
-def test_the_result_that_pika_uses_for_answers_has_the_methods_that_we_replace() -> None:
+def test_the_pika_class_for_stored_answers_has_the_methods_that_the_drop_in_replaces() -> None:
     result = blocking._CallbackResult(blocking.BlockingChannel._OnMessageConfirmationReportArgs)  # type: ignore[attr-defined]
     for name in "set_value_once", "reset", "is_ready":
         assert callable(getattr(result, name))
@@ -88,7 +88,7 @@ def test_importing_the_package_imports_neither_pika_nor_the_drop_in() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_importing_the_drop_in_changes_nothing_in_pika() -> None:
+def test_importing_the_drop_in_for_pika_changes_no_attribute_of_pika() -> None:
     program = (
         "import pika, pika.adapters.asyncio_connection\n"
         "def seen(): return {(k, n): v for k in (pika, pika.channel.Channel, pika.connection.Connection,"

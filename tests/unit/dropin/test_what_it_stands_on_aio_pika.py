@@ -22,14 +22,14 @@ def test_exchanges_publish_through_basic_publish_of_the_aiormq_channel() -> None
 
 
 @pytest.mark.parametrize("kind", [aio_pika.Channel, aio_pika.RobustChannel])
-def test_a_channel_reports_that_it_is_open_and_then_has_its_aiormq_channel(kind: type[aio_pika.Channel]) -> None:
+def test_an_aio_pika_channel_that_reports_that_it_is_open_has_its_aiormq_channel(kind: type[aio_pika.Channel]) -> None:
     assert list(inspect.signature(kind._on_open).parameters) == ["self"]
     source = inspect.getsource(aio_pika.Channel._open)
     assert source.index("self._channel = channel") < source.index("await self._on_open()")
     assert {"channel", "close_callback"} <= set(UnderlayChannel.__annotations__)
 
 
-def test_the_aiormq_channel_has_the_attributes_that_we_use() -> None:
+def test_the_aiormq_channel_has_the_private_attributes_that_the_drop_in_uses() -> None:
     source = inspect.getsource(aiormq.Channel)
     for name in "max_content_size", "on_return_raises", "on_return_callbacks", "number", "connection":
         assert f"self.{name}" in source, name
@@ -37,15 +37,15 @@ def test_the_aiormq_channel_has_the_attributes_that_we_use() -> None:
     assert list(inspect.signature(aiormq.Channel.create_future).parameters) == ["self"]
 
 
-def test_aiormq_reports_to_a_publishing_consumer_why_the_channel_was_closed() -> None:
-    # Not every release has it. It handles calls that are cancelled inside it.
+def test_aiormq_passes_the_reason_of_a_channel_close_to_a_consumer_that_is_publishing() -> None:
+    # Not every release has this method. It handles calls that are cancelled inside it.
     translate = getattr(aiormq.Channel, "_raise_on_channel_close", None)
     if translate is not None:
         assert list(inspect.signature(translate).parameters) == ["self"]
         assert "except asyncio.CancelledError" in inspect.getsource(translate)
 
 
-def test_the_code_of_aiormq_uses_its_queues_in_the_way_that_a_wrapped_channel_needs() -> None:
+def test_the_source_code_of_aiormq_uses_its_queues_in_the_way_that_the_drop_in_needs() -> None:
     connection = vars(aiormq.Connection)
     reader = inspect.getsource(connection["_Connection__reader"])
     assert "await ch.frames.put((weight, frame))" in reader
@@ -60,7 +60,7 @@ def test_the_code_of_aiormq_uses_its_queues_in_the_way_that_a_wrapped_channel_ne
         assert name in channel, name
 
 
-def test_importing_the_drop_in_changes_nothing_in_aio_pika() -> None:
+def test_importing_the_drop_in_for_aio_pika_changes_no_attribute_of_aio_pika() -> None:
     program = (
         "import aio_pika, aiormq\n"
         "def seen(): return {(k, n): v for k in (aio_pika, aio_pika.Channel, aio_pika.Connection, aio_pika.Exchange,"

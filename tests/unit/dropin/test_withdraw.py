@@ -37,7 +37,7 @@ _STEPS = st.one_of(
 
 
 @given(st.lists(_STEPS, max_size=40))
-def test_A4_a_withdrawn_message_is_never_sent_and_all_others_are_confirmed_normally(
+def test_A4_a_message_withdrawn_before_it_is_written_is_never_sent_and_all_others_are_confirmed(
     steps: list[tuple[str, int]],
 ) -> None:
     protocol = opened()
@@ -82,7 +82,7 @@ def test_A4_a_withdrawn_message_is_never_sent_and_all_others_are_confirmed_norma
     assert protocol.limits.byte_window.used == 0
 
 
-def test_withdrawing_a_message_makes_room() -> None:
+def test_withdrawing_an_unwritten_message_makes_room_in_the_window() -> None:
     protocol = opened(capacity=2, max_unwritten_bytes=4)
     first = send(protocol, b"12345")
     assert protocol.gate.is_held_by(HoldKind.TRANSPORT)

@@ -1,4 +1,4 @@
-"""The adaptive window, against a simulated broker: seeded, in simulated time, and so the same every time."""
+"""The adaptive window and a simulated broker, with seeds and in simulated time, so that each run is the same."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from qflow_client.flow import AdaptiveWindow, FlowController, WindowLimiter
 from tests.effort import EFFORT
 
 MAXIMUM = 10_000
-#: A quick run simulates half of each time that is long enough to be halved.
+#: A quick run simulates half of each long time.
 PART = 0.5 if EFFORT == "quick" else 1.0
 FLOOR = 8
 
-#: A broker on the same machine: each batch costs something of its own, so that no window is ever quite enough.
+#: A broker on the same machine: each batch has a fixed cost, so a larger window always gains a little.
 FAST = Conditions(delay=0.00004, overhead=0.0001, batch=256)
 SLOW = Conditions(delay=0.0005, rate=1000, batch=1)
-#: 20 ms there and back.
+#: A round trip takes 20 ms.
 FAR = Conditions(delay=0.01, rate=60_000, batch=32)
 
 
 def rate(conditions: Conditions, window: WindowLimiter, *, after: float = 2.0, seconds: float = 1.0) -> float:
-    """Messages per second that are confirmed, once the window has found its size."""
+    """Return the confirmed messages per second after the window has found its size."""
     simulation = Simulation(conditions, [window])
     simulation.run(after)
     return simulation.run(seconds) / seconds
 
 
 def mean_capacity(simulation: Simulation, seconds: float) -> float:
-    """What is in use on average over the next seconds."""
+    """Return the average capacity in use over the next seconds."""
     steps = round(seconds / 0.01)
     total = 0
     for _ in range(steps):
@@ -42,21 +42,21 @@ def mean_capacity(simulation: Simulation, seconds: float) -> float:
 
 
 def adapted(conditions: Conditions, seconds: float, *, producers: int = 1) -> Simulation:
-    """A simulation in which producers have adapted for so long."""
+    """Return a simulation in which the windows of the producers have adapted for this time."""
     simulation = Simulation(conditions, [AdaptiveWindow(MAXIMUM) for _ in range(producers)])
     simulation.run(seconds)
     return simulation
 
 
-# What it finds.
+# The size that the window finds.
 
 
-# A quick run takes the ends of each range, and CI also what lies between them.
+# A quick run takes the ends of each range. CI also takes values between them.
 @pytest.mark.parametrize(
     ("round_trip", "bottleneck"),
     [(0.0001, 60_000), *([] if EFFORT == "quick" else [(0.001, 30_000), (0.02, 30_000)]), (0.2, 20_000)],
 )
-def test_the_window_grows_to_the_capacity_of_any_path_and_only_a_little_above_it(
+def test_the_adaptive_window_grows_to_the_capacity_of_any_network_path_and_only_a_little_above_it(
     round_trip: float, bottleneck: float
 ) -> None:
     conditions = Conditions(delay=round_trip / 2, rate=bottleneck, batch=max(4, int(bottleneck * round_trip / 100)))
@@ -69,12 +69,12 @@ def test_the_window_grows_to_the_capacity_of_any_path_and_only_a_little_above_it
 
 
 @pytest.mark.parametrize("conditions", [FAST, SLOW, FAR], ids=["fast", "slow", "far"])
-def test_the_window_keeps_the_throughput_of_the_best_fixed_window(conditions: Conditions) -> None:
+def test_the_adaptive_window_has_the_throughput_of_the_best_fixed_window(conditions: Conditions) -> None:
     best = max(rate(conditions, WindowLimiter(capacity), after=1.0) for capacity in (100, 1000, 10_000))
     assert rate(conditions, AdaptiveWindow(MAXIMUM)) >= 0.95 * best
 
 
-def test_the_window_keeps_most_of_the_throughput_on_a_busy_machine() -> None:
+def test_the_adaptive_window_has_most_of_the_best_throughput_on_a_busy_machine() -> None:
     moody = replace(FAST, mood=0.1, preempted=0.05, turn=0.005)
     best = rate(moody, WindowLimiter(MAXIMUM), after=1.0)
     window = AdaptiveWindow(MAXIMUM)
@@ -82,7 +82,7 @@ def test_the_window_keeps_most_of_the_throughput_on_a_busy_machine() -> None:
     assert window.capacity < 1000
 
 
-def test_the_window_of_a_slow_broker_stays_close_to_the_minimum() -> None:
+def test_the_adaptive_window_for_a_slow_broker_stays_close_to_the_minimum() -> None:
     simulation = adapted(SLOW, 10.0)
     assert mean_capacity(simulation, 5.0) <= 1.5 * FLOOR
     assert simulation.windows[0].capacity >= FLOOR
@@ -90,12 +90,14 @@ def test_the_window_of_a_slow_broker_stays_close_to_the_minimum() -> None:
 
 @pytest.mark.parametrize("commit", [0.005, 0.01, 0.02, 0.05])
 @pytest.mark.parametrize("batch", [8, 128])
-def test_the_latency_of_group_commits_is_not_mistaken_for_a_queue(commit: float, batch: int) -> None:
+def test_the_adaptive_window_does_not_mistake_the_latency_of_group_commits_for_a_queue(
+    commit: float, batch: int
+) -> None:
     conditions = Conditions(delay=0.0001, rate=30_000, commit=commit, batch=batch)
     best = rate(conditions, WindowLimiter(MAXIMUM), after=1.0)
     window = AdaptiveWindow(MAXIMUM)
     assert rate(conditions, window) >= 0.95 * best
-    # A commit under way and one that waits for it.
+    # One commit is under way, and one waits for it.
     assert window.capacity <= 4 * commit * 30_000
 
 
@@ -105,13 +107,13 @@ QUEUE = Conditions(delay=0.00005, overhead=0.0001, batch=256, stop=1000, resume=
 
 
 def overshoot(simulation: Simulation, seconds: float) -> int:
-    """The most messages beyond the stop threshold within so many seconds."""
+    """Return the largest number of messages above the stop threshold within this time."""
     simulation.peak = 0
     simulation.run(seconds)
     return simulation.peak - simulation.conditions.stop
 
 
-def test_the_window_shrinks_when_a_queue_fills_and_withholds_confirms() -> None:
+def test_the_adaptive_window_shrinks_when_a_full_queue_withholds_confirms() -> None:
     simulation = adapted(replace(QUEUE, stop=0, consumed=None), 3.0)
     before = simulation.in_use
     assert before > 100
@@ -124,16 +126,18 @@ def test_the_window_shrinks_when_a_queue_fills_and_withholds_confirms() -> None:
 
 
 @pytest.mark.parametrize("producers", [1, 8] if EFFORT == "quick" else [1, 2, 8])
-def test_the_overshoot_is_less_than_a_fifth_of_the_overshoot_of_a_fixed_window(producers: int) -> None:
+def test_an_adaptive_window_overshoots_the_stop_threshold_by_less_than_a_fifth_of_a_fixed_window(
+    producers: int,
+) -> None:
     fixed = Simulation(QUEUE, [WindowLimiter(1000) for _ in range(producers)])
     adaptive = Simulation(QUEUE, [AdaptiveWindow(MAXIMUM) for _ in range(producers)])
     assert overshoot(adaptive, 10.0) < overshoot(fixed, 10.0) / 5
     assert overshoot(adaptive, 10.0) <= 2 * FLOOR * producers
 
 
-# Two drive each other up less than four do.
+# Two producers drive each other's windows up less than four producers.
 @pytest.mark.parametrize("producers", [4] if EFFORT == "quick" else [2, 4])
-def test_producers_that_share_a_broker_do_not_enlarge_each_other_s_window(producers: int) -> None:
+def test_adaptive_producers_that_share_a_broker_do_not_drive_their_windows_up(producers: int) -> None:
     simulation = adapted(replace(FAST, mood=0.05), 6.0 * PART, producers=producers)
     confirmed = list(simulation.confirmed)
     assert mean_capacity(simulation, 2.0 * PART) < MAXIMUM
@@ -142,17 +146,17 @@ def test_producers_that_share_a_broker_do_not_enlarge_each_other_s_window(produc
     assert min(own) >= sum(own) / producers / 5, "and none of them starves"
 
 
-# What changes.
+# Changes of the broker and of the network path.
 
 
-def test_the_window_recovers_within_a_second_when_the_broker_becomes_faster() -> None:
+def test_the_adaptive_window_grows_within_a_second_when_the_broker_becomes_faster() -> None:
     simulation = adapted(SLOW, 5.0)
     simulation.conditions = replace(SLOW, rate=60_000, batch=8)
     simulation.run(1.0)
     assert simulation.run(PART) >= 0.95 * PART * 60_000
 
 
-def test_the_window_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
+def test_the_adaptive_window_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
     simulation = adapted(replace(SLOW, rate=60_000, batch=8), 3.0 * PART)
     simulation.conditions = SLOW
     simulation.run(2.0)
@@ -163,7 +167,7 @@ def test_the_window_shrinks_within_two_seconds_when_the_broker_becomes_slower() 
 @pytest.mark.parametrize(
     ("before", "after"), [(0.001, 0.05), (0.05, 0.001), *([] if EFFORT == "quick" else [(0.02, 0.04)])]
 )
-def test_the_window_adapts_to_a_change_of_the_network_path(before: float, after: float) -> None:
+def test_the_adaptive_window_adapts_to_a_change_of_the_network_path(before: float, after: float) -> None:
     conditions = Conditions(delay=before / 2, rate=8000)
     simulation = adapted(conditions, 3.0)
     simulation.conditions = replace(conditions, delay=after / 2)
@@ -174,7 +178,7 @@ def test_the_window_adapts_to_a_change_of_the_network_path(before: float, after:
     assert window.way <= after * 1.5
 
 
-def test_the_round_trip_time_is_measured_again_when_it_is_old() -> None:
+def test_the_round_trip_time_is_measured_again_when_the_last_measurement_is_old() -> None:
     simulation = adapted(replace(FAST, rate=10_000), 3.0)
     assert simulation.in_use > 2 * FLOOR
     assert min_capacity(simulation, 9.0) == FLOOR
@@ -188,15 +192,15 @@ def min_capacity(simulation: Simulation, seconds: float) -> int:
     return least
 
 
-# What says nothing.
+# Observations from which the window cannot learn anything.
 
 
-def test_an_application_that_sends_little_does_not_change_the_window() -> None:
+def test_an_application_that_sends_few_messages_does_not_change_the_adaptive_window() -> None:
     simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(0.1)
     before = simulation.in_use
-    # A third of what the broker manages, one by one, for a quarter of a minute.
+    # Single messages at a third of the broker's rate, for a quarter of a minute.
     for _ in range(500):
         simulation.offer(0, 1)
         simulation.run(0.03)
@@ -205,7 +209,7 @@ def test_an_application_that_sends_little_does_not_change_the_window() -> None:
     assert simulation.run(0.5) >= 0.95 * 0.5 * 60_000, "and it is there when it is needed"
 
 
-def test_a_pause_does_not_change_the_window() -> None:
+def test_a_pause_of_the_application_does_not_change_the_adaptive_window() -> None:
     simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(600.0)
@@ -214,7 +218,7 @@ def test_a_pause_does_not_change_the_window() -> None:
     assert simulation.run(0.5) >= 0.95 * 0.5 * 60_000
 
 
-def test_bursts_with_pauses_between_them_do_not_shrink_the_window() -> None:
+def test_bursts_of_messages_with_pauses_between_them_do_not_shrink_the_adaptive_window() -> None:
     simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(0.1)
@@ -225,7 +229,7 @@ def test_bursts_with_pauses_between_them_do_not_shrink_the_window() -> None:
     assert simulation.in_use >= 60
 
 
-# Step by step.
+# The window without a simulation.
 
 
 def fill(window: WindowLimiter, now: float) -> None:
@@ -239,7 +243,7 @@ def leave(window: AdaptiveWindow, count: int, now: float) -> None:
 
 
 def rounds(window: AdaptiveWindow, count: int, start: float, seconds: float) -> float:
-    """Have whole windows answered at once, so many times; returns when the last was."""
+    """Let the broker answer a whole window at once, `count` times. Return the time of the last answer."""
     now = start
     for _ in range(count):
         fill(window, now)
@@ -248,7 +252,7 @@ def rounds(window: AdaptiveWindow, count: int, start: float, seconds: float) -> 
     return now
 
 
-def test_the_window_doubles_as_long_as_throughput_doubles() -> None:
+def test_the_adaptive_window_doubles_as_long_as_throughput_doubles() -> None:
     window = AdaptiveWindow(MAXIMUM)
     seen = [window.capacity]
     now = 0.0
@@ -262,7 +266,7 @@ def test_the_window_doubles_as_long_as_throughput_doubles() -> None:
     assert window.rate == pytest.approx(81_920)
 
 
-def test_a_window_at_its_maximum_is_not_reduced_all_the_time() -> None:
+def test_an_adaptive_window_that_has_reached_its_maximum_stays_there_most_of_the_time() -> None:
     window = AdaptiveWindow(100)
     now = rounds(window, 40, 0.0, 0.1)
     full = 0
@@ -273,7 +277,7 @@ def test_a_window_at_its_maximum_is_not_reduced_all_the_time() -> None:
     assert window.capacity >= 70
 
 
-def test_withheld_answers_halve_the_window_before_the_next_message_is_admitted() -> None:
+def test_withheld_confirms_halve_the_adaptive_window_before_the_next_message_is_admitted() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 30, 0.0, 0.01)
     before = window.capacity
@@ -287,7 +291,7 @@ def test_withheld_answers_halve_the_window_before_the_next_message_is_admitted()
     assert window.refusal(1, now) == "capacity", "nothing is cancelled, and nothing enters until there is room"
 
 
-def test_no_answer_counts_as_withheld_at_the_minimum_window_so_that_a_long_path_can_be_measured() -> None:
+def test_an_adaptive_window_at_its_minimum_can_measure_a_round_trip_that_suddenly_gets_much_longer() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 4, 0.0, 0.001)
     now = rounds(window, 40, now, 5.0)
@@ -295,7 +299,7 @@ def test_no_answer_counts_as_withheld_at_the_minimum_window_so_that_a_long_path_
     assert window.capacity > 100
 
 
-def test_a_pause_of_the_application_is_not_mistaken_for_withheld_answers() -> None:
+def test_the_adaptive_window_does_not_mistake_a_pause_of_the_application_for_withheld_confirms() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 30, 0.0, 0.01)
     before = window.capacity
@@ -306,7 +310,7 @@ def test_a_pause_of_the_application_is_not_mistaken_for_withheld_answers() -> No
 
 
 @pytest.mark.parametrize("maximum", [1, 2, 8, 9, 31])
-def test_the_capacity_of_an_adaptive_window_stays_within_a_small_maximum(maximum: int) -> None:
+def test_an_adaptive_window_with_a_small_maximum_never_exceeds_it(maximum: int) -> None:
     window = AdaptiveWindow(maximum)
     now = 0.0
     for _ in range(300):
@@ -315,12 +319,12 @@ def test_the_capacity_of_an_adaptive_window_stays_within_a_small_maximum(maximum
 
 
 @pytest.mark.parametrize("maximum", [0, -1])
-def test_a_maximum_of_0_is_refused(maximum: int) -> None:
+def test_an_adaptive_window_with_a_maximum_of_0_raises_value_error(maximum: int) -> None:
     with pytest.raises(ValueError, match=f"maximum must be at least 1 and finite, not {maximum}"):
         AdaptiveWindow(maximum)
 
 
-def test_the_adaptive_window_has_the_interface_of_a_limiter() -> None:
+def test_the_adaptive_window_implements_the_limiter_protocol() -> None:
     window = AdaptiveWindow(MAXIMUM, kind="full")
     controller = FlowController(window)
     admitted = 0
@@ -333,21 +337,21 @@ def test_the_adaptive_window_has_the_interface_of_a_limiter() -> None:
     assert controller.look(0.1)
 
 
-def test_messages_that_settle_immediately_give_no_measurement() -> None:
+def test_messages_that_settle_at_the_time_of_their_admission_do_not_change_the_measured_round_trip() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = 0.0
     for _ in range(60):
         now = rounds(window, 1, now, 0.01)
-        # Such as are given up before time passes.
+        # Messages that are given up before any time has passed.
         rounds(window, 2, now, 0.0)
     assert window.way == pytest.approx(0.01)
 
 
-def test_a_capacity_that_is_set_from_outside_applies_until_the_next_epoch() -> None:
+def test_a_capacity_that_a_caller_sets_on_an_adaptive_window_applies_until_its_next_adjustment() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = 0.0
     for _ in range(3):
-        # The same again, so that an epoch has nothing to be compared with.
+        # The capacity is the same again, so an epoch cannot be compared with the previous one.
         window.capacity = 50
         fill(window, now)
         assert window.used == 50
@@ -356,11 +360,11 @@ def test_a_capacity_that_is_set_from_outside_applies_until_the_next_epoch() -> N
     assert window.capacity > 50
 
 
-# Whatever happens.
+# Any sequence of events.
 
 
 class AdaptiveMachine(RuleBasedStateMachine):
-    """The window beside a number of what is inside; answers come in any order, late, or many at once."""
+    """The window, and a count of the elements inside. Answers come in any order, late, or many at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The entrance of a resource, for those who wait before their element is taken: strict, and in order (F4)."""
+"""A flow controller for senders that wait for admission. It never exceeds its limit, and admits in order (F4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def line_up(controller: FlowController, *sizes: int, now: float = 0.0) -> list[T
     return tickets
 
 
-def test_F8_no_sender_waits_while_there_is_room() -> None:
+def test_F8_try_acquire_admits_elements_as_long_as_there_is_room() -> None:
     controller = FlowController(WindowLimiter(2), name="orders")
     assert controller.try_acquire(1, 0.0)
     assert controller.try_acquire(1, 0.0)
@@ -41,7 +41,7 @@ def test_F8_no_sender_waits_while_there_is_room() -> None:
     assert controller.name == "orders"
 
 
-def test_a_refused_element_closes_the_gate_with_the_kind_of_the_limiter() -> None:
+def test_a_limiter_without_room_for_an_element_closes_the_gate_and_its_kind_is_the_kind_of_the_hold() -> None:
     controller = FlowController(WindowLimiter(1, kind="capacity"))
     controller.try_acquire(1, 0.0)
     assert not controller.try_acquire(1, 1.0)
@@ -53,7 +53,7 @@ def test_a_refused_element_closes_the_gate_with_the_kind_of_the_limiter() -> Non
     assert controller.gate.seconds_held(2.0) == {"capacity": 1.0}
 
 
-def test_a_refused_element_uses_no_capacity() -> None:
+def test_an_element_that_try_acquire_does_not_admit_uses_no_capacity() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -63,7 +63,7 @@ def test_a_refused_element_uses_no_capacity() -> None:
     assert controller.gate.times_closed == 1
 
 
-def test_F4_a_later_element_does_not_overtake_a_waiting_one() -> None:
+def test_F4_a_later_element_does_not_overtake_a_waiting_element() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     first, second = line_up(controller, 1, 1)
@@ -78,7 +78,7 @@ def test_F4_a_later_element_does_not_overtake_a_waiting_one() -> None:
     assert controller.try_acquire(1, 1.0)
 
 
-def test_F4_a_small_element_does_not_overtake_a_large_one() -> None:
+def test_F4_a_small_element_that_fits_does_not_overtake_a_waiting_large_element() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     large, small = line_up(controller, 5, 1)
@@ -87,7 +87,7 @@ def test_F4_a_small_element_does_not_overtake_a_large_one() -> None:
     assert [controller.grant(0.0), controller.grant(0.0)] == [large, small]
 
 
-def test_the_ticket_after_a_withdrawn_one_is_next() -> None:
+def test_when_the_first_waiting_element_is_withdrawn_the_element_after_it_is_admitted_next() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     large, small = line_up(controller, 5, 1)
@@ -98,7 +98,7 @@ def test_the_ticket_after_a_withdrawn_one_is_next() -> None:
     assert controller.waiting == 0
 
 
-def test_a_hold_for_a_withdrawn_element_does_not_outlive_the_next_attempt() -> None:
+def test_the_hold_for_a_withdrawn_element_ends_when_a_later_element_fits() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     (large,) = line_up(controller, 5)
@@ -108,7 +108,7 @@ def test_a_hold_for_a_withdrawn_element_does_not_outlive_the_next_attempt() -> N
     assert controller.gate.is_open
 
 
-def test_a_gate_with_a_different_hold_admits_nothing() -> None:
+def test_a_controller_whose_gate_has_a_hold_of_another_kind_admits_nothing() -> None:
     controller = FlowController(WindowLimiter(5))
     controller.gate.hold("paused", now=0.0)
     assert not controller.try_acquire(1, 0.0)
@@ -120,7 +120,7 @@ def test_a_gate_with_a_different_hold_admits_nothing() -> None:
     assert controller.grant(1.0) is ticket
 
 
-def test_the_hold_of_the_limiter_begins_and_ends_independently_of_other_holds() -> None:
+def test_the_hold_of_a_full_limiter_begins_and_ends_independently_of_other_holds() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     (ticket,) = line_up(controller, 1)
@@ -134,7 +134,7 @@ def test_the_hold_of_the_limiter_begins_and_ends_independently_of_other_holds() 
     assert controller.gate.is_open
 
 
-def test_try_acquire_lifts_an_outdated_hold_even_if_there_is_a_different_hold() -> None:
+def test_try_acquire_lifts_the_outdated_hold_of_the_limiter_even_if_the_gate_has_another_hold() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     controller.try_acquire(1, 0.0)
@@ -152,7 +152,7 @@ def test_a_controller_with_a_given_gate_obeys_holds_that_other_code_raises() -> 
     assert not controller.try_acquire(1, 0.0)
 
 
-def test_one_hold_replaces_another_without_opening_the_gate() -> None:
+def test_the_hold_of_one_limiter_replaces_the_hold_of_another_without_opening_the_gate() -> None:
     rate = RateLimiter(1.0)
     controller = FlowController(CompositeLimiter([WindowLimiter(1), rate]))
     seen: list[bool] = []
@@ -172,7 +172,7 @@ def test_one_hold_replaces_another_without_opening_the_gate() -> None:
     assert seen == [False] * 5 + [True]
 
 
-def test_F4_the_hold_of_the_limiter_remains_as_long_as_elements_wait() -> None:
+def test_F4_the_hold_of_a_full_limiter_remains_as_long_as_elements_wait() -> None:
     controller = FlowController(WindowLimiter(2))
     seen: list[bool] = []
     controller.gate.observer = lambda hold, raised, now: seen.append(raised)
@@ -192,7 +192,7 @@ def test_F4_the_hold_of_the_limiter_remains_as_long_as_elements_wait() -> None:
     assert controller.gate.times_closed == 1
 
 
-def test_the_last_waiting_element_opens_the_gate_if_it_leaves_room() -> None:
+def test_admitting_the_last_waiting_element_opens_the_gate_if_there_is_room_left() -> None:
     controller = FlowController(WindowLimiter(2))
     for _ in range(2):
         controller.try_acquire(1, 0.0)
@@ -202,7 +202,7 @@ def test_the_last_waiting_element_opens_the_gate_if_it_leaves_room() -> None:
     assert controller.gate.is_open
 
 
-def test_F2_ready_at_returns_the_time_at_which_the_rate_admits_the_head() -> None:
+def test_F2_ready_at_returns_the_time_at_which_the_rate_limiter_admits_the_first_waiting_element() -> None:
     controller = FlowController(RateLimiter(2.0))
     assert controller.ready_at(0.0) is None, "nothing holds"
     controller.try_acquire(1, 0.0)
@@ -212,7 +212,7 @@ def test_F2_ready_at_returns_the_time_at_which_the_rate_admits_the_head() -> Non
     assert controller.grant(0.5) is ticket
 
 
-def test_F2_ready_at_returns_the_time_at_which_the_rate_lifts_a_hold_even_if_no_element_waits() -> None:
+def test_F2_ready_at_returns_the_time_at_which_a_rate_hold_ends_even_if_no_element_waits() -> None:
     controller = FlowController(RateLimiter(2.0, burst=2, by_size=True))
     assert controller.try_acquire(2, 0.0)
     assert not controller.try_acquire(2, 0.0)
@@ -223,7 +223,7 @@ def test_F2_ready_at_returns_the_time_at_which_the_rate_lifts_a_hold_even_if_no_
     assert controller.ready_at(at) is None, "there is nothing left to wait for"
 
 
-def test_grant_does_everything_that_ready_at_announced_even_if_no_element_waits() -> None:
+def test_grant_at_the_time_that_ready_at_returned_lifts_the_rate_hold_even_if_no_element_waits() -> None:
     controller = FlowController(RateLimiter(2.0))
     controller.try_acquire(1, 0.0)
     assert not controller.try_acquire(1, 0.0)
@@ -235,21 +235,21 @@ def test_grant_does_everything_that_ready_at_announced_even_if_no_element_waits(
     assert controller.ready_at(0.5) is None, "or its user would never get to sleep"
 
 
-def test_grant_raises_no_hold_without_a_waiting_element() -> None:
+def test_grant_without_a_waiting_element_raises_no_hold_even_if_the_window_is_full() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     assert controller.grant(0.0) is None
     assert controller.gate.is_open
 
 
-def test_ready_at_returns_no_time_for_a_full_window() -> None:
+def test_ready_at_returns_none_for_an_element_that_waits_for_a_full_window() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     line_up(controller, 1)
     assert controller.ready_at(100.0) is None
 
 
-def test_look_lifts_an_outdated_hold_without_waiting_elements() -> None:
+def test_the_method_look_lifts_an_outdated_hold_if_no_element_waits() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     controller.try_acquire(1, 0.0)
@@ -260,7 +260,7 @@ def test_look_lifts_an_outdated_hold_without_waiting_elements() -> None:
     assert controller.gate.is_open
 
 
-def test_look_returns_false_while_an_element_waits_even_if_there_is_room() -> None:
+def test_the_method_look_returns_false_while_an_element_waits_even_if_there_is_room() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     line_up(controller, 1)
@@ -269,7 +269,7 @@ def test_look_returns_false_while_an_element_waits_even_if_there_is_room() -> No
     assert kinds(controller) == ["capacity"]
 
 
-def test_look_does_not_mistake_a_size_limiter_that_is_exactly_full_for_one_with_room() -> None:
+def test_the_method_look_returns_false_for_a_size_limiter_that_is_exactly_full() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(10, 0.0)
     assert not controller.look(1.0)
@@ -279,7 +279,7 @@ def test_look_does_not_mistake_a_size_limiter_that_is_exactly_full_for_one_with_
     assert controller.look(2.0)
 
 
-def test_C6_lowering_the_capacity_cancels_nothing_and_raising_it_admits_more() -> None:
+def test_C6_lowering_the_capacity_cancels_no_element_and_raising_the_capacity_admits_more() -> None:
     window = WindowLimiter(2)
     controller = FlowController(window)
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_C6_lowering_the_capacity_cancels_nothing_and_raising_it_admits_more() -
     assert window.used == 2
 
 
-def test_an_element_larger_than_the_capacity_waits_until_it_is_alone() -> None:
+def test_an_element_larger_than_the_capacity_is_admitted_when_nothing_else_uses_capacity() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(1, 0.0)
     (huge, small) = line_up(controller, 99, 1)
@@ -305,7 +305,7 @@ def test_an_element_larger_than_the_capacity_waits_until_it_is_alone() -> None:
     assert controller.grant(0.0) is small
 
 
-def test_F8_an_element_admitted_immediately_is_checked_and_added_in_one_call() -> None:
+def test_F8_try_acquire_calls_the_limiter_only_once_to_check_and_add_an_element() -> None:
     asked: list[str] = []
 
     class Watched(WindowLimiter):
@@ -327,7 +327,7 @@ def test_F8_an_element_admitted_immediately_is_checked_and_added_in_one_call() -
     assert asked == ["try_add", "try_add"]
 
 
-def test_withdrawing_a_ticket_twice_counts_once() -> None:
+def test_a_second_withdrawal_of_a_ticket_has_no_effect() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     gone, stays = line_up(controller, 1, 1)
@@ -342,7 +342,7 @@ def test_withdrawing_a_ticket_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["granted", "dismissed", "elsewhere", "never"])
-def test_a_ticket_that_does_not_wait_cannot_leave_the_line(end: str) -> None:
+def test_leave_line_returns_false_for_a_ticket_that_does_not_wait(end: str) -> None:
     controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
     elsewhere.try_acquire(1, 0.0)
     ticket = Ticket(1)
@@ -356,7 +356,7 @@ def test_a_ticket_that_does_not_wait_cannot_leave_the_line(end: str) -> None:
     assert (controller.waiting, elsewhere.waiting) == (0, end == "elsewhere")
 
 
-def test_a_ticket_waits_in_one_line_only_once() -> None:
+def test_a_ticket_that_already_waited_cannot_join_a_line_again() -> None:
     controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     (ticket,) = line_up(controller, 1)
@@ -371,7 +371,7 @@ def test_a_ticket_waits_in_one_line_only_once() -> None:
     assert controller.try_acquire(1, 0.0)
 
 
-def test_C6_two_controllers_with_the_same_gate_and_reason_admit_only_elements_for_which_there_is_room() -> None:
+def test_C6_two_controllers_that_share_a_gate_and_a_kind_of_hold_never_exceed_their_capacities() -> None:
     gate = Gate()
     windows = WindowLimiter(1), WindowLimiter(1)
     one, other = (FlowController(window, gate=gate) for window in windows)
@@ -389,7 +389,7 @@ def test_C6_two_controllers_with_the_same_gate_and_reason_admit_only_elements_fo
     assert one.grant(2.0) is ticket
 
 
-def test_no_element_is_admitted_when_the_hold_of_a_limiter_is_lifted_from_outside() -> None:
+def test_if_other_code_lifts_the_hold_of_a_full_limiter_no_element_is_admitted() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -400,14 +400,14 @@ def test_no_element_is_admitted_when_the_hold_of_a_limiter_is_lifted_from_outsid
     assert window.used == 1
     assert kinds(controller) == ["capacity"]
     controller.gate.lift("capacity", now=1.0)
-    # Even one who never lets it be.
+    # An observer that always lifts the hold again does not change this.
     controller.gate.observer = lambda hold, raised, now: raised and controller.gate.lift(hold.kind, now=now)
     assert controller.grant(2.0) is None
     assert controller.gate.is_open
     assert window.used == 1
 
 
-def test_dismiss_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> None:
+def test_calling_dismiss_repeatedly_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -418,7 +418,7 @@ def test_dismiss_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> 
     assert window.used == 1
 
 
-def test_F4_a_custom_waiting_line_admits_in_its_own_order() -> None:
+def test_F4_a_controller_with_a_weighted_line_admits_waiting_elements_in_the_order_of_that_line() -> None:
     controller = FlowController(WindowLimiter(1), line=WeightedLine())
     controller.try_acquire(1, 0.0)
     for source in "aab":
@@ -439,15 +439,15 @@ FLAVOURS = ["window", "size", "both", "rate", "all"]
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """A controller beside lists of who is inside and who waits, and a bucket of tokens for the rate.
+    """A controller, lists of the elements inside and of waiting tickets, and a bucket of tokens for the rate.
 
-    After whatever may let somebody in, the controller is asked to grant until it has no more, as its user must.
+    After each change that may admit an element, the test calls `grant` until it returns None, as every user must.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        # Either is None if the flavour does not limit it.
+        # A limit is None if the flavour does not have it.
         self.count: int | None = None
         self.bytes: int | None = None
         self.rate: float | None = None
@@ -485,7 +485,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def entered(self, size: int) -> None:
         self.inside.append(size)
         self.level -= 1
-        # The strict promise, in so many words.
+        # The limits are never exceeded.
         assert self.count is None or len(self.inside) <= self.count
         if self.bytes is not None:
             assert sum(self.inside) <= self.bytes or not sum(self.inside[:-1])
@@ -542,7 +542,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         count = data.draw(st.integers(1, len(self.inside)))
         gone, self.inside = self.inside[:count], self.inside[count:]
         self.controller.release(sum(gone), count)
-        # With nobody in line there is nobody to grant anything to, and a hold may stay until the next attempt.
+        # If no ticket waits, `grant` has nothing to admit. A hold may stay until the next attempt.
         if self.waiting:
             self.grant_all()
 
@@ -623,7 +623,7 @@ TestAdmissionMachine = AdmissionMachine.TestCase
 
 
 @pytest.mark.parametrize("limiter", [WindowLimiter(1), SizeLimiter(1)], ids=["window", "size"])
-def test_releasing_an_element_that_was_never_added_is_an_error(limiter: Limiter) -> None:
+def test_releasing_an_element_that_was_never_added_raises_an_error(limiter: Limiter) -> None:
     controller = FlowController(limiter)
     with pytest.raises(ValueError, match="cannot leave"):
         controller.release(1)
@@ -632,7 +632,7 @@ def test_releasing_an_element_that_was_never_added_is_an_error(limiter: Limiter)
 # In front of the line, and after an interrupted step.
 
 
-def test_a_ticket_in_front_is_granted_before_the_line_and_despite_the_holds_that_it_ignores() -> None:
+def test_a_ticket_put_in_front_of_the_line_is_granted_first_and_despite_the_holds_that_it_ignores() -> None:
     controller = FlowController(WindowLimiter(2, kind="capacity"))
     assert controller.try_acquire(1, 0.0)
     controller.gate.hold("capacity", now=0.0, source="callbacks")
@@ -657,7 +657,7 @@ def test_a_ticket_in_front_is_granted_before_the_line_and_despite_the_holds_that
         controller.stand_in_front(late, 2.0, ignoring="callbacks")
 
 
-def test_a_ticket_in_front_of_a_full_window_raises_its_hold_and_is_dismissed_first() -> None:
+def test_a_ticket_put_in_front_of_the_line_raises_the_hold_of_a_full_window_and_is_dismissed_first() -> None:
     controller = FlowController(WindowLimiter(1, kind="capacity"))
     assert controller.try_acquire(1, 0.0)
     front, waiting = Ticket(1), Ticket(1)
@@ -667,7 +667,7 @@ def test_a_ticket_in_front_of_a_full_window_raises_its_hold_and_is_dismissed_fir
     assert [controller.dismiss(), controller.dismiss(), controller.dismiss()] == [front, waiting, None]
 
 
-def test_a_shut_gate_admits_nothing_and_blocks_a_source_that_offers_elements() -> None:
+def test_a_controller_whose_gate_was_shut_admits_nothing_and_blocks_each_source_that_offers_an_element() -> None:
     controller = FlowController(WindowLimiter(1))
     waiting, source = Ticket(1), FlowSource("source")
     controller.gate.shut()
@@ -678,7 +678,7 @@ def test_a_shut_gate_admits_nothing_and_blocks_a_source_that_offers_elements() -
 
 
 @pytest.mark.parametrize("line", [FifoLine(), WeightedLine({"b": 2.0})])
-def test_only_the_relisted_tickets_wait_and_they_wait_in_their_new_order(line: FifoLine | WeightedLine) -> None:
+def test_after_set_line_exactly_the_given_tickets_wait_in_the_given_order(line: FifoLine | WeightedLine) -> None:
     controller = FlowController(WindowLimiter(1), line=line)
     first, second, third, front = (Ticket(1) for _ in range(4))
     for ticket in (first, second, third):

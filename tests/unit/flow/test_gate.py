@@ -10,7 +10,7 @@ from qflow_client.flow import Gate, Hold
 from tests.interrupting import interrupted
 
 
-def test_a_new_gate_is_open() -> None:
+def test_a_new_gate_without_holds_is_open() -> None:
     gate = Gate()
     assert gate.is_open
     assert gate.holds == ()
@@ -18,7 +18,7 @@ def test_a_new_gate_is_open() -> None:
     assert gate.times_closed == 0
 
 
-def test_a_hold_closes_the_gate_and_its_end_opens_it() -> None:
+def test_raising_a_hold_closes_the_gate_and_lifting_the_hold_opens_the_gate() -> None:
     gate = Gate()
     assert gate.hold("paused", now=3.0, source="operator", detail="stock-taking")
     assert not gate.is_open
@@ -42,7 +42,7 @@ def test_the_gate_stays_closed_until_the_last_hold_is_lifted() -> None:
     assert gate.is_open
 
 
-def test_two_sources_with_the_same_reason_never_lift_each_other() -> None:
+def test_two_holds_of_the_same_kind_from_different_sources_are_lifted_separately() -> None:
     gate = Gate()
     gate.hold("paused", now=1.0, source="a")
     gate.hold("paused", now=1.0, source="b")
@@ -72,7 +72,7 @@ def test_lifting_a_hold_that_does_not_exist_changes_nothing() -> None:
     assert gate.seconds_held(2.0) == {"paused": 1.0}
 
 
-def test_seconds_held_includes_ended_holds_and_current_holds() -> None:
+def test_seconds_held_adds_up_the_times_of_ended_and_current_holds() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
     gate.lift("rate", now=2.0)
@@ -83,7 +83,7 @@ def test_seconds_held_includes_ended_holds_and_current_holds() -> None:
     assert gate.seconds_held(20.0) == {"rate": 5.0, "paused": 9.0}
 
 
-def test_ended_holds_can_be_forgotten_and_current_ones_cannot() -> None:
+def test_forget_past_forgets_the_times_of_ended_holds_but_not_of_current_holds() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
     gate.lift("rate", now=2.0)
@@ -97,7 +97,7 @@ def test_ended_holds_can_be_forgotten_and_current_ones_cannot() -> None:
     assert not gate.is_open
 
 
-def test_the_observer_is_called_after_the_change() -> None:
+def test_the_observer_of_a_gate_is_called_once_after_each_change_of_the_holds() -> None:
     gate = Gate()
     seen: list[tuple[str, bool, float, bool]] = []
     gate.observer = lambda hold, raised, now: seen.append((hold.kind, raised, now, gate.is_open))
@@ -110,7 +110,7 @@ def test_the_observer_is_called_after_the_change() -> None:
     assert seen == [("a", True, 1.0, False), ("b", True, 2.0, False), ("a", False, 4.0, False), ("b", False, 6.0, True)]
 
 
-def test_the_text_of_a_hold_is_a_sentence() -> None:
+def test_the_text_of_a_hold_is_the_kind_followed_by_source_and_detail_in_parentheses() -> None:
     assert str(Hold("paused", 0.0)) == "paused"
     assert str(Hold("paused", 0.0, "operator")) == "paused (operator)"
     assert str(Hold("connection_blocked", 0.0, "", "low on memory")) == "connection_blocked (low on memory)"
@@ -122,7 +122,7 @@ SOURCES = st.sampled_from(["", "a", "b"])
 
 
 class GateMachine(RuleBasedStateMachine):
-    """A gate beside a plain list of the holds that are on it, and a plain log of the times for which they were."""
+    """A gate, a list of its current holds, and a log of the durations of ended holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,17 +199,17 @@ class GateMachine(RuleBasedStateMachine):
 TestGateMachine = GateMachine.TestCase
 
 
-def test_an_interrupted_lift_is_completed_by_the_next_one() -> None:
+def test_a_lift_of_a_hold_that_was_interrupted_is_completed_by_the_next_lift() -> None:
     gate = Gate()
     gate.hold("capacity", now=1.0)
-    # Ctrl-C came in between.
+    # Ctrl-C came between the two changes.
     gate._holds.clear()
     assert gate.lift("capacity", now=2.0) is None
     assert gate.is_open
     assert gate.closed_since is None
 
 
-def test_a_shut_gate_has_no_hold_and_stays_shut() -> None:
+def test_shutting_a_gate_raises_no_hold_and_the_gate_stays_closed_when_all_holds_have_ended() -> None:
     gate, told = Gate(), []
     gate.observer = lambda hold, raised, now: told.append((hold.kind, raised))
     gate.shut()
@@ -224,7 +224,7 @@ def test_a_shut_gate_has_no_hold_and_stays_shut() -> None:
 
 
 @pytest.mark.parametrize("change", ["hold", "second hold", "lift", "first lift"])
-def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_repaired(change: str) -> None:
+def test_a_gate_is_consistent_after_repair_if_a_change_was_interrupted_at_any_line(change: str) -> None:
     for at in range(1, 100):
         gate = Gate()
         if change != "hold":
@@ -243,7 +243,7 @@ def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_repaired(change:
             return
 
 
-def test_a_repair_does_not_open_a_shut_gate() -> None:
+def test_repairing_a_gate_does_not_open_it_if_it_was_shut() -> None:
     gate = Gate()
     gate.shut()
     gate.heal()

@@ -1,4 +1,4 @@
-"""J5: however publishers and consumers come in between each other around a mark, nobody stays blocked for nothing."""
+"""J5: no interleaving of publishers and consumers at a threshold leaves a publisher blocked without reason."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from tests.interleavings import (
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_no_order_of_publishers_and_consumers_leaves_a_publisher_blocked_without_reason(marks: str) -> None:
+def test_J5_no_order_of_the_steps_of_publishers_and_consumers_leaves_a_publisher_blocked_without_reason(
+    marks: str,
+) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)], made_of(Stepwise))
 
 
 class WithoutSecondLook(Stepwise):
-    """The race guard is gone: what left between the overflow and the block does not unblock."""
+    """A controller without the check after blocking: it misses elements that left before the source was blocked."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         for step in super().offer_steps(source, size, now):
@@ -36,7 +38,7 @@ class WithoutSecondLook(Stepwise):
 
 
 class LooksBeforeItBlocks(Stepwise):
-    """The race guard is in the wrong place."""
+    """A controller that checks again before it blocks the source, and not after it."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         if not self.limiter.add(size, now):
@@ -51,7 +53,7 @@ class LooksBeforeItBlocks(Stepwise):
 
 
 class ReleasesWithoutLooking(Stepwise):
-    """What leaves unblocks nobody."""
+    """A controller that unblocks no source when elements leave."""
 
     def release_steps(self, size: int) -> Iterator[str]:
         self.limiter.remove(size)
@@ -60,7 +62,7 @@ class ReleasesWithoutLooking(Stepwise):
 
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
-def test_J5_the_same_search_finds_a_blocked_publisher_if_the_second_check_is_left_out(
+def test_J5_without_the_check_after_blocking_the_search_over_all_orders_finds_a_publisher_left_blocked(
     marks: str, mutant: type[Stepwise]
 ) -> None:
     for publishers in (1, 2):
@@ -69,7 +71,7 @@ def test_J5_the_same_search_finds_a_blocked_publisher_if_the_second_check_is_lef
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_only_some_orders_of_the_steps_leave_a_publisher_blocked_without_the_second_check(marks: str) -> None:
+def test_J5_without_the_check_after_blocking_only_some_orders_leave_a_publisher_blocked(marks: str) -> None:
     scenario = Scenario(MARKS[marks], 3, 1, 3)
     orders, wrong, examples = scenario.walk(made_of(WithoutSecondLook))
     assert 0 < wrong < orders
@@ -79,13 +81,15 @@ def test_J5_only_some_orders_of_the_steps_leave_a_publisher_blocked_without_the_
 
 
 @pytest.mark.parametrize(("marks", "mutant"), [("count, gap", WithoutSecondLook), ("capacity", Stepwise)])
-def test_J5_the_search_covers_every_order(marks: str, mutant: type[Stepwise]) -> None:
+def test_J5_the_search_that_skips_known_states_counts_the_same_orders_as_a_full_search(
+    marks: str, mutant: type[Stepwise]
+) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 2)
     walked = itertools.count()
     wrong = itertools.count()
 
     def every_order(order: tuple[int, ...]) -> None:
-        """The same with no state remembered."""
+        """Walk all orders as `walk` does, but without skipping known states."""
         world = scenario.run(made_of(mutant), order)
         for who in list(world.running):
             every_order((*order, who))
@@ -100,7 +104,7 @@ def test_J5_the_search_covers_every_order(marks: str, mutant: type[Stepwise]) ->
 
 @pytest.mark.parametrize("publishers", [1, 2])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_J5_a_publisher_that_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(
+def test_J5_a_publisher_that_publishes_while_a_hold_is_lifted_is_not_left_blocked_because_of_that_hold(
     depth: int, publishers: int
 ) -> None:
     def lift(controller: FlowController) -> Iterator[str]:
@@ -128,9 +132,9 @@ def test_J5_a_publisher_that_publishes_while_a_hold_is_lifted_is_not_left_blocke
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J6_a_publisher_that_is_still_blocked_at_the_end_is_unblocked_when_the_queue_is_drained(marks: str) -> None:
+def test_J6_a_publisher_that_is_blocked_when_all_have_published_is_unblocked_when_the_queue_drains(marks: str) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 1)
-    # In these orders nobody comes in between.
+    # In these orders each publisher and consumer runs to its end.
     for order in itertools.permutations(range(3)):
         world = scenario.run(made_of(Stepwise), ())
         for who in order:

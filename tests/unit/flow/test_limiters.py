@@ -1,4 +1,4 @@
-"""Limiters (F2): how much may be inside at once, and how much may pass per second."""
+"""Limiters (F2): the elements that may be inside at one time, and those that may pass per second."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_F2_a_window_limits_the_number_of_elements_and_not_their_size() -> None:
     assert window.ready_at(1, 5.0) == 5.0
 
 
-def test_F3_a_window_overflows_with_the_first_element_beyond_its_capacity() -> None:
+def test_F3_adding_the_first_element_beyond_the_capacity_of_a_window_reports_an_overflow() -> None:
     window = WindowLimiter(1)
     assert not window.add(1, 0.0)
     assert window.resumable
@@ -46,7 +46,7 @@ def test_F3_a_window_overflows_with_the_first_element_beyond_its_capacity() -> N
     assert window.resumable
 
 
-def test_C6_after_lowering_the_capacity_nothing_is_admitted_until_there_is_room() -> None:
+def test_C6_after_the_capacity_of_a_window_is_lowered_nothing_is_admitted_until_there_is_room() -> None:
     window = WindowLimiter(3)
     for _ in range(3):
         window.add(1, 0.0)
@@ -57,7 +57,7 @@ def test_C6_after_lowering_the_capacity_nothing_is_admitted_until_there_is_room(
     assert window.refusal(1, 0.0) is None
 
 
-def test_a_window_releases_only_elements_that_it_holds() -> None:
+def test_removing_more_elements_than_a_window_contains_raises_an_error() -> None:
     window = WindowLimiter(3)
     window.add(1, 0.0)
     with pytest.raises(ValueError, match="2 elements cannot leave a window with 1 elements"):
@@ -67,7 +67,7 @@ def test_a_window_releases_only_elements_that_it_holds() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf])
 @pytest.mark.parametrize("limiter_type", [WindowLimiter, SizeLimiter])
-def test_a_capacity_of_0_is_refused_at_construction_and_later(
+def test_a_window_or_size_limiter_with_capacity_0_raises_an_error_at_construction_and_later(
     limiter_type: type[WindowLimiter] | type[SizeLimiter], capacity: int
 ) -> None:
     with pytest.raises(ValueError, match=f"capacity must be at least 1 and finite, not {capacity}"):
@@ -80,7 +80,7 @@ def test_a_capacity_of_0_is_refused_at_construction_and_later(
     assert limiter.capacity == 1
 
 
-def test_the_kind_of_a_refusal_can_be_chosen() -> None:
+def test_the_kind_of_hold_that_a_limiter_returns_for_a_refusal_can_be_chosen() -> None:
     window, size, rate = WindowLimiter(1, kind="w"), SizeLimiter(1, kind="s"), RateLimiter(1, kind="r")
     for limiter in (window, size, rate):
         limiter.add(1, 0.0)
@@ -91,14 +91,16 @@ def test_the_kind_of_a_refusal_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("size", "refusal"), [(3, None), (4, None), (5, "capacity")])
-def test_F2_elements_fit_up_to_the_total_capacity_and_one_unit_more_is_refused(size: int, refusal: str | None) -> None:
+def test_F2_a_size_limiter_has_room_up_to_its_capacity_and_refuses_one_unit_more(
+    size: int, refusal: str | None
+) -> None:
     limiter = SizeLimiter(10)
     limiter.add(6, 0.0)
     assert limiter.refusal(size, 0.0) == refusal
     assert limiter.ready_at(size, 7.0) == (7.0 if refusal is None else None)
 
 
-def test_C6_an_element_larger_than_the_capacity_is_admitted_alone() -> None:
+def test_C6_a_size_limiter_admits_an_element_larger_than_the_capacity_only_if_no_other_element_is_inside() -> None:
     limiter = SizeLimiter(10)
     assert limiter.refusal(11, 0.0) is None
     limiter.add(11, 0.0)
@@ -108,7 +110,7 @@ def test_C6_an_element_larger_than_the_capacity_is_admitted_alone() -> None:
     assert limiter.refusal(11, 0.0) == "capacity", "and it does not enter beside others"
 
 
-def test_F3_a_size_limiter_overflows_with_the_first_unit_beyond_its_capacity() -> None:
+def test_F3_adding_the_first_unit_beyond_the_capacity_of_a_size_limiter_reports_an_overflow() -> None:
     limiter = SizeLimiter(10)
     assert not limiter.add(10, 0.0)
     assert limiter.resumable
@@ -118,7 +120,7 @@ def test_F3_a_size_limiter_overflows_with_the_first_unit_beyond_its_capacity() -
     assert limiter.resumable
 
 
-def test_a_size_limiter_releases_only_elements_that_it_holds() -> None:
+def test_removing_more_than_a_size_limiter_contains_raises_an_error() -> None:
     limiter = SizeLimiter(10)
     limiter.add(3, 0.0)
     with pytest.raises(ValueError, match="a size of 4 cannot leave a limiter that contains 3"):
@@ -129,7 +131,7 @@ def test_a_size_limiter_releases_only_elements_that_it_holds() -> None:
 # Rate.
 
 
-def test_F2_a_rate_admits_a_burst_and_then_elements_one_by_one() -> None:
+def test_F2_a_rate_limiter_admits_a_burst_and_then_elements_one_by_one() -> None:
     limiter = RateLimiter(4.0, burst=2)
     assert not limiter.add(100, 0.0)
     assert not limiter.add(100, 0.0)
@@ -141,7 +143,7 @@ def test_F2_a_rate_admits_a_burst_and_then_elements_one_by_one() -> None:
     assert limiter.ready_at(100, 0.25) == 0.5
 
 
-def test_F2_idle_time_restores_the_burst_and_no_more() -> None:
+def test_F2_idle_time_refills_a_rate_limiter_only_up_to_the_burst() -> None:
     limiter = RateLimiter(4.0, burst=2)
     for _ in range(2):
         limiter.add(1, 0.0)
@@ -151,7 +153,7 @@ def test_F2_idle_time_restores_the_burst_and_no_more() -> None:
     assert limiter.refusal(1, 1000.0) == "rate"
 
 
-def test_F2_an_element_costs_its_size_if_the_rate_is_by_size_and_a_large_element_leaves_a_debt() -> None:
+def test_F2_by_size_an_element_larger_than_the_burst_passes_when_the_bucket_is_full_and_delays_the_next() -> None:
     limiter = RateLimiter(10.0, burst=20, by_size=True)
     limiter.add(15, 0.0)
     assert limiter.refusal(5, 0.0) is None
@@ -162,14 +164,14 @@ def test_F2_an_element_costs_its_size_if_the_rate_is_by_size_and_a_large_element
     assert limiter.ready_at(1, 1.5) == pytest.approx(1.5 + 3.1)
 
 
-def test_F3_an_element_that_passes_too_soon_overflows_and_leaves_a_debt() -> None:
+def test_F3_an_element_added_before_the_rate_allows_it_overflows_and_delays_the_next_element() -> None:
     limiter = RateLimiter(1.0)
     assert not limiter.add(1, 0.0)
     assert limiter.add(1, 0.5)
     assert limiter.ready_at(1, 0.5) == 2.0
 
 
-def test_F3_sources_continue_once_the_debt_is_paid() -> None:
+def test_F3_a_rate_limiter_lets_sources_continue_when_its_token_count_is_no_longer_negative() -> None:
     limiter = RateLimiter(2.0, burst=3)
     for _ in range(3):
         assert not limiter.add(1, 0.0)
@@ -183,7 +185,7 @@ def test_F3_sources_continue_once_the_debt_is_paid() -> None:
     assert not limiter.resumable, "it was not told that time has passed"
 
 
-def test_releasing_an_element_does_not_return_its_rate_credit() -> None:
+def test_releasing_an_element_returns_no_tokens_to_the_rate_limiter() -> None:
     limiter = RateLimiter(1.0)
     limiter.add(1, 0.0)
     limiter.remove(1)
@@ -191,7 +193,7 @@ def test_releasing_an_element_does_not_return_its_rate_credit() -> None:
     assert limiter.resumable
 
 
-def test_an_element_that_is_added_with_an_earlier_time_than_the_one_before_it_costs_nothing_extra() -> None:
+def test_an_element_that_is_added_with_a_time_before_that_of_the_last_element_takes_no_extra_tokens() -> None:
     limiter = RateLimiter(1.0, burst=2)
     limiter.add(1, 10.0)
     limiter.add(1, 9.0)
@@ -201,7 +203,7 @@ def test_an_element_that_is_added_with_an_earlier_time_than_the_one_before_it_co
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf])
-def test_a_rate_of_0_is_refused_at_construction_and_later(rate: float) -> None:
+def test_a_rate_limiter_with_rate_0_raises_an_error_at_construction_and_later(rate: float) -> None:
     with pytest.raises(ValueError, match=f"rate must be more than 0 per second and finite, not {rate}"):
         RateLimiter(rate)
     limiter = RateLimiter(7)
@@ -211,7 +213,7 @@ def test_a_rate_of_0_is_refused_at_construction_and_later(rate: float) -> None:
 
 
 @pytest.mark.parametrize("burst", [0, 0.5, math.nan, math.inf])
-def test_a_burst_of_less_than_one_is_refused_at_construction_and_later(burst: float) -> None:
+def test_a_rate_limiter_with_a_burst_below_1_raises_an_error_at_construction_and_later(burst: float) -> None:
     with pytest.raises(ValueError, match=f"burst must be at least 1 and finite, not {burst}"):
         RateLimiter(1, burst=burst)
     limiter = RateLimiter(1, burst=7)
@@ -220,7 +222,7 @@ def test_a_burst_of_less_than_one_is_refused_at_construction_and_later(burst: fl
     assert limiter.burst == 7
 
 
-def test_F6_the_wait_after_raising_the_rate_is_computed_with_the_higher_rate() -> None:
+def test_F6_after_the_rate_is_raised_waits_are_computed_with_the_higher_rate() -> None:
     limiter = RateLimiter(1 / 1024)
     limiter.add(1, 0.0)
     assert limiter.ready_at(1, 0.0) == 1024.0
@@ -238,7 +240,7 @@ def test_F6_after_the_rate_is_lowered_the_burst_refills_at_the_lower_rate() -> N
     assert limiter.refusal(1, 1.0) == "rate"
 
 
-def test_F6_a_smaller_burst_keeps_the_credit_that_fits_and_the_debt() -> None:
+def test_F6_a_smaller_burst_cuts_the_token_count_to_the_new_maximum_and_keeps_a_negative_count() -> None:
     limiter = RateLimiter(1.0, burst=8)
     for _ in range(3):
         limiter.add(1, 0.0)
@@ -273,7 +275,7 @@ def test_F6_a_larger_burst_is_available_only_after_enough_idle_time() -> None:
         max_size=20,
     )
 )
-def test_F6_the_highest_rate_and_the_largest_burst_are_never_exceeded_during_live_changes(
+def test_F6_however_rate_and_burst_change_no_more_passes_than_the_highest_rate_and_burst_allow(
     steps: list[tuple[str, float]],
 ) -> None:
     limiter = RateLimiter(1.0, burst=2)
@@ -298,7 +300,7 @@ def test_F6_the_highest_rate_and_the_largest_burst_are_never_exceeded_during_liv
 # Composite.
 
 
-def test_F2_all_parts_must_admit_an_element_and_the_first_part_that_refuses_it_gives_the_reason() -> None:
+def test_F2_a_composite_limiter_gives_the_reason_of_the_first_part_that_refuses_an_element() -> None:
     both = CompositeLimiter([WindowLimiter(2, kind="count"), SizeLimiter(10, kind="size")])
     both.add(9, 0.0)
     assert both.refusal(1, 0.0) is None
@@ -309,7 +311,7 @@ def test_F2_all_parts_must_admit_an_element_and_the_first_part_that_refuses_it_g
     assert both.refusal(2, 0.0) is None
 
 
-def test_F3_every_part_counts_an_element_even_if_an_earlier_part_overflows() -> None:
+def test_F3_every_part_of_a_composite_limiter_counts_an_element_even_if_an_earlier_part_overflows() -> None:
     window, size = WindowLimiter(1), SizeLimiter(10)
     both = CompositeLimiter([window, size])
     assert not both.add(4, 0.0)
@@ -323,7 +325,7 @@ def test_F3_every_part_counts_an_element_even_if_an_earlier_part_overflows() -> 
     assert not both.resumable
 
 
-def test_F2_the_slowest_part_decides_when_an_element_is_admitted() -> None:
+def test_F2_the_slowest_part_of_a_composite_limiter_decides_when_an_element_is_admitted() -> None:
     window, slow, fast = WindowLimiter(2), RateLimiter(1.0), RateLimiter(4.0)
     composite = CompositeLimiter([slow, fast, window])
     assert composite.ready_at(1, 3.0) == 3.0
@@ -333,7 +335,7 @@ def test_F2_the_slowest_part_decides_when_an_element_is_admitted() -> None:
     assert composite.ready_at(1, 4.0) is None, "a full window does not empty with time"
 
 
-def test_F3_the_slowest_part_decides_when_sources_continue() -> None:
+def test_F3_the_slowest_part_of_a_composite_limiter_decides_when_blocked_sources_continue() -> None:
     window, slow, fast = WindowLimiter(3), RateLimiter(1.0), RateLimiter(4.0)
     composite = CompositeLimiter([slow, fast, window])
     assert composite.resumes_at(0.0) == 0.0
@@ -347,7 +349,7 @@ def test_F3_the_slowest_part_decides_when_sources_continue() -> None:
     assert composite.resumes_at(4.0) == 4.0
 
 
-def test_a_composite_without_parts_limits_nothing() -> None:
+def test_a_composite_limiter_without_parts_limits_nothing() -> None:
     nothing = CompositeLimiter([])
     assert nothing.refusal(10**9, 0.0) is None
     assert nothing.try_add(10**9, 0.0) is None
@@ -361,7 +363,7 @@ def test_a_composite_without_parts_limits_nothing() -> None:
 # `refusal` and `add` in one call.
 
 
-def test_F2_a_composite_that_refuses_an_element_uses_no_capacity_of_any_part() -> None:
+def test_F2_a_composite_limiter_that_refuses_an_element_uses_no_capacity_of_any_part() -> None:
     window, size, rate = WindowLimiter(2), SizeLimiter(10, kind="size"), RateLimiter(1.0, burst=2)
     composite = CompositeLimiter([rate, window, size])
     assert composite.try_add(9, 0.0) is None
@@ -374,7 +376,7 @@ def test_F2_a_composite_that_refuses_an_element_uses_no_capacity_of_any_part() -
     assert (window.used, size.used) == (2, 10)
 
 
-def test_a_custom_limiter_needs_only_the_methods_of_the_protocol() -> None:
+def test_a_custom_limiter_needs_only_the_methods_of_the_limiter_protocol() -> None:
     class Even(Limiter):
         """A limiter that admits only elements of even size."""
 
@@ -421,7 +423,7 @@ LIMITERS: dict[str, Callable[[], Limiter]] = {
 
 @pytest.mark.parametrize("make", LIMITERS.values(), ids=LIMITERS)
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.integers(0, 32).map(lambda n: n / 16)), max_size=30))
-def test_F2_try_add_has_the_same_effect_as_refusal_followed_by_add(
+def test_F2_try_add_of_a_limiter_has_the_same_effect_as_refusal_followed_by_add(
     make: Callable[[], Limiter], steps: list[tuple[int, bool, float]]
 ) -> None:
     one, two = make(), make()
@@ -450,7 +452,7 @@ SIZES = st.integers(0, 12)
 
 
 class InsideMachine(RuleBasedStateMachine):
-    """A window and a size limiter, alone and together, and a list of the elements inside."""
+    """A window limiter and a size limiter, alone and combined, and a list of the elements inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,7 +531,7 @@ SIXTEENTHS = st.integers(0, 64).map(lambda n: n / 16)
 
 
 class RateMachine(RuleBasedStateMachine):
-    """A rate limiter beside a bucket of tokens, and a log of all that passed."""
+    """A rate limiter, a bucket of tokens, and a log of all elements that passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +578,7 @@ class RateMachine(RuleBasedStateMachine):
     def the_rate_is_never_exceeded_over_any_interval(self) -> None:
         if not self.passed:
             return
-        # Every interval that ends now; those that ended before were looked at then.
+        # Check every interval that ends now. Earlier intervals were checked before.
         end, last = self.passed[-1]
         total = 0
         for start, cost in reversed(self.passed):
@@ -588,7 +590,7 @@ TestRateMachine = RateMachine.TestCase
 
 
 @given(RATES, st.integers(1, 8), st.booleans(), st.lists(st.tuples(SIXTEENTHS, SIZES), max_size=30))
-def test_F3_the_debt_is_exactly_the_cost_that_exceeds_the_credit(
+def test_F3_each_added_element_takes_exactly_its_cost_from_the_token_count_even_below_0(
     rate: float, burst: int, by_size: bool, arrivals: list[tuple[float, int]]
 ) -> None:
     limiter = RateLimiter(rate, burst=burst, by_size=by_size)
@@ -601,5 +603,5 @@ def test_F3_the_debt_is_exactly_the_cost_that_exceeds_the_credit(
         level -= cost
         assert limiter.resumable is (level >= 0)
         assert limiter.resumes_at(now) == now + max(0.0, -level) / rate
-    # The bucket is full when all that was spent is regained.
+    # The bucket is full when all spent tokens are regained.
     assert limiter.ready_at(10**6, now) == (now + (burst - level) / rate if by_size else now + max(0, 1 - level) / rate)

@@ -37,7 +37,7 @@ def line(request: pytest.FixtureRequest) -> Line:
     return lines[request.param]
 
 
-def test_an_empty_line_has_no_head(line: Line) -> None:
+def test_the_head_of_an_empty_waiting_line_is_none(line: Line) -> None:
     assert line.head() is None
     ticket = Ticket(1, "a")
     line.push(ticket)
@@ -47,7 +47,7 @@ def test_an_empty_line_has_no_head(line: Line) -> None:
     assert line.head() is None
 
 
-def test_a_cancelled_ticket_is_never_the_head(line: Line) -> None:
+def test_a_cancelled_ticket_is_never_the_head_of_a_waiting_line(line: Line) -> None:
     tickets = [Ticket(1, "a") for _ in range(5)]
     for ticket in tickets:
         line.push(ticket)
@@ -56,7 +56,7 @@ def test_a_cancelled_ticket_is_never_the_head(line: Line) -> None:
     assert [serve(line) for _ in range(3)] == [tickets[1], tickets[3], None]
 
 
-def test_cancelled_tickets_do_not_pile_up_after_a_waiting_one(line: Line) -> None:
+def test_cancelled_tickets_behind_a_waiting_ticket_do_not_pile_up(line: Line) -> None:
     patient = Ticket(1, "a")
     line.push(patient)
     alive: weakref.WeakSet[Ticket] = weakref.WeakSet()
@@ -73,7 +73,7 @@ def test_cancelled_tickets_do_not_pile_up_after_a_waiting_one(line: Line) -> Non
     assert serve(line) is None
 
 
-def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_line() -> None:
+def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_waiting_line() -> None:
     line = FifoLine()
     tickets = [Ticket(1) for _ in range(300)]
     for at, ticket in enumerate(tickets):
@@ -86,21 +86,21 @@ def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_line() -> None:
 # Weights.
 
 
-def test_F4_sources_of_equal_weight_alternate_for_any_number_of_tickets() -> None:
+def test_F4_two_sources_of_equal_weight_are_served_alternately_however_many_tickets_each_has() -> None:
     line = WeightedLine()
     for source in "aaaaaabbc":
         line.push(Ticket(1, source))
     assert served_sources(line, 9) == "abcabaaaa"
 
 
-def test_F4_a_source_of_weight_3_gets_three_of_four_turns() -> None:
+def test_F4_a_source_of_weight_3_beside_one_of_weight_1_gets_three_of_four_turns() -> None:
     line = WeightedLine({"a": 3})
     for source in "bbbb" + "a" * 12:
         line.push(Ticket(1, source))
     assert Counter(served_sources(line, 12)) == {"a": 9, "b": 3}
 
 
-def test_F4_a_source_that_arrives_late_gets_no_credit_for_the_time_before() -> None:
+def test_F4_a_source_that_arrives_late_gets_no_extra_turns_for_the_time_before() -> None:
     line = WeightedLine()
     for _ in range(10):
         line.push(Ticket(1, "a"))
@@ -110,7 +110,7 @@ def test_F4_a_source_that_arrives_late_gets_no_credit_for_the_time_before() -> N
     assert served_sources(line, 6) in ("bababa", "ababab")
 
 
-def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_source() -> None:
+def test_F4_a_source_that_was_just_served_is_not_served_again_before_a_waiting_source() -> None:
     line = WeightedLine()
     for source in "ab":
         line.push(Ticket(1, source))
@@ -122,7 +122,7 @@ def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_source() -
     assert turns == "ababab"
 
 
-def test_F4_a_source_cannot_exceed_its_share_by_adding_one_ticket_at_a_time() -> None:
+def test_F4_a_source_that_adds_one_ticket_at_a_time_gets_no_more_than_its_share() -> None:
     line = WeightedLine({"light": 0.5})
     for _ in range(30):
         line.push(Ticket(1, "heavy"))
@@ -137,7 +137,7 @@ def test_F4_a_source_cannot_exceed_its_share_by_adding_one_ticket_at_a_time() ->
     assert turns == {"heavy": 20, "light": 10}
 
 
-def test_F4_a_source_that_often_withdraws_gets_no_penalty() -> None:
+def test_F4_withdrawing_many_tickets_does_not_delay_the_next_turn_of_a_source() -> None:
     line = WeightedLine()
     for _ in range(10):
         line.push(Ticket(1, "patient"))
@@ -150,7 +150,7 @@ def test_F4_a_source_that_often_withdraws_gets_no_penalty() -> None:
     assert last in [serve(line) for _ in range(2)], "it has had no turn yet"
 
 
-def test_F4_a_withdrawn_ticket_that_was_alone_in_the_line_does_not_change_the_order_of_later_tickets() -> None:
+def test_F4_withdrawing_the_only_ticket_in_the_line_does_not_change_the_order_of_later_tickets() -> None:
     line = WeightedLine()
     gone = Ticket(1, "a")
     line.push(gone)
@@ -162,7 +162,9 @@ def test_F4_a_withdrawn_ticket_that_was_alone_in_the_line_does_not_change_the_or
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf])
-def test_a_weight_of_0_or_infinity_is_refused_at_construction_and_later(weight: float) -> None:
+def test_a_weighted_line_with_a_weight_of_0_or_infinity_raises_an_error_at_construction_and_later(
+    weight: float,
+) -> None:
     with pytest.raises(ValueError, match=f"the weight of 'a' must be more than 0 and finite, not {weight}"):
         WeightedLine({"a": weight})
     line = WeightedLine({"a": 2})
@@ -173,7 +175,7 @@ def test_a_weight_of_0_or_infinity_is_refused_at_construction_and_later(weight: 
         line.weights["a"] = weight  # type: ignore[index]
 
 
-def test_F4_new_weights_apply_to_later_turns() -> None:
+def test_F4_changed_weights_of_a_line_apply_to_all_later_turns() -> None:
     given = {"a": 1.0}
     line = WeightedLine(given)
     for source in "ab" * 24:
@@ -191,7 +193,7 @@ class Name(str):
     """The name of a source, which supports weak references to check whether it is still referred to."""
 
 
-def test_F4_sources_that_are_gone_are_forgotten_even_if_the_line_is_never_empty() -> None:
+def test_F4_a_weighted_line_forgets_sources_without_tickets_even_if_it_is_never_empty() -> None:
     line = WeightedLine()
     for _ in range(2000):
         line.push(Ticket(1, "patient"))
@@ -208,7 +210,7 @@ def test_F4_sources_that_are_gone_are_forgotten_even_if_the_line_is_never_empty(
     assert most <= 128
 
 
-def test_F4_a_source_that_was_served_a_large_element_is_not_forgotten_before_its_cost_is_paid() -> None:
+def test_F4_a_source_of_small_weight_has_its_next_turn_only_after_all_turns_due_to_other_sources() -> None:
     line = WeightedLine({"light": 1 / 128})
     line.push(Ticket(1, "light"))
     for _ in range(200):
@@ -355,7 +357,7 @@ TestFairMachine = FairMachine.TestCase
     st.integers(1, 200),
     st.randoms(use_true_random=False),
 )
-def test_F4_shares_are_proportional_to_the_weights_at_every_moment(
+def test_F4_the_turns_of_the_sources_in_a_weighted_line_are_proportional_to_their_weights_at_every_moment(
     sources: list[str], turns: int, random: Random
 ) -> None:
     line = WeightedLine(WEIGHTS)

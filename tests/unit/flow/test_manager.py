@@ -58,7 +58,7 @@ def run_together(*jobs: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def test_D5_stop_all_stops_every_resource_and_start_all_starts_it() -> None:
+def test_D5_stop_all_stops_all_registered_resources_and_start_all_starts_them() -> None:
     manager, resources = FlowManager("operator"), [Resource() for _ in range(3)]
     for resource in resources:
         manager.register(resource)
@@ -73,7 +73,7 @@ def test_D5_stop_all_stops_every_resource_and_start_all_starts_it() -> None:
     assert all(resource.gate.is_open for resource in resources)
 
 
-def test_D5_a_resource_that_registers_late_is_stopped() -> None:
+def test_D5_a_resource_that_registers_after_stop_all_is_stopped() -> None:
     manager, late, later = FlowManager(), Resource(), Resource()
     manager.stop_all("why")
     manager.register(late)
@@ -84,7 +84,7 @@ def test_D5_a_resource_that_registers_late_is_stopped() -> None:
     assert later.gate.is_open
 
 
-def test_D5_start_all_lifts_no_hold_of_a_different_kind() -> None:
+def test_D5_start_all_lifts_only_the_holds_that_stop_all_raised() -> None:
     manager, resource = FlowManager("operator"), Resource()
     manager.register(resource)
     resource.hold("paused", source="", detail="by the application itself")
@@ -93,7 +93,7 @@ def test_D5_start_all_lifts_no_hold_of_a_different_kind() -> None:
     assert [hold.detail for hold in resource.gate.holds] == ["by the application itself"]
 
 
-def test_D5_one_start_is_sufficient_after_two_stops() -> None:
+def test_D5_one_start_all_is_sufficient_after_two_stop_all() -> None:
     manager, resource = FlowManager(), Resource()
     manager.register(resource)
     manager.stop_all("first")
@@ -105,7 +105,7 @@ def test_D5_one_start_is_sufficient_after_two_stops() -> None:
     assert resource.gate.is_open
 
 
-def test_D5_two_managers_with_different_names_do_not_start_resources_stopped_by_the_other() -> None:
+def test_D5_a_manager_does_not_start_resources_that_a_manager_with_another_name_stopped() -> None:
     here, there, resource = FlowManager("here"), FlowManager("there"), Resource()
     for manager in (here, there):
         manager.register(resource)
@@ -116,7 +116,7 @@ def test_D5_two_managers_with_different_names_do_not_start_resources_stopped_by_
     assert not resource.is_stopped
 
 
-def test_F5_the_manager_lists_registered_resources() -> None:
+def test_F5_the_flow_manager_lists_all_registered_resources() -> None:
     manager, one, two = FlowManager(), Resource("one"), Resource("two")
     assert not manager.resources
     for resource in (one, two, two):
@@ -139,7 +139,7 @@ class Broken(Resource):
         raise OSError("no lift")
 
 
-def test_D5_a_resource_whose_stop_or_start_fails_is_reported_and_the_other_resources_are_handled() -> None:
+def test_D5_if_a_resource_cannot_be_stopped_or_started_it_is_reported_and_all_others_are_handled() -> None:
     manager = FlowManager("operator")
     sound, broken = [Resource() for _ in range(5)], [Broken(f"broken {number}") for number in range(2)]
     for resource in (*sound, *broken):
@@ -158,7 +158,7 @@ def test_D5_a_resource_whose_stop_or_start_fails_is_reported_and_the_other_resou
     assert [str(error) for error in starting.value.exceptions] == ["no lift", "no lift"]
 
 
-def test_D5_a_resource_that_cannot_be_stopped_cannot_register_while_all_are_stopped() -> None:
+def test_D5_registering_a_resource_that_cannot_be_stopped_raises_an_error_while_all_are_stopped() -> None:
     manager, broken = FlowManager(), Broken()
     manager.stop_all()
     with pytest.raises(OSError, match="no hold"):
@@ -169,7 +169,7 @@ def test_D5_a_resource_that_cannot_be_stopped_cannot_register_while_all_are_stop
     assert manager.resources == (broken,)
 
 
-def test_D5_a_resource_that_unregisters_while_all_are_stopped_is_started() -> None:
+def test_D5_a_resource_that_unregisters_while_all_resources_are_stopped_is_started() -> None:
     manager, goes, stays = FlowManager("operator"), Resource("goes"), Resource("stays")
     for resource in (goes, stays):
         manager.register(resource)
@@ -184,7 +184,7 @@ def test_D5_a_resource_that_unregisters_while_all_are_stopped_is_started() -> No
     assert len(goes.gate.holds) == 1
 
 
-def test_D5_a_resource_that_was_never_registered_is_not_changed() -> None:
+def test_D5_unregistering_a_resource_that_was_never_registered_does_not_change_it() -> None:
     manager, other, stranger = FlowManager("operator"), FlowManager("operator"), Resource()
     for each in (manager, other):
         each.stop_all()
@@ -193,7 +193,7 @@ def test_D5_a_resource_that_was_never_registered_is_not_changed() -> None:
     assert stranger.is_stopped
 
 
-def test_D5_a_resource_unregistered_by_another_during_stop_all_is_not_held_afterwards() -> None:
+def test_D5_a_resource_that_another_resource_unregisters_during_stop_all_is_not_left_stopped() -> None:
     manager = FlowManager()
 
     class Selfish(Resource):
@@ -215,7 +215,7 @@ def test_D5_a_resource_unregistered_by_another_during_stop_all_is_not_held_after
     assert {resource for resource in (one, two) if resource.is_stopped} == {left}
 
 
-def test_the_manager_keeps_no_resource_alive() -> None:
+def test_the_flow_manager_keeps_no_reference_that_prevents_the_collection_of_a_resource() -> None:
     manager, stays, goes = FlowManager(), Resource("stays"), Resource("goes")
     gone = weakref.ref(goes)
     manager.register(stays)
@@ -229,7 +229,7 @@ def test_the_manager_keeps_no_resource_alive() -> None:
     assert manager.stop_all() == 1
 
 
-def test_a_resource_may_be_finalized_during_any_call_of_the_manager() -> None:
+def test_a_resource_may_be_garbage_collected_during_any_call_of_the_flow_manager() -> None:
     manager = FlowManager()
     finalized = threading.Event()
 
@@ -318,7 +318,7 @@ def test_D5_a_resource_that_registers_during_start_all_is_started() -> None:
     assert not slow.is_stopped
 
 
-def test_D5_a_resource_is_stopped_exactly_if_the_manager_is_stopped_even_with_many_threads() -> None:
+def test_D5_with_many_threads_a_resource_is_stopped_exactly_while_the_flow_manager_is_stopped() -> None:
     manager = FlowManager()
     rounds = 60
     kept: list[list[Resource]] = [[] for _ in range(4)]
@@ -350,7 +350,7 @@ def test_D5_a_resource_is_stopped_exactly_if_the_manager_is_stopped_even_with_ma
         assert {resource.is_stopped for resource in registered} == {manager.is_stopped}
 
 
-def test_a_child_process_can_register_even_if_threads_of_the_parent_held_locks() -> None:
+def test_a_forked_child_can_register_resources_even_if_threads_of_the_parent_held_locks() -> None:
     manager, held, go_on = FlowManager(), threading.Event(), threading.Event()
     resource = Resource("in the child")
 

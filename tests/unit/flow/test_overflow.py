@@ -1,4 +1,4 @@
-"""Sources that cannot wait (F3): an overflow is taken at once, and its source is blocked (J3 J4 J6)."""
+"""Sources that cannot wait (F3): an element beyond the limit is accepted, and its source is blocked (J3 J4 J6)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Source(FlowSource):
         self.told.append("unblocked")
 
 
-def test_a_source_without_callbacks_can_still_be_queried() -> None:
+def test_a_source_without_callbacks_shows_whether_it_is_blocked() -> None:
     source, controller = FlowSource("plain"), FlowController(WindowLimiter(1))
     controller.offer(source, 1, 0.0)
     assert not source.is_blocked
@@ -50,7 +50,7 @@ def test_a_source_without_callbacks_can_still_be_queried() -> None:
     assert source.name == "plain"
 
 
-def test_F3_an_element_that_overflows_is_accepted_and_its_source_is_blocked() -> None:
+def test_F3_an_element_beyond_the_limit_is_accepted_and_its_source_is_blocked() -> None:
     window = WindowLimiter(1)
     controller, source = FlowController(window), Source()
     assert not controller.offer(source, 1, 0.0)
@@ -61,7 +61,7 @@ def test_F3_an_element_that_overflows_is_accepted_and_its_source_is_blocked() ->
     assert controller.blocked == (source,)
 
 
-def test_J3_only_the_source_of_the_overflow_is_blocked() -> None:
+def test_J3_an_overflow_blocks_only_the_source_whose_element_exceeded_the_limit() -> None:
     controller, good, bad = FlowController(WindowLimiter(2)), Source("good"), Source("bad")
     controller.offer(good, 1, 0.0)
     controller.offer(bad, 1, 0.0)
@@ -69,7 +69,7 @@ def test_J3_only_the_source_of_the_overflow_is_blocked() -> None:
     assert (good.is_blocked, bad.is_blocked) == (False, True)
 
 
-def test_J4_a_source_that_overflows_again_is_notified_once() -> None:
+def test_J4_a_blocked_source_that_exceeds_the_limit_again_is_notified_only_once() -> None:
     controller, source = FlowController(WindowLimiter(1)), Source()
     for _ in range(4):
         controller.offer(source, 1, 0.0)
@@ -78,7 +78,7 @@ def test_J4_a_source_that_overflows_again_is_notified_once() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_J4_a_source_blocked_by_two_controllers_is_unblocked_only_by_the_last() -> None:
+def test_J4_a_source_blocked_by_two_controllers_is_unblocked_when_both_have_released_it() -> None:
     first, second, source = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1)), Source()
     for controller in (first, second):
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_J4_a_source_blocked_by_two_controllers_is_unblocked_only_by_the_last() 
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_J4_the_sources_of_one_controller_are_unblocked_together_the_oldest_first() -> None:
+def test_J4_blocked_sources_of_a_controller_are_unblocked_together_beginning_with_the_longest_blocked() -> None:
     controller = FlowController(WindowLimiter(1))
     order: list[str] = []
 
@@ -112,7 +112,7 @@ def test_J4_the_sources_of_one_controller_are_unblocked_together_the_oldest_firs
     assert order == ["c", "a", "b"]
 
 
-def test_J6_every_release_checks_whether_blocked_sources_can_continue() -> None:
+def test_J6_every_release_of_an_element_unblocks_sources_that_can_continue() -> None:
     queue = ThresholdLimiter(StopResume(stop_count=3, resume_count=2))
     controller, source = FlowController(queue), Source()
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_J6_every_release_checks_whether_blocked_sources_can_continue() -> None:
     assert not source.is_blocked
 
 
-def test_J2_between_resume_and_stop_a_blocked_source_stays_blocked_and_an_unblocked_one_continues() -> None:
+def test_J2_between_resume_and_stop_a_blocked_source_stays_blocked_and_an_unblocked_source_continues() -> None:
     controller = FlowController(ThresholdLimiter(Capacity(100, 50)))
     blocked, other = Source("blocked"), Source("other")
     assert controller.offer(blocked, 101, 0.0)
@@ -138,7 +138,7 @@ def test_J2_between_resume_and_stop_a_blocked_source_stays_blocked_and_an_unbloc
     assert not blocked.is_blocked
 
 
-def test_D4_new_thresholds_unblock_sources_when_resume_is_called() -> None:
+def test_D4_after_the_thresholds_are_raised_a_call_of_resume_unblocks_sources() -> None:
     queue = ThresholdLimiter(StopResume(stop_count=1))
     controller, source = FlowController(queue), Source()
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_D4_new_thresholds_unblock_sources_when_resume_is_called() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_D12_a_source_without_a_current_element_can_be_blocked_with_the_others() -> None:
+def test_D12_a_source_that_does_not_offer_an_element_can_be_blocked_while_the_limit_is_exceeded() -> None:
     controller = FlowController(ThresholdLimiter(StopResume(stop_count=1)))
     offender, recent = Source("offender"), Source("recent")
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_D12_a_source_without_a_current_element_can_be_blocked_with_the_others()
     assert len(controller.blocked) == 0
 
 
-def test_D12_a_source_that_makes_room_when_it_is_blocked_is_unblocked() -> None:
+def test_D12_a_source_that_releases_elements_when_it_is_blocked_is_unblocked_again() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Yielding(Source):
@@ -186,7 +186,7 @@ def test_D12_a_source_that_makes_room_when_it_is_blocked_is_unblocked() -> None:
     assert not controller.blocked
 
 
-def test_a_removed_source_is_forgotten() -> None:
+def test_a_controller_forgets_a_blocked_source_that_is_removed() -> None:
     controller, gone, stays = FlowController(WindowLimiter(1)), Source("gone"), Source("stays")
     for source in (gone, stays):
         controller.offer(source, 1, 0.0)
@@ -207,7 +207,7 @@ def test_unblocking_a_source_that_is_not_blocked_changes_nothing() -> None:
 # Rates: time unblocks.
 
 
-def test_F6_a_source_above_the_rate_is_blocked_until_its_debt_is_paid() -> None:
+def test_F6_a_source_that_exceeds_the_rate_is_blocked_until_the_average_is_within_the_rate() -> None:
     controller, source = FlowController(RateLimiter(2.0, burst=3)), Source()
     for _ in range(3):
         assert not controller.offer(source, 1, 0.0)
@@ -225,7 +225,7 @@ def test_F6_a_source_above_the_rate_is_blocked_until_its_debt_is_paid() -> None:
     assert controller.ready_at(1.0) is None
 
 
-def test_F6_a_source_that_continues_as_soon_as_allowed_keeps_to_the_rate() -> None:
+def test_F6_a_source_that_always_continues_as_soon_as_it_is_unblocked_keeps_to_the_rate() -> None:
     controller, source = FlowController(RateLimiter(4.0)), Source()
     now, passed = 0.0, 0
     while now < 100.0:
@@ -240,7 +240,7 @@ def test_F6_a_source_that_continues_as_soon_as_allowed_keeps_to_the_rate() -> No
     assert passed == 1 + 400, "one at once, and then one every quarter of a second"
 
 
-def test_F6_raising_the_rate_unblocks_sources_immediately_if_the_lower_rate_held_them() -> None:
+def test_F6_raising_the_rate_immediately_unblocks_sources_that_only_the_lower_rate_blocked() -> None:
     limiter = RateLimiter(1 / 1024)
     controller, source = FlowController(limiter), Source()
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_F6_raising_the_rate_unblocks_sources_immediately_if_the_lower_rate_held
     assert not source.is_blocked
 
 
-def test_F6_a_release_does_not_unblock_sources_held_by_a_rate() -> None:
+def test_F6_releasing_elements_does_not_unblock_sources_that_a_rate_blocks() -> None:
     controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0)]))
     source = Source()
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_F6_a_release_does_not_unblock_sources_held_by_a_rate() -> None:
     assert not source.is_blocked
 
 
-def test_F6_a_release_unblocks_sources_not_held_by_a_rate() -> None:
+def test_F6_releasing_elements_unblocks_sources_that_no_rate_blocks() -> None:
     controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0, burst=2)]))
     source = Source()
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_F6_a_release_unblocks_sources_not_held_by_a_rate() -> None:
     assert not source.is_blocked
 
 
-def test_D12_a_rate_blocks_a_source_without_an_element_unless_the_time_shows_that_it_can_continue() -> None:
+def test_D12_a_source_that_offers_no_element_can_be_blocked_only_while_the_rate_is_exceeded() -> None:
     controller, source, recent = FlowController(RateLimiter(1.0)), Source(), Source("recent")
     for _ in range(2):
         controller.offer(source, 1, 0.0)
@@ -306,7 +306,7 @@ def test_ready_at_returns_the_earliest_time_at_which_a_waiting_or_blocked_source
 # Gates: other holds.
 
 
-def test_F3_an_element_offered_while_the_gate_is_closed_is_accepted_and_its_source_blocked() -> None:
+def test_F3_an_element_offered_while_the_gate_is_closed_is_accepted_and_its_source_is_blocked() -> None:
     window = WindowLimiter(5)
     controller, source = FlowController(window), Source()
     controller.gate.hold("paused", now=0.0)
@@ -324,7 +324,7 @@ def test_F3_an_element_offered_while_the_gate_is_closed_is_accepted_and_its_sour
     assert not controller.offer(source, 1, 2.0)
 
 
-def test_J5_a_closed_gate_takes_the_same_steps_as_an_overflow() -> None:
+def test_J5_an_element_offered_while_the_gate_is_closed_is_taken_before_its_source_is_blocked() -> None:
     controller, source = Stepwise(WindowLimiter(5)), Source()
     assert list(controller.offer_steps(source, 1, 0.0)) == []
     controller.gate.hold("paused", now=0.0)
@@ -332,7 +332,7 @@ def test_J5_a_closed_gate_takes_the_same_steps_as_an_overflow() -> None:
     assert source.is_blocked
 
 
-def test_F3_a_source_continues_when_gate_and_limiter_have_released_it_in_either_order() -> None:
+def test_F3_a_source_blocked_by_gate_and_limiter_continues_when_both_have_released_it_in_any_order() -> None:
     for gate_first in (True, False):
         controller, source = FlowController(WindowLimiter(1)), Source()
         controller.gate.hold("paused", now=0.0, source="operator")
@@ -348,7 +348,7 @@ def test_F3_a_source_continues_when_gate_and_limiter_have_released_it_in_either_
         assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_a_gate_held_only_by_the_limiter_blocks_no_source_that_does_not_overflow() -> None:
+def test_F3_a_gate_that_is_closed_only_by_the_limiter_blocks_only_sources_that_exceed_the_limit() -> None:
     controller, source = FlowController(SizeLimiter(10)), Source()
     controller.try_acquire(6, 0.0)
     assert not controller.try_acquire(5, 0.0), "it is too large, which closes the gate"
@@ -365,7 +365,7 @@ def test_F3_a_gate_held_only_by_the_limiter_blocks_no_source_that_does_not_overf
     assert [hold.kind for hold in controller.gate.holds] == ["capacity"]
 
 
-def test_D5_a_closed_gate_blocks_sources_without_an_element() -> None:
+def test_D5_a_closed_gate_can_block_a_source_that_offers_no_element() -> None:
     controller, source = FlowController(ThresholdLimiter(StopResume())), Source()
     controller.gate.hold("paused", now=0.0)
     controller.block(source)
@@ -375,11 +375,11 @@ def test_D5_a_closed_gate_blocks_sources_without_an_element() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_J6_unblocking_stops_at_the_source_that_fills_the_limiter_again() -> None:
+def test_J6_sources_behind_one_that_fills_the_limiter_again_when_unblocked_stay_blocked() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Eager(Source):
-        """A source that continues as soon as it may."""
+        """A source that offers elements as long as it is not blocked."""
 
         def on_unblocked(self) -> None:
             super().on_unblocked()
@@ -401,7 +401,7 @@ def test_J6_unblocking_stops_at_the_source_that_fills_the_limiter_again() -> Non
 # From one resource to the next.
 
 
-def test_F3_an_element_that_fits_downstream_is_released_upstream_immediately() -> None:
+def test_F3_an_element_passed_to_a_controller_with_room_is_released_by_the_previous_controller_immediately() -> None:
     upstream, downstream = SizeLimiter(10), SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(downstream), Source()
     above.try_acquire(4, 0.0)
@@ -409,7 +409,7 @@ def test_F3_an_element_that_fits_downstream_is_released_upstream_immediately() -
     assert (upstream.used, downstream.used) == (0, 4)
 
 
-def test_F3_an_element_that_overflows_downstream_stays_reserved_upstream_until_its_source_is_unblocked() -> None:
+def test_F3_an_element_passed_to_a_full_controller_counts_in_the_previous_one_until_the_source_is_unblocked() -> None:
     upstream, downstream = SizeLimiter(10), SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(downstream), Source()
     for _ in range(2):
@@ -427,7 +427,7 @@ def test_F3_an_element_that_overflows_downstream_stays_reserved_upstream_until_i
     assert above.try_acquire(1, 0.0)
 
 
-def test_F3_all_elements_that_a_blocked_source_passes_on_are_reserved_and_released_later() -> None:
+def test_F3_elements_that_a_blocked_source_passes_on_count_in_the_previous_controller_until_it_is_unblocked() -> None:
     upstream = SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(SizeLimiter(1)), Source()
     for size in (2, 3, 4):
@@ -440,7 +440,7 @@ def test_F3_all_elements_that_a_blocked_source_passes_on_are_reserved_and_releas
     assert upstream.used == 0
 
 
-def test_F3_without_an_upstream_controller_nothing_is_reserved() -> None:
+def test_F3_a_source_without_a_previous_controller_can_pass_elements_on() -> None:
     downstream = SizeLimiter(1)
     below, source = FlowController(downstream), Source()
     assert source.forward(2, below, 0.0)
@@ -448,7 +448,7 @@ def test_F3_without_an_upstream_controller_nothing_is_reserved() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_each_downstream_controller_releases_only_elements_that_it_had_blocked() -> None:
+def test_F3_each_of_two_following_controllers_frees_only_its_own_elements_in_the_previous_controller() -> None:
     upstream = SizeLimiter(10)
     above, source = FlowController(upstream), Source()
     left, right = FlowController(SizeLimiter(1)), FlowController(SizeLimiter(1))
@@ -464,7 +464,7 @@ def test_F3_each_downstream_controller_releases_only_elements_that_it_had_blocke
     assert not source.is_blocked
 
 
-def test_F3_backpressure_in_a_chain_reaches_its_beginning_and_is_released_from_its_end() -> None:
+def test_F3_backpressure_in_a_chain_of_controllers_reaches_the_first_and_is_released_from_the_last() -> None:
     limiters = [WindowLimiter(1) for _ in range(3)]
     chain = [FlowController(limiter) for limiter in limiters]
     outside, *sources = [Source(name) for name in ("outside", "first", "second")]
@@ -486,7 +486,7 @@ def test_F3_backpressure_in_a_chain_reaches_its_beginning_and_is_released_from_i
     st.integers(1, 30),
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10), st.integers(0, 20)), max_size=60),
 )
-def test_F3_the_overshoot_is_at_most_one_element_for_each_source(
+def test_F3_the_limit_is_exceeded_by_at_most_one_element_of_each_source(
     capacity: int, steps: list[tuple[str, int, int]]
 ) -> None:
     limiter = SizeLimiter(capacity)
@@ -518,7 +518,7 @@ class Stage(Source):
     def pump(self) -> None:
         while self.after is not None and self.inside and not self.is_blocked:
             element = self.inside.pop(0)
-            # First into the list, because a callback may come before `forward` returns.
+            # The element is added to the list first, because a callback may come before `forward` returns.
             self.after.inside.append(element)
             self.forward(element[2], self.after.controller, 0.0, held=self.controller)
             self.after.pump()
@@ -549,7 +549,7 @@ class Client(Source):
     st.tuples(st.integers(1, 15), st.integers(1, 15), st.integers(1, 3)),
     st.data(),
 )
-def test_F3_sources_that_continue_inside_a_notification_lose_nothing_and_keep_their_order(
+def test_F3_sources_that_offer_elements_inside_a_callback_lose_no_element_and_keep_the_order(
     backlogs: list[list[int]], capacities: tuple[int, int, int], data: st.DataObject
 ) -> None:
     last = Stage("last", WindowLimiter(capacities[2]), None)
@@ -858,7 +858,9 @@ TestToldMachine = ToldMachine.TestCase
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_an_unblocked_source_releases_upstream_only_elements_that_its_controller_had_blocked(shares: bool) -> None:
+def test_if_two_controllers_block_a_source_each_frees_only_its_own_elements_in_the_previous_controller(
+    shares: bool,
+) -> None:
     limiter = SizeLimiter(10)
     above, source = FlowController(limiter), Source()
     paused, full = FlowController(SizeLimiter(10)), FlowController(SizeLimiter(1))

@@ -37,7 +37,7 @@ def test_C1_the_state_turns_on_only_above_the_stop_size(size: int, on: bool) -> 
     assert depth(StopResume(stop_size=900, resume_size=500), 1, size).on is on
 
 
-def test_C1_at_the_stop_threshold_the_state_stays_off_and_the_next_message_turns_it_on() -> None:
+def test_C1_at_the_stop_threshold_the_state_stays_off_and_the_next_message_turns_the_state_on() -> None:
     queue = depth(StopResume(stop_count=3, resume_count=2), 0)
     assert [queue.add(10, 0.0) for _ in range(5)] == [False, False, False, True, True]
     assert queue.times_on == 1
@@ -63,7 +63,7 @@ def test_C1_the_state_turns_off_only_below_the_resume_size(size: int, on: bool) 
     assert on_at(StopResume(stop_size=900, resume_size=500), 1, size).on is on
 
 
-def test_C1_the_worked_example_of_900_and_500_messages_is_correct() -> None:
+def test_C1_with_stop_900_and_resume_500_the_state_turns_on_at_901_messages_and_off_at_499() -> None:
     queue = depth(StopResume(stop_count=900, resume_count=500), 0)
     assert not queue.on, "the initial state is OFF"
     for _ in range(900):
@@ -99,7 +99,7 @@ EXAMPLE = StopResume(stop_count=4000, resume_count=3000, stop_size=8 * 1024, res
         (1, 8193, True),
     ],
 )
-def test_C2_either_stop_threshold_turns_the_state_on(count: int, size: int, on: bool) -> None:
+def test_C2_exceeding_the_stop_count_or_the_stop_size_turns_the_state_on(count: int, size: int, on: bool) -> None:
     assert depth(EXAMPLE, count, size).on is on
 
 
@@ -119,7 +119,7 @@ def test_C2_the_state_turns_off_only_when_both_resume_thresholds_are_reached(cou
     assert on_at(EXAMPLE, count, size).on is on
 
 
-def test_C2_a_dimension_without_a_stop_is_ignored_in_both_directions() -> None:
+def test_C2_with_only_a_stop_count_or_only_a_stop_size_the_other_quantity_neither_stops_nor_resumes() -> None:
     by_count = on_at(StopResume(stop_count=10, resume_count=5), 4, 1_000_000)
     assert not by_count.on, "bytes do not keep it ON"
     by_size = on_at(StopResume(stop_size=10, resume_size=5), 1_000_000, 4)
@@ -129,7 +129,7 @@ def test_C2_a_dimension_without_a_stop_is_ignored_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_stop_below_its_resume_is_refused_and_the_error_shows_both_values(unit: str) -> None:
+def test_C2_a_stop_threshold_below_the_resume_threshold_raises_an_error_that_shows_both_values(unit: str) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=99 and flow_resume_{unit}=100"):
         StopResume(**{f"stop_{unit}": 99, f"resume_{unit}": 100})
     equal = StopResume(**{f"stop_{unit}": 100, f"resume_{unit}": 100})
@@ -139,25 +139,25 @@ def test_C2_a_stop_below_its_resume_is_refused_and_the_error_shows_both_values(u
 
 @pytest.mark.parametrize("unit", ["count", "size"])
 @pytest.mark.parametrize("resume", [0, -1])
-def test_C2_a_resume_below_1_is_refused_and_the_error_shows_both_values(unit: str, resume: int) -> None:
+def test_C2_a_resume_threshold_below_1_raises_an_error_that_shows_both_thresholds(unit: str, resume: int) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=10 and flow_resume_{unit}={resume}"):
         StopResume(**{f"stop_{unit}": 10, f"resume_{unit}": resume})
     assert StopResume(**{f"stop_{unit}": 10, f"resume_{unit}": 1}).is_set
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_resume_without_a_stop_is_refused(unit: str) -> None:
+def test_C2_a_resume_threshold_without_a_stop_threshold_raises_an_error(unit: str) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=0 and flow_resume_{unit}=5"):
         StopResume(**{f"resume_{unit}": 5})
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_negative_stop_is_refused(unit: str) -> None:
+def test_C2_a_negative_stop_threshold_raises_an_error(unit: str) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=-1"):
         StopResume(**{f"stop_{unit}": -1})
 
 
-def test_C1_equal_stop_and_resume_thresholds_still_leave_a_gap_of_one() -> None:
+def test_C1_with_equal_stop_and_resume_thresholds_the_state_turns_on_one_above_and_off_one_below() -> None:
     queue = depth(StopResume(stop_count=2, resume_count=2), 2, 2)
     assert not queue.on
     queue.add(1, 0.0)
@@ -172,12 +172,14 @@ def test_C1_equal_stop_and_resume_thresholds_still_leave_a_gap_of_one() -> None:
 
 
 @pytest.mark.parametrize(("stop", "resume"), [(1, 1), (2, 1), (7, 6), (8, 7), (9, 7), (15, 13), (16, 14), (1000, 875)])
-def test_C3_a_stop_without_a_resume_gets_a_resume_of_seven_eighths(stop: int, resume: int) -> None:
+def test_C3_a_stop_threshold_without_a_resume_threshold_gets_a_resume_threshold_of_seven_eighths(
+    stop: int, resume: int
+) -> None:
     assert StopResume(stop_count=stop).resume_count == resume
     assert StopResume(stop_size=stop).resume_size == resume
 
 
-def test_C3_0_for_both_stops_turns_flow_control_off_for_the_queue() -> None:
+def test_C3_stop_thresholds_of_0_turn_flow_control_off_for_the_queue() -> None:
     off = StopResume()
     assert not off.is_set
     assert (off.resume_count, off.resume_size) == (0, 0)
@@ -188,7 +190,7 @@ def test_C3_0_for_both_stops_turns_flow_control_off_for_the_queue() -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 0), (0, 1), (1, 1)])
-def test_C3_one_stop_threshold_is_sufficient(count: int, size: int) -> None:
+def test_C3_thresholds_are_set_if_there_is_a_stop_count_or_a_stop_size(count: int, size: int) -> None:
     assert StopResume(stop_count=count, stop_size=size).is_set
 
 
@@ -199,7 +201,7 @@ def test_C3_one_stop_threshold_is_sufficient(count: int, size: int) -> None:
     ("maximum", "stop", "resume"),
     [(1, 1, 1), (2, 1, 1), (3, 2, 2), (4, 3, 2), (9, 7, 6), (10, 8, 7), (11, 8, 7), (19, 15, 13), (1000, 800, 700)],
 )
-def test_C4_the_defaults_are_80_and_70_percent_rounded_down_and_at_least_1(
+def test_C4_default_thresholds_are_80_and_70_percent_of_the_maximum_rounded_down_and_at_least_1(
     maximum: int, stop: int, resume: int
 ) -> None:
     by_count = StopResume.from_limits(max_count=maximum)
@@ -208,27 +210,27 @@ def test_C4_the_defaults_are_80_and_70_percent_rounded_down_and_at_least_1(
     assert by_size == StopResume(stop_size=stop, resume_size=resume)
 
 
-def test_C4_the_worked_example_of_90_and_75_percent_of_10000_bytes_is_correct() -> None:
+def test_C4_with_90_and_75_percent_of_10000_bytes_the_thresholds_are_9000_and_7500() -> None:
     thresholds = StopResume.from_limits(max_size=10000, stop_percent=90, resume_percent=75)
     assert (thresholds.stop_size, thresholds.resume_size) == (9000, 7500)
     assert (thresholds.stop_count, thresholds.resume_count) == (0, 0)
 
 
-def test_C4_both_maxima_give_both_thresholds_and_no_maximum_gives_no_threshold() -> None:
+def test_C4_a_maximum_count_and_size_give_default_thresholds_and_without_a_maximum_there_are_none() -> None:
     assert StopResume.from_limits(100, 1000) == StopResume(80, 70, 800, 700)
     assert not StopResume.from_limits().is_set
 
 
-def test_C4_0_for_both_percentages_sets_no_defaults() -> None:
+def test_C4_percentages_of_0_set_no_default_thresholds() -> None:
     assert not StopResume.from_limits(100, 1000, stop_percent=0, resume_percent=0).is_set
 
 
-def test_C4_a_resume_of_0_percent_is_1() -> None:
+def test_C4_a_resume_percentage_of_0_gives_a_resume_threshold_of_1() -> None:
     assert StopResume.from_limits(100, stop_percent=80, resume_percent=0).resume_count == 1
 
 
 @pytest.mark.parametrize("percent", [-1, 101])
-def test_C4_a_percentage_must_be_between_0_and_100(percent: int) -> None:
+def test_C4_a_threshold_percentage_must_be_between_0_and_100(percent: int) -> None:
     with pytest.raises(ValueError, match=f"stop_percent={percent}"):
         StopResume.from_limits(100, stop_percent=percent, resume_percent=0)
     with pytest.raises(ValueError, match=f"resume_percent={percent}"):
@@ -236,20 +238,20 @@ def test_C4_a_percentage_must_be_between_0_and_100(percent: int) -> None:
     assert StopResume.from_limits(100, stop_percent=100, resume_percent=100) == StopResume(100, 100)
 
 
-def test_C4_a_stop_percentage_below_the_resume_is_refused_and_the_error_shows_both_values() -> None:
+def test_C4_a_stop_percentage_below_the_resume_percentage_raises_an_error_that_shows_both() -> None:
     with pytest.raises(ValueError, match="stop_percent=69 and resume_percent=70"):
         StopResume.from_limits(100, stop_percent=69)
     assert StopResume.from_limits(100, stop_percent=70) == StopResume(70, 70)
 
 
 @pytest.mark.parametrize("name", ["max_count", "max_size"])
-def test_C4_a_negative_maximum_is_refused(name: str) -> None:
+def test_C4_a_negative_maximum_of_a_queue_raises_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=-1"):
         StopResume.from_limits(**{name: -1})
 
 
 @given(st.integers(1, 10**12), st.integers(1, 100), st.data())
-def test_C4_defaults_are_always_accepted_and_never_above_the_maximum(
+def test_C4_default_thresholds_are_always_valid_and_never_above_the_maximum(
     maximum: int, stop: int, data: st.DataObject
 ) -> None:
     resume = data.draw(st.integers(0, stop))
@@ -278,7 +280,7 @@ def test_J2_the_resume_capacity_defaults_to_the_capacity(size: int, on: bool) ->
     assert on_at(Capacity(1000), 1, size).on is on
 
 
-def test_J1_a_capacity_of_0_means_no_limit() -> None:
+def test_J1_a_queue_capacity_of_0_means_no_limit() -> None:
     assert not Capacity().is_set
     assert Capacity(1).is_set
     queue = depth(Capacity(), 1_000_000, 1_000_000_000)
@@ -286,11 +288,11 @@ def test_J1_a_capacity_of_0_means_no_limit() -> None:
     assert not queue.add(1_000_000_000, 0.0)
 
 
-def test_J1_the_number_of_messages_does_not_matter() -> None:
+def test_J1_the_number_of_messages_does_not_count_for_the_capacity_in_bytes() -> None:
     assert not depth(Capacity(10), 1_000_000, 10).on
 
 
-def test_J2_a_resume_capacity_above_the_capacity_is_refused_and_the_error_shows_both_values() -> None:
+def test_J2_a_resume_capacity_above_the_capacity_raises_an_error_that_shows_both_values() -> None:
     with pytest.raises(ValueError, match="capacity=1000 and flow_resume_capacity=1001"):
         Capacity(1000, 1001)
     with pytest.raises(ValueError, match="capacity=0 and flow_resume_capacity=1"):
@@ -299,14 +301,14 @@ def test_J2_a_resume_capacity_above_the_capacity_is_refused_and_the_error_shows_
     assert Capacity(1000, 0).is_set
 
 
-def test_J1_negative_capacities_are_refused() -> None:
+def test_J1_a_negative_capacity_or_resume_capacity_raises_an_error() -> None:
     with pytest.raises(ValueError, match="capacity=-1"):
         Capacity(-1)
     with pytest.raises(ValueError, match="capacity=10 and flow_resume_capacity=-1"):
         Capacity(10, -1)
 
 
-def test_J2_with_a_resume_capacity_of_0_only_an_empty_queue_resumes() -> None:
+def test_J2_with_a_resume_capacity_of_0_publishers_resume_only_when_the_queue_is_empty() -> None:
     queue = on_at(Capacity(10, 0), 1, 1)
     assert queue.on
     queue.remove(1)
@@ -321,7 +323,7 @@ def test_C1_every_publisher_is_held_while_the_state_is_on() -> None:
     assert queue.add(1, 0.0), "7 messages are below the stop, but the state is ON"
 
 
-def test_J3_only_a_publisher_beyond_the_capacity_is_held() -> None:
+def test_J3_only_a_publisher_whose_message_exceeds_the_capacity_is_held() -> None:
     queue = on_at(Capacity(10, 5), 1, 6)
     assert queue.on
     assert not queue.add(4, 0.0), "10 bytes are not past it, although the state is still ON"
@@ -332,14 +334,14 @@ def test_J3_only_a_publisher_beyond_the_capacity_is_held() -> None:
 # The limiter between the thresholds.
 
 
-def test_a_queue_never_refuses_an_element() -> None:
+def test_a_threshold_limiter_never_refuses_an_element() -> None:
     queue = depth(StopResume(stop_count=1), 100, 100)
     assert queue.on
     assert queue.refusal(1_000_000, 5.0) is None
     assert queue.ready_at(1_000_000, 5.0) == 5.0
 
 
-def test_a_queue_releases_only_elements_that_it_holds() -> None:
+def test_removing_more_than_a_threshold_limiter_contains_raises_an_error() -> None:
     queue = depth(StopResume(stop_count=10), 2, 5)
     with pytest.raises(ValueError, match="3 messages of 5 bytes"):
         queue.remove(5, 3)
@@ -350,7 +352,7 @@ def test_a_queue_releases_only_elements_that_it_holds() -> None:
     assert (queue.count, queue.size) == (0, 0)
 
 
-def test_peaks_are_the_maximum_of_each_dimension() -> None:
+def test_the_peaks_of_a_queue_are_the_greatest_count_and_the_greatest_size() -> None:
     queue = depth(StopResume(), 1, 100)
     queue.remove(100)
     queue.add(10, 0.0)
@@ -365,7 +367,7 @@ def test_a_queue_that_is_already_too_deep_starts_in_state_on() -> None:
     assert queue.times_on == 1
 
 
-def test_D4_new_thresholds_apply_immediately() -> None:
+def test_D4_new_thresholds_of_a_queue_apply_immediately() -> None:
     queue = depth(StopResume(stop_count=10, resume_count=5), 8)
     queue.change(StopResume(stop_count=7, resume_count=5))
     assert queue.on
@@ -395,7 +397,9 @@ def marks(draw: st.DrawFn) -> Thresholds:
 
 
 @given(marks(), st.integers(0, 30), st.integers(0, 30))
-def test_no_depth_of_the_queue_both_stops_and_resumes_publishers(thresholds: Thresholds, count: int, size: int) -> None:
+def test_at_no_depth_do_the_thresholds_both_stop_and_resume_publishers(
+    thresholds: Thresholds, count: int, size: int
+) -> None:
     assert not (thresholds.stops(count, size) and thresholds.resumes(count, size))
 
 

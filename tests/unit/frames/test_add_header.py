@@ -17,14 +17,16 @@ from .support import HEADER_VALUES, KEYS, MESSAGES
 @example(Message(b"", "text/plain", "gzip", {"a": 1}, priority=3, cluster_id="c"), "a", True)
 @example(Message(b"", "text/plain", headers={"a": 1}), "b", True)
 @example(Message(b"", content_encoding="gzip"), "b", True)
-def test_the_header_is_added_and_all_other_bytes_are_unchanged(message: Message, name: str, value: Any) -> None:
+def test_adding_a_header_to_encoded_properties_leaves_all_other_bytes_unchanged(
+    message: Message, name: str, value: Any
+) -> None:
     added = add_header(content_header(message), name, value)
     assert decode_message(added, message.body) == decode_message(
         content_header(replace(message, headers={**(message.headers or {}), name: value})), message.body
     )
 
 
-def test_existing_properties_keep_their_encoding() -> None:
+def test_adding_a_header_keeps_the_encoding_of_existing_properties() -> None:
     # A short integer ("s"). This library reads the type but does not write it.
     table = b"\0\0\0\5\1as\0\7"
     header = content_header(Message(b"", delivery_mode=None))[:-2] + (1 << 13).to_bytes(2, "big") + table

@@ -17,7 +17,7 @@ from .support import ALL_PROPERTIES, MESSAGES, content_header, encode
 
 
 @given(MESSAGES)
-def test_a_decoded_message_equals_the_encoded_one(message: Message) -> None:
+def test_a_message_decoded_from_its_encoding_equals_the_original(message: Message) -> None:
     back = decode_message(content_header(encode(message)), message.body)
     if message.timestamp is not None:
         assert isinstance(message.timestamp, int)
@@ -26,11 +26,11 @@ def test_a_decoded_message_equals_the_encoded_one(message: Message) -> None:
 
 
 @given(MESSAGES)
-def test_a_stored_content_header_equals_the_one_on_the_wire(message: Message) -> None:
+def test_the_content_header_encoded_for_storage_equals_the_content_header_on_the_wire(message: Message) -> None:
     assert frames.content_header(message) == content_header(encode(message))
 
 
-def test_the_stored_content_header_of_a_plain_body_has_its_id_and_is_persistent() -> None:
+def test_the_stored_content_header_of_a_plain_body_has_the_message_id_and_is_persistent() -> None:
     stored = plain_content_header(4, b"\3p-1")
     assert stored == frames.content_header(Message(b"body"), b"\3p-1")
     assert decode_message(stored, b"body") == Message(b"body", message_id="p-1", delivery_mode=2)
@@ -49,7 +49,7 @@ def test_the_stored_content_header_of_a_plain_body_has_its_id_and_is_persistent(
         ((1 << 63) - 1, (1 << 63) - 1),
     ],
 )
-def test_a_decoded_timestamp_equals_the_encoded_one(seconds: int, timestamp: datetime | int) -> None:
+def test_a_timestamp_decoded_from_its_encoding_equals_the_original(seconds: int, timestamp: datetime | int) -> None:
     header = content_header(encode(Message(b"", timestamp=seconds)))
     assert decode_message(header, b"").timestamp == timestamp
     if isinstance(timestamp, datetime):
@@ -60,7 +60,7 @@ def test_a_decoded_timestamp_equals_the_encoded_one(seconds: int, timestamp: dat
 GOOD = content_header(encode(ALL_PROPERTIES))
 
 
-def test_a_truncated_header_is_a_frame_error() -> None:
+def test_decoding_a_truncated_content_header_raises_frame_error() -> None:
     assert decode_message(GOOD, b"body") == replace(
         ALL_PROPERTIES, timestamp=datetime.fromtimestamp(1_357_017_300, UTC)
     )
@@ -69,7 +69,7 @@ def test_a_truncated_header_is_a_frame_error() -> None:
             decode_message(GOOD[:size], b"")
 
 
-def test_a_header_without_an_end_is_a_frame_error() -> None:
+def test_a_content_header_with_extra_bytes_after_the_last_property_raises_frame_error() -> None:
     with pytest.raises(FrameError, match="2 bytes follow the last property"):
         decode_message(GOOD + b"\0\0", b"")
 
@@ -82,7 +82,7 @@ def test_a_header_without_an_end_is_a_frame_error() -> None:
         (13, 0x02, "0x..02 is not a content"),
     ],
 )
-def test_a_header_of_a_different_class_or_with_undefined_properties_is_a_frame_error(
+def test_a_content_header_of_another_class_or_with_undefined_properties_raises_frame_error(
     at: int, byte: int, error: str
 ) -> None:
     header = bytearray(GOOD)
@@ -91,7 +91,7 @@ def test_a_header_of_a_different_class_or_with_undefined_properties_is_a_frame_e
         decode_message(bytes(header), b"")
 
 
-def test_a_header_with_values_that_no_message_can_have_is_a_frame_error() -> None:
+def test_a_content_header_with_values_that_no_message_can_have_raises_frame_error() -> None:
     header = bytearray(content_header(encode(Message(b"", delivery_mode=2))))
     header[-1] = 3
     with pytest.raises(FrameError, match="delivery_mode must be from 1 to 2, not 3"):
@@ -106,7 +106,7 @@ def nested_header(depth: int) -> bytes:
     return (60).to_bytes(2, "big") + bytes(10) + (1 << 13).to_bytes(2, "big") + table
 
 
-def test_a_header_that_is_nested_too_deep_is_a_frame_error() -> None:
+def test_a_content_header_whose_headers_are_nested_too_deep_raises_frame_error() -> None:
     assert decode_message(nested_header(2), b"").headers == {"k": {"k": {}}}
     with pytest.raises(FrameError, match="tables and arrays are nested more than 100 deep"):
         decode_message(nested_header(2000), b"")
@@ -114,7 +114,7 @@ def test_a_header_that_is_nested_too_deep_is_a_frame_error() -> None:
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda rest: GOOD[:14] + rest))
 @example(GOOD)
-def test_arbitrary_bytes_decode_to_a_message_or_a_frame_error(header: bytes) -> None:
+def test_arbitrary_bytes_as_content_header_decode_to_a_message_or_raise_frame_error(header: bytes) -> None:
     try:
         assert decode_message(header, b"body").body == b"body"
     except FrameError:
@@ -122,7 +122,7 @@ def test_arbitrary_bytes_decode_to_a_message_or_a_frame_error(header: bytes) -> 
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD) - 1), st.integers(0, 255))
-def test_a_header_with_two_changed_bytes_decodes_to_a_message_or_a_frame_error(
+def test_a_content_header_with_two_changed_bytes_decodes_to_a_message_or_raises_frame_error(
     first: int, one: int, second: int, other: int
 ) -> None:
     header = bytearray(GOOD)

@@ -45,7 +45,7 @@ from .support import (
 
 
 @given(MESSAGES, SHORT, SHORT, st.booleans(), st.integers(1, 65535), st.integers(20, 120))
-def test_two_independent_decoders_read_the_encoded_values(
+def test_pika_and_pamqp_decode_our_frames_to_the_encoded_values(
     message: Message, exchange: str, routing_key: str, mandatory: bool, channel: int, frame_max: int
 ) -> None:
     # Properties need one frame. Only the body is divided into small frames.
@@ -69,7 +69,7 @@ def test_two_independent_decoders_read_the_encoded_values(
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_each_property_alone_and_all_properties_but_one_are_encoded(name: str) -> None:
+def test_each_property_alone_and_all_properties_except_one_are_encoded(name: str) -> None:
     no_value: dict[str, Any] = {name: None}
     alone = replace(Message(b"", delivery_mode=None), **{name: getattr(ALL_PROPERTIES, name)})
     without = replace(ALL_PROPERTIES, **no_value)
@@ -77,13 +77,13 @@ def test_each_property_alone_and_all_properties_but_one_are_encoded(name: str) -
         assert read_with_pika(encode(message)).properties == asked(message)
 
 
-def test_a_message_without_properties_has_none_in_its_frame() -> None:
+def test_the_header_frame_of_a_message_without_properties_has_no_properties() -> None:
     bare = Message(b"", delivery_mode=None)
     assert read_with_pika(encode(bare)).properties == {}
     assert read_with_pika(encode(replace(bare, headers={}))).properties == {"headers": {}}, "an empty table is one"
 
 
-def test_properties_of_a_message_subclass_are_encoded_and_its_own_attributes_are_not() -> None:
+def test_only_amqp_properties_of_a_message_subclass_are_encoded_and_no_added_attributes() -> None:
     @dataclass(frozen=True)
     class Order(Message):
         customer: str = ""
@@ -92,14 +92,14 @@ def test_properties_of_a_message_subclass_are_encoded_and_its_own_attributes_are
     assert sent.properties == {"delivery_mode": 2, "message_id": "p-000000000005", "type": "order", "app_id": "shop"}
 
 
-def test_properties_of_a_message_are_in_wire_order() -> None:
+def test_the_attributes_of_a_message_are_in_the_order_of_the_properties_on_the_wire() -> None:
     assert list(ALL_PROPERTIES.__dict__) == ["body", *PROPERTIES]
     assert list(frames._PROPERTIES) == [field.name for field in fields(Message) if field.name != "body"]
     flags = [flag for flag, _, _ in frames._PROPERTIES.values()]
     assert flags == sorted(flags, reverse=True)
 
 
-def test_headers_that_cannot_be_encoded_are_reported_with_their_keys() -> None:
+def test_an_error_about_headers_that_cannot_be_encoded_shows_the_keys() -> None:
     for headers, error in (({"a": [{1}]}, TypeError), ({"a": [1 << 63]}, ValueError)):
         with pytest.raises(error, match=r"headers\['a'\]\[0\] "):
             encode(Message(b"", headers=headers))
@@ -108,21 +108,21 @@ def test_headers_that_cannot_be_encoded_are_reported_with_their_keys() -> None:
 # Message ids.
 
 
-def test_a_message_without_an_id_gets_one_of_prefix_and_number() -> None:
+def test_a_message_without_an_id_gets_a_message_id_made_of_a_prefix_and_a_number() -> None:
     sent = read_with_pika(encode(Message(b""), 0xABC, id_prefix="producer-"))
     assert sent.properties["message_id"] == "producer-000000000abc"
 
 
-def test_a_message_with_its_own_id_keeps_it() -> None:
+def test_a_message_with_an_id_from_the_application_keeps_that_id() -> None:
     sent = read_with_pika(encode(Message(b"", message_id="mine"), 5, id_prefix="producer-"))
     assert sent.properties["message_id"] == "mine"
 
 
-def test_without_a_number_a_message_is_sent_without_an_id() -> None:
+def test_without_a_number_no_message_id_is_generated() -> None:
     assert "message_id" not in read_with_pika(encode(Message(b""), None, id_prefix="producer-")).properties
 
 
-def test_an_id_prefix_must_leave_room_for_the_number() -> None:
+def test_a_message_id_prefix_that_leaves_no_room_for_the_number_raises_an_error() -> None:
     longest = "ü" * 121 + "x"
     message_id = longest + "f" * 12
     encoder = PublishEncoder(1, 0, id_prefix=longest)
@@ -140,7 +140,7 @@ def test_an_id_prefix_must_leave_room_for_the_number() -> None:
     st.binary(max_size=300), st.integers(0, (1 << 48) - 1), SHORT, SHORT, st.text("abc-", max_size=20), st.booleans()
 )
 @example(b"", 0, "", "", "", False)
-def test_the_fast_path_encodes_a_plain_body_like_a_message_with_the_same_content(
+def test_a_plain_body_is_encoded_to_the_same_frames_as_a_message_with_that_body(
     body: bytes, number: int, exchange: str, routing_key: str, prefix: str, mandatory: bool
 ) -> None:
     encoder = PublishEncoder(7, 4096, id_prefix=prefix, mandatory=mandatory)
@@ -153,7 +153,9 @@ def test_the_fast_path_encodes_a_plain_body_like_a_message_with_the_same_content
 
 @given(st.lists(st.tuples(st.integers(0, 600) | st.integers(0, (1 << 48) - 1), st.booleans()), max_size=8))
 @example([(255, True), (256, True), (255, False), (256, False), ((1 << 48) - 1, True), (0, False)])
-def test_every_message_has_its_own_number_in_any_order(numbers: list[tuple[int, bool]]) -> None:
+def test_messages_encoded_with_numbers_in_any_order_have_those_numbers_in_their_ids(
+    numbers: list[tuple[int, bool]],
+) -> None:
     encoder = PublishEncoder(1, 4096, id_prefix="p-")
     route = encoder.route("x", "k")
     for number, is_plain in numbers:
@@ -167,7 +169,7 @@ def test_every_message_has_its_own_number_in_any_order(numbers: list[tuple[int, 
         assert sent.properties == {"delivery_mode": 2, "message_id": f"p-{number:012x}"}
 
 
-def test_plain_messages_of_equal_length_differ_only_in_route_number_and_body() -> None:
+def test_the_frames_of_plain_messages_of_equal_length_differ_only_in_route_number_and_body() -> None:
     encoder = PublishEncoder(1, 4096, id_prefix="p-")
     for number, (key, body) in enumerate([("k", b"one"), ("l", b"two"), ("k", b"four"), ("l", b"six"), ("k", b"")]):
         sent = read_with_pamqp(plain(encoder, encoder.route("x", key), body, number))
@@ -215,11 +217,11 @@ def test_a_body_is_split_into_frames_of_at_most_frame_max(size: int, frames: lis
         assert [plain(encoder, route, body, 1)] == pieces
 
 
-def test_a_body_is_one_frame_if_there_is_no_frame_max() -> None:
+def test_a_body_is_encoded_in_one_frame_if_there_is_no_frame_max() -> None:
     assert [len(chunk) for chunk in read_with_pamqp(encode(Message(b"x" * 1_000_000))).chunks] == [1_000_000]
 
 
-def test_properties_that_exactly_fill_a_frame_are_accepted_and_larger_ones_are_refused_with_advice() -> None:
+def test_properties_may_exactly_fill_a_frame_and_larger_properties_raise_an_error_with_advice() -> None:
     def message(size: int) -> Message:
         # 12 bytes of class, weight and body size, 2 of flags, 4 and 8 of the table's head, its key and its value's.
         return Message(b"", delivery_mode=None, headers={"k": "x" * (size - 12 - 2 - 4 - 2 - 5)})
@@ -236,7 +238,7 @@ def test_properties_that_exactly_fill_a_frame_are_accepted_and_larger_ones_are_r
 # Routes.
 
 
-def test_a_route_is_encoded_once() -> None:
+def test_the_same_exchange_and_routing_key_are_encoded_only_once() -> None:
     encoder = PublishEncoder(1, 0)
     route = encoder.route("x", "k")
     assert encoder.route("x", "k") is route
@@ -244,7 +246,7 @@ def test_a_route_is_encoded_once() -> None:
     assert (route.exchange, route.routing_key) == ("x", "k")
 
 
-def test_names_in_a_route_have_at_most_255_bytes() -> None:
+def test_an_exchange_or_routing_key_longer_than_255_bytes_raises_an_error() -> None:
     encoder = PublishEncoder(1, 0)
     sent = read_with_pika(plain(encoder, encoder.route("x" * 255, "k" * 255), b"", 1))
     assert (sent.exchange, sent.routing_key) == ("x" * 255, "k" * 255)
@@ -255,7 +257,7 @@ def test_names_in_a_route_have_at_most_255_bytes() -> None:
 
 
 @pytest.mark.parametrize("names", [(None, "q"), ("x", b"q"), (5, "q")])
-def test_names_in_a_route_must_be_text(names: Any) -> None:
+def test_an_exchange_or_routing_key_that_is_not_text_raises_an_error(names: Any) -> None:
     with pytest.raises(TypeError, match="must be a str, not"):
         PublishEncoder(1, 0).route(*names)
 
@@ -297,7 +299,9 @@ def test_memory_does_not_grow_with_the_number_of_different_body_lengths(monkeypa
         (datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC), 253_402_300_799),
     ],
 )
-def test_a_timestamp_is_in_seconds_and_a_naive_datetime_is_local_time(timestamp: int | datetime, seconds: int) -> None:
+def test_a_timestamp_is_encoded_in_seconds_and_a_naive_datetime_counts_as_local_time(
+    timestamp: int | datetime, seconds: int
+) -> None:
     sent = read_with_pika(encode(Message(b"", timestamp=timestamp)))
     assert sent.properties["timestamp"] == seconds
 
@@ -306,7 +310,7 @@ def test_a_timestamp_is_in_seconds_and_a_naive_datetime_is_local_time(timestamp:
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_J7_flow_ok_repeats_the_state_of_flow(active: bool) -> None:
+def test_J7_flow_ok_has_the_same_active_bit_as_the_flow_that_it_answers(active: bool) -> None:
     data = flow_ok(258, active)
     count, channel, decoded = pamqp.frame.unmarshal(data)
     assert (count, channel) == (len(data), 258)
@@ -319,7 +323,7 @@ def test_J7_flow_ok_repeats_the_state_of_flow(active: bool) -> None:
     assert method.method.active is active
 
 
-def test_every_decoder_reads_our_heartbeat_as_a_heartbeat() -> None:
+def test_pika_and_pamqp_decode_our_heartbeat_frame_as_a_heartbeat() -> None:
     count, channel, decoded = pamqp.frame.unmarshal(HEARTBEAT)
     assert (count, channel) == (len(HEARTBEAT), 0)
     assert isinstance(decoded, pamqp.heartbeat.Heartbeat)

@@ -39,7 +39,7 @@ def decode(data: bytes) -> dict[str, Any]:
 @given(HEADERS)
 @example({"float": 0.1, "large": 1e300, "small": -5e-324, "none": None, "list": [1, [], {}, [2]], "": {"": ""}})
 @example({"k" * 255: "ü" * 300, "ints": [-(1 << 31), (1 << 31) - 1, 1 << 31, -(1 << 63), (1 << 63) - 1]})
-def test_two_independent_decoders_and_our_own_read_the_encoded_values(headers: dict[str, Any]) -> None:
+def test_pika_pamqp_and_our_decoder_read_an_encoded_table_with_the_same_values(headers: dict[str, Any]) -> None:
     data = encode(headers)
     assert pamqp.decode.field_table(data) == (len(data), as_pamqp_reads(headers))
     assert pika.data.decode_table(data, 0) == (as_pika_reads(headers), len(data))
@@ -54,7 +54,7 @@ def test_two_independent_decoders_and_our_own_read_the_encoded_values(headers: d
         (b"t\0VV", [False, None, None]),
     ],
 )
-def test_runs_of_nulls_are_read_at_their_positions(items: bytes, expected: list[Any]) -> None:
+def test_many_consecutive_nulls_in_a_table_are_decoded_at_their_positions(items: bytes, expected: list[Any]) -> None:
     array = len(items).to_bytes(4, "big") + items
     table = b"\1a" + b"A" + array + b"\1b" + b"V"
     assert decode(len(table).to_bytes(4, "big") + table) == {"a": expected, "b": None}
@@ -113,13 +113,13 @@ class Fraction(float):
     ],
     ids=repr,
 )
-def test_each_type_of_value_has_its_field_type(value: object, data: bytes) -> None:
+def test_each_python_type_is_encoded_with_its_amqp_field_type(value: object, data: bytes) -> None:
     assert encode({"v": value}) == (2 + len(data)).to_bytes(4, "big") + b"\1v" + data
     assert encode({"v": [value]}) == (7 + len(data)).to_bytes(4, "big") + b"\1vA" + len(data).to_bytes(4, "big") + data
 
 
 @pytest.mark.usefixtures("new_york")
-def test_a_naive_datetime_is_local_time_as_it_is_in_the_timestamp_of_a_message() -> None:
+def test_a_naive_datetime_in_a_table_counts_as_local_time_like_the_timestamp_of_a_message() -> None:
     assert decode(encode({"v": datetime(2013, 7, 1, 0, 15)})) == {"v": datetime(2013, 7, 1, 4, 15, tzinfo=UTC)}
 
 
@@ -130,11 +130,11 @@ def test_the_encoding_of_a_decimal_does_not_depend_on_the_decimal_context_of_the
     assert str(value) == "-12345.6789"
 
 
-def test_a_table_can_be_any_mapping_and_keeps_its_order() -> None:
+def test_any_mapping_can_be_encoded_as_a_table_and_the_order_of_its_keys_is_kept() -> None:
     assert list(decode(encode(MappingProxyType({"b": 2, "a": 1})))) == ["b", "a"]
 
 
-def test_a_field_name_has_at_most_255_bytes() -> None:
+def test_a_field_name_longer_than_255_bytes_raises_an_error() -> None:
     for key in ("k" * 255, "ü" * 127 + "k"):
         assert decode(encode({key: 1})) == {key: 1}
     for key in ("k" * 256, "ü" * 128):
@@ -199,7 +199,7 @@ WEST = timezone(timedelta(hours=-12))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_value_that_cannot_be_encoded_is_reported_with_its_keys_and_advice(
+def test_an_error_about_a_table_value_that_cannot_be_encoded_shows_its_keys_and_advice(
     headers: Any, error: type[Exception], text: str
 ) -> None:
     # Twice, because keys are cached.
@@ -220,7 +220,7 @@ def nested(depth: int, *, lists: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_every_decoder_reads_the_maximum_nesting_depth(lists: bool) -> None:
+def test_pika_pamqp_and_our_decoder_read_a_table_of_the_maximum_nesting_depth(lists: bool) -> None:
     headers = nested(MAX_DEPTH, lists=lists)
     data = encode(headers)
     assert pamqp.decode.field_table(data) == (len(data), headers)
@@ -232,7 +232,7 @@ def test_every_decoder_reads_the_maximum_nesting_depth(lists: bool) -> None:
         encode(nested(MAX_DEPTH + 1, lists=lists))
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_encoding_a_table_that_contains_itself_raises_an_error() -> None:
     table: dict[str, Any] = {"a": 1}
     table["self"] = table
     items: list[Any] = [table]
@@ -260,7 +260,7 @@ class Changing(Mapping[str, int]):
         return len(self.values_of)
 
 
-def test_headers_that_change_during_encoding_cause_a_value_error() -> None:
+def test_headers_that_change_while_they_are_encoded_raise_value_error() -> None:
     with pytest.raises(ValueError, match="headers cannot be encoded: dictionary changed size during iteration"):
         encode(Changing())
 
@@ -276,7 +276,7 @@ class Nowhere(tzinfo):
         return None
 
 
-def test_an_exception_raised_by_a_value_is_reported_with_its_keys() -> None:
+def test_an_exception_that_a_table_value_raises_while_it_is_encoded_is_reported_with_its_keys() -> None:
     released = memoryview(b"gone")
     released.release()
     with pytest.raises(ValueError, match=r"headers\['a'\]\[0\]: operation forbidden on released memoryview"):
@@ -312,13 +312,13 @@ def table_of(value: bytes) -> bytes:
         (b"T\xff\xff\xff\xff\xff\xff\xff\xff", (1 << 64) - 1),
     ],
 )
-def test_field_types_that_only_other_encoders_write_can_be_read(data: bytes, value: object) -> None:
+def test_field_types_that_our_encoder_never_writes_can_be_decoded(data: bytes, value: object) -> None:
     found = decode(table_of(data))["v"]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_table_is_read_without_the_bytes_before_its_start_and_after_its_end() -> None:
+def test_a_table_is_decoded_from_the_middle_of_a_buffer() -> None:
     data = encode({"a": 1})
     assert decode_table(b"before" + data + b"after", 6) == ({"a": 1}, 6 + len(data))
 
@@ -331,7 +331,7 @@ EVERYTHING = encode(
 )
 
 
-def test_a_table_that_is_truncated_at_any_byte_is_refused() -> None:
+def test_decoding_a_table_that_is_truncated_at_any_byte_raises_an_error() -> None:
     for size in range(len(EVERYTHING)):
         with pytest.raises(UNREADABLE):
             decode_table(EVERYTHING[:size], 0)
@@ -349,13 +349,13 @@ def test_a_table_that_is_truncated_at_any_byte_is_refused() -> None:
         (b"\0\0\0\2\1v", "field type b'' does not exist"),
     ],
 )
-def test_bytes_that_are_not_a_table_are_refused(data: bytes, error: str) -> None:
+def test_decoding_bytes_that_are_not_a_table_raises_an_error(data: bytes, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         decode_table(data, 0)
 
 
 @pytest.mark.parametrize("letter", [b"F", b"A"])
-def test_a_table_that_is_nested_too_deep_is_refused(letter: bytes) -> None:
+def test_decoding_a_table_that_is_nested_too_deep_raises_an_error(letter: bytes) -> None:
     def nested_data(depth: int) -> bytes:
         value = b""
         for _ in range(depth - 1):
@@ -371,7 +371,7 @@ def test_a_table_that_is_nested_too_deep_is_refused(letter: bytes) -> None:
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(table_of))
 @example(EVERYTHING)
-def test_arbitrary_bytes_decode_to_a_table_or_are_unreadable(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_table_or_raise_the_documented_error(data: bytes) -> None:
     try:
         _, stop = decode_table(data, 0)
     except UNREADABLE:
@@ -380,7 +380,9 @@ def test_arbitrary_bytes_decode_to_a_table_or_are_unreadable(data: bytes) -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, len(EVERYTHING) - 1), st.integers(0, 255)), max_size=3))
-def test_a_table_with_changed_bytes_decodes_to_a_table_or_is_unreadable(others: list[tuple[int, int]]) -> None:
+def test_a_table_with_changed_bytes_decodes_to_a_table_or_raises_the_documented_error(
+    others: list[tuple[int, int]],
+) -> None:
     data = bytearray(EVERYTHING)
     for at, byte in others:
         data[at] = byte

@@ -41,12 +41,12 @@ PLACES = st.lists(st.integers(0, 10_000), max_size=20)
 
 
 @given(st.lists(FRAMES, max_size=8), PLACES)
-def test_frames_are_found_for_every_split_of_the_stream(frames: list[Whole], places: list[int]) -> None:
+def test_the_splitter_finds_all_frames_however_the_stream_is_split(frames: list[Whole], places: list[int]) -> None:
     stream = b"".join(frame(*each) for each in frames)
     assert split(cut(stream, places)) == (frames, None)
 
 
-def test_frames_are_found_when_the_input_is_split_at_any_byte_or_into_single_bytes() -> None:
+def test_the_splitter_finds_all_frames_if_the_input_is_split_at_any_byte_or_into_single_bytes() -> None:
     frames = [(1, 1, b"\xce" * 9), (2, 65535, b""), (3, 0, b"\x01\x00\x01\x00\x00\x00\x00\xce"), (8, 0, b"")]
     stream = b"".join(frame(*each) for each in frames)
     for place in range(len(stream) + 1):
@@ -54,7 +54,7 @@ def test_frames_are_found_when_the_input_is_split_at_any_byte_or_into_single_byt
     assert split([stream[at : at + 1] for at in range(len(stream))]) == (frames, None)
 
 
-def test_a_frame_is_returned_with_its_last_byte_and_not_earlier() -> None:
+def test_the_splitter_returns_a_frame_when_its_last_byte_arrives_and_not_earlier() -> None:
     splitter, whole = FrameSplitter(), frame(METHOD_FRAME, 7, b"payload")
     assert feed(splitter, whole[:-1]) == []
     assert splitter.pending == len(whole) - 1
@@ -64,7 +64,7 @@ def test_a_frame_is_returned_with_its_last_byte_and_not_earlier() -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 4, 5, 6, 7, 9, 65, 255])
-def test_an_unknown_frame_type_is_an_error_as_soon_as_its_first_byte_arrives(kind: int) -> None:
+def test_an_unknown_frame_type_raises_an_error_as_soon_as_the_type_byte_arrives(kind: int) -> None:
     good = frame(BODY_FRAME, 1, b"good")
     bad = frame(kind, 1, b"bad")
     for size in range(1, len(bad) + 1):
@@ -75,7 +75,7 @@ def test_an_unknown_frame_type_is_an_error_as_soon_as_its_first_byte_arrives(kin
 
 
 @pytest.mark.parametrize("kind", [METHOD_FRAME, HEADER_FRAME, BODY_FRAME, HEARTBEAT_FRAME])
-def test_every_known_frame_type_is_accepted_when_its_first_byte_arrives(kind: int) -> None:
+def test_the_type_byte_of_every_known_frame_type_is_accepted(kind: int) -> None:
     whole = frame(kind, 1, b"good")
     for size in range(len(whole)):
         splitter = FrameSplitter()
@@ -83,14 +83,14 @@ def test_every_known_frame_type_is_accepted_when_its_first_byte_arrives(kind: in
         assert feed(splitter, whole[size:]) == [(kind, 1, b"good")]
 
 
-def test_a_frame_end_in_the_wrong_place_is_an_error() -> None:
+def test_a_frame_without_a_frame_end_byte_in_the_right_place_raises_an_error() -> None:
     good, bad = frame(METHOD_FRAME, 1, b"first"), frame(METHOD_FRAME, 1, b"second")[:-1] + b"\x00"
     found, error = split([good + bad])
     assert error == "a frame of type 1 ends with 0x00 instead of 0xce"
     assert found == [(METHOD_FRAME, 1, b"first")], "what came before the error was found"
 
 
-def test_a_frame_of_exactly_frame_max_is_accepted_and_one_byte_more_is_not() -> None:
+def test_a_frame_of_exactly_frame_max_is_accepted_and_a_frame_of_one_byte_more_raises_an_error() -> None:
     frame_max = 20
     largest = frame(BODY_FRAME, 1, b"x" * (frame_max - FRAME_OVERHEAD))
     assert len(largest) == frame_max
@@ -99,7 +99,7 @@ def test_a_frame_of_exactly_frame_max_is_accepted_and_one_byte_more_is_not() -> 
         feed(FrameSplitter(frame_max), frame(BODY_FRAME, 1, b"x" * (frame_max - FRAME_OVERHEAD + 1)))
 
 
-def test_a_frame_that_is_too_large_is_an_error_before_its_payload_has_arrived() -> None:
+def test_a_frame_larger_than_frame_max_raises_an_error_before_its_payload_has_arrived() -> None:
     head = frame(BODY_FRAME, 1, b"x" * 1_000_000)[:8]
     with pytest.raises(FrameError, match="frame-max 4096"):
         feed(FrameSplitter(4096), head)
@@ -108,7 +108,7 @@ def test_a_frame_that_is_too_large_is_an_error_before_its_payload_has_arrived() 
     assert splitter.pending == 8, "without a frame-max it is waited for, and no memory is taken in advance"
 
 
-def test_frame_max_can_be_set_when_it_is_negotiated() -> None:
+def test_the_frame_max_of_a_splitter_can_be_changed_when_it_is_negotiated() -> None:
     splitter = FrameSplitter()
     feed(splitter, frame(BODY_FRAME, 1, b"x" * 100))
     splitter.frame_max = 50
@@ -154,7 +154,7 @@ def test_the_time_for_a_huge_frame_in_many_small_reads_is_proportional_to_its_si
     st.sampled_from([0, 16, 64]),
 )
 @example(b"AMQP\x00\x00\x09\x01", [4], 0)
-def test_arbitrary_bytes_give_frames_or_a_frame_error_for_every_split(
+def test_arbitrary_bytes_are_split_into_frames_or_raise_frame_error_for_every_split(
     stream: bytes, places: list[int], frame_max: int
 ) -> None:
     whole = split([stream], frame_max)

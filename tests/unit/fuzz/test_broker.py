@@ -1,6 +1,6 @@
-"""The broker's connection against a client that says anything: no exception, no more memory than it was given.
+"""A connection of the broker with a client that sends any bytes: no exception, and no memory beyond the limits.
 
-`corpus/from_clients` has what client libraries really said, from the protocol header on.
+`corpus/from_clients` has recorded output of client libraries, from the protocol header on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .strategies import cut, mutated
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "from_clients").glob("*.bin"))
 SETTINGS = BrokerSettings(max_message_size=100_000)
-# It takes this long in seconds to send one piece.
+# Sending one piece takes this time in seconds.
 STEP = 0.1
 
 
 class Server:
-    """A connection, as the server would drive it."""
+    """A connection that is driven as by the server."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +54,7 @@ class Server:
             assert session.handshake.frame_max == FRAME_MIN_SIZE
             assert not session.channels
         assert len(session.channels) <= SETTINGS.channel_max
-        # What is answered is AMQP.
+        # All answers are valid AMQP frames.
         splitter = FrameSplitter()
         if not output.startswith(b"AMQP"):
             for _ in splitter.feed(output):
@@ -64,7 +64,7 @@ class Server:
     def end(self) -> None:
         self.session.end()
         assert self.session.state is State.ENDED
-        # The queues' books are right, and nobody holds what is gone.
+        # The counts of the queues are correct, and nothing refers to the ended connection.
         for queue in self.host.queues.values():
             messages = [message_copy(entry, entry.message.body or b"") for entry in queue.contents.oldest_first()]
             seen = queue_snapshot(queue)
@@ -87,18 +87,18 @@ said = st.sampled_from(CORPUS).map(Path.read_bytes)
 
 @settings(max_examples=rounds(300))
 @given(cut(mutated(said)))
-def test_a_connection_with_any_client_input_ends_cleanly(pieces: list[bytes]) -> None:
+def test_the_broker_ends_a_connection_cleanly_whatever_bytes_the_client_sends(pieces: list[bytes]) -> None:
     run(pieces)
 
 
 @settings(max_examples=rounds(100))
 @given(cut(st.binary(max_size=200).map(lambda data: b"AMQP\0\0\x09\x01" + data)))
-def test_noise_after_the_protocol_header_is_refused(pieces: list[bytes]) -> None:
+def test_the_broker_ends_a_connection_cleanly_if_random_bytes_follow_the_protocol_header(pieces: list[bytes]) -> None:
     run(pieces)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_recorded_client_sessions_are_understood_for_every_split(path: Path) -> None:
+def test_the_broker_understands_recorded_client_sessions_for_every_split(path: Path) -> None:
     data = path.read_bytes()
     whole = run([data])
     published = whole.session.channels.published
@@ -106,7 +106,7 @@ def test_recorded_client_sessions_are_understood_for_every_split(path: Path) -> 
     for size in (1, 7, 100):
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
         server = Server()
-        # Time stands still: this client is slow only because it is cut.
+        # No time passes, because the splitting must not make the client slow.
         for piece in pieces:
             server.session.receive_data(piece, 0.0)
             server.check(server.session.take_output(0.0))
@@ -115,7 +115,7 @@ def test_recorded_client_sessions_are_understood_for_every_split(path: Path) -> 
         server.end()
 
 
-def test_a_client_that_never_completes_its_handshake_is_disconnected_in_time() -> None:
+def test_a_client_that_does_not_complete_the_handshake_is_disconnected_in_time() -> None:
     data = CORPUS[0].read_bytes()
     server = Server()
     for at in itertools.count():

@@ -1,7 +1,7 @@
-"""The client's heart against a broker that says anything: one exception, and every message accounted for.
+"""The core of the client with a broker that sends any bytes: at most one exception, and every message is settled.
 
-`corpus/from_brokers` has what brokers really said, as it came from the socket after a first message was confirmed, and
-what is no AMQP. Every file in it is tried whole, cut at every byte, and mutated.
+`corpus/from_brokers` has recorded output of brokers, beginning after a first message was confirmed, and data that is
+not AMQP. Each file is tried whole, split, and with changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SENT = 12
 
 
 class Client:
-    """A tap and a producer behind it, as a skin would drive them."""
+    """A tap and a producer, which are driven as by a public producer class."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
@@ -75,7 +75,7 @@ class Client:
 
     def check(self) -> None:
         protocol = self.protocol
-        # Nothing is kept of a frame but the beginning of one.
+        # The tap keeps only the beginning of an incomplete frame.
         assert self.tap._splitter.pending <= FRAME_MAX
         done = sum(receipt.done for receipt in self.receipts)
         assert protocol.unsettled == len(self.receipts) - done
@@ -91,7 +91,7 @@ class Client:
         self.protocol.connection_lost("the test ends", self.now)
         assert all(receipt.done for receipt in self.receipts)
         assert (self.protocol.unsettled, self.protocol.window.used) == (0, 0)
-        # The library gets whole frames.
+        # The library gets complete frames.
         splitter = FrameSplitter()
         for _ in splitter.feed(self.passed):
             pass
@@ -111,7 +111,7 @@ def run(pieces: list[bytes]) -> Client:
     return client
 
 
-# What a broker may say.
+# Frames that a broker may send.
 
 # Methods that the tap reads.
 OURS = [
@@ -173,7 +173,7 @@ frames = st.one_of(
     st.builds(pamqp_frame.marshal, methods, numbers),
     returns(),
     st.just(pamqp_frame.marshal(Heartbeat(), 0)),
-    # A method's beginning and anything after it.
+    # The index of a method, followed by any bytes.
     st.builds(
         lambda number, index, rest: frame(1, number, index.to_bytes(4, "big") + rest),
         numbers,
@@ -198,8 +198,8 @@ def test_a_client_ends_cleanly_whatever_bytes_the_broker_sends(pieces: list[byte
 
 @settings(max_examples=rounds(100))
 @given(mutated(said), st.integers(0, 4000))
-def test_the_split_of_the_input_does_not_change_the_result(data: bytes, at: int) -> None:
-    # All are sent before, so that what is known when something arrives is the same.
+def test_the_client_gets_the_same_result_however_the_input_from_the_broker_is_split(data: bytes, at: int) -> None:
+    # All messages are sent first, so that the state is the same when an answer arrives.
     outcomes = []
     for pieces in ([data], [data[:at], data[at:]], [data[each : each + 1] for each in range(len(data))]):
         client = Client()
@@ -218,7 +218,7 @@ def test_the_split_of_the_input_does_not_change_the_result(data: bytes, at: int)
 
 @pytest.mark.parametrize("index", OURS)
 @pytest.mark.parametrize("number", [0, CHANNEL])
-def test_a_truncated_method_is_only_an_error(index: int, number: int) -> None:
+def test_a_truncated_method_from_the_broker_ends_the_client_cleanly(index: int, number: int) -> None:
     for filling in (b"\0", b"\x05", b"\xff"):
         for length in range(0, 40, 3 if EFFORT == "quick" else 1):
             run([frame(1, number, index.to_bytes(4, "big") + filling * length)])
@@ -227,7 +227,7 @@ def test_a_truncated_method_is_only_an_error(index: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_recorded_broker_sessions_are_understood(path: Path) -> None:
+def test_the_client_understands_recorded_broker_sessions(path: Path) -> None:
     client = Client(capacity=500)
     for _ in range(300):
         client.send()
@@ -236,10 +236,10 @@ def test_recorded_broker_sessions_are_understood(path: Path) -> None:
     is_broken = client.is_over or client.tap.error is not None
     assert is_broken == path.stem.startswith("broken-")
     answered = sum(receipt.done for receipt in client.receipts)
-    # The end of a connection is for the library, after that of a channel all leaves again, and no AMQP is for nobody.
+    # The close of a connection goes to the library. After the close of a channel all messages are sent again.
     assert (answered > 0) == (not is_broken and not path.stem.endswith("-close"))
     client.end()
 
 
-def test_the_corpus_exists() -> None:
+def test_the_corpus_of_recorded_broker_sessions_exists() -> None:
     assert len(CORPUS) > 3

@@ -50,7 +50,7 @@ def bodies(outbox: Outbox) -> list[bytes]:
     return [stored.message.body for stored in outbox.read()]
 
 
-def test_after_a_crash_the_outbox_has_the_durable_messages_in_order_and_no_settled_messages(path: Path) -> None:
+def test_after_a_crash_the_outbox_has_all_durable_messages_in_order_and_no_settled_messages(path: Path) -> None:
     outbox = Outbox(path)
     one, two, three = put(outbox, b"1", b"2", b"3")
     assert outbox.durable < one
@@ -66,7 +66,7 @@ def test_after_a_crash_the_outbox_has_the_durable_messages_in_order_and_no_settl
         assert put(outbox, b"5") == [three + 1]
 
 
-def test_sequence_numbers_are_not_reused_even_if_the_outbox_is_empty(path: Path) -> None:
+def test_the_outbox_does_not_reuse_sequence_numbers_even_if_it_is_empty(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox.settle(one)
@@ -75,7 +75,7 @@ def test_sequence_numbers_are_not_reused_even_if_the_outbox_is_empty(path: Path)
         assert put(outbox, b"2") == [one + 1]
 
 
-def test_a_message_is_read_back_as_it_was_put(path: Path) -> None:
+def test_a_message_is_read_from_the_outbox_exactly_as_it_was_put(path: Path) -> None:
     message = Message(
         b"body",
         content_type="text/plain",
@@ -106,7 +106,7 @@ def test_a_message_is_read_back_as_it_was_put(path: Path) -> None:
     assert plain.message == Message(b"plain", message_id="plain-id")
 
 
-def test_after_a_crash_only_messages_with_a_permission_to_write_are_marked_as_second_copies(
+def test_after_a_crash_only_messages_that_may_have_been_sent_are_marked_as_second_copies(
     path: Path,
 ) -> None:
     outbox = Outbox(path)
@@ -125,7 +125,9 @@ def test_after_a_crash_only_messages_with_a_permission_to_write_are_marked_as_se
         assert third.to_send() is third.message
 
 
-def test_a_permission_to_write_survives_a_crash_only_if_it_was_committed(path: Path) -> None:
+def test_a_message_is_marked_as_possibly_sent_after_a_crash_only_if_that_mark_was_committed_before_sending(
+    path: Path,
+) -> None:
     outbox = Outbox(path)
     (one,) = put(outbox, b"1", permit=False)
     outbox.commit()
@@ -141,14 +143,14 @@ def test_a_permission_to_write_survives_a_crash_only_if_it_was_committed(path: P
         assert outbox.read()[0].may_be_second_copy
 
 
-def test_marking_a_message_keeps_its_headers(path: Path) -> None:
+def test_marking_a_message_as_a_second_copy_keeps_its_headers(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.put(Message(b"", headers={"k": "v"}), "", "q", "id")
     with Outbox(path) as outbox:
         assert outbox.read()[0].to_send().headers == {"k": "v", REPUBLISHED: True}
 
 
-def test_a_message_can_be_settled_before_it_is_durable(path: Path) -> None:
+def test_a_message_of_the_outbox_can_be_settled_before_it_is_on_disk(path: Path) -> None:
     with Outbox(path) as outbox:
         one, _ = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -156,7 +158,7 @@ def test_a_message_can_be_settled_before_it_is_durable(path: Path) -> None:
         assert bodies(outbox) == [b"2"]
 
 
-def test_the_outbox_counts_messages_and_bytes_and_is_full_at_its_limit(path: Path) -> None:
+def test_the_outbox_counts_its_messages_and_bytes_and_is_full_at_its_byte_limit(path: Path) -> None:
     with Outbox(path, max_bytes=700) as outbox:
         sequences = put(outbox, *[b"x" * 100] * 3)
         with pytest.raises(OutboxFull, match=r"no room for a message of \d+ bytes: \d+ of at most 700 bytes"):
@@ -173,7 +175,7 @@ def test_the_outbox_counts_messages_and_bytes_and_is_full_at_its_limit(path: Pat
         assert outbox.read()[0].size == size
 
 
-def test_a_message_that_amqp_cannot_carry_is_refused_and_uses_no_room(path: Path) -> None:
+def test_putting_a_message_that_amqp_cannot_carry_into_the_outbox_raises_an_error_and_uses_no_room(path: Path) -> None:
     with Outbox(path) as outbox:
         with pytest.raises(TypeError, match=r"headers\['k'\]"):
             outbox.put(Message(b"", headers={"k": object()}), "", "q", "id")
@@ -182,7 +184,7 @@ def test_a_message_that_amqp_cannot_carry_is_refused_and_uses_no_room(path: Path
         assert (outbox.last, len(outbox), outbox.size) == (0, 0, 0)
 
 
-def test_the_outbox_is_read_in_batches(path: Path) -> None:
+def test_the_outbox_returns_its_messages_in_batches(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, *(b"%d" % number for number in range(10)))
         found: list[StoredMessage] = []
@@ -192,7 +194,7 @@ def test_the_outbox_is_read_in_batches(path: Path) -> None:
         assert [stored.message.body for stored in found] == [b"%d" % number for number in range(10)]
 
 
-def test_messages_that_are_too_old_are_removed_and_returned(path: Path) -> None:
+def test_the_outbox_removes_and_returns_messages_that_are_too_old(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"old", b"older")
         limit = time.time() + 0.001
@@ -204,7 +206,7 @@ def test_messages_that_are_too_old_are_removed_and_returned(path: Path) -> None:
         assert outbox.expire(limit) == []
 
 
-def test_one_of_many_threads_commits_for_all_threads(path: Path) -> None:
+def test_one_of_the_threads_that_wait_for_the_disk_commits_for_all_of_them(path: Path) -> None:
     with Outbox(path) as outbox:
         commits = 0
         commit = outbox._commit
@@ -237,7 +239,7 @@ def test_one_of_many_threads_commits_for_all_threads(path: Path) -> None:
         assert commits < 16
 
 
-def test_a_failed_commit_raises_and_the_next_one_retries(path: Path) -> None:
+def test_a_failed_commit_of_the_outbox_raises_an_error_and_the_next_commit_retries_the_changes(path: Path) -> None:
     with Outbox(path) as outbox:
         one, two = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -253,7 +255,7 @@ def test_a_failed_commit_raises_and_the_next_one_retries(path: Path) -> None:
         assert outbox.size == sum(stored.size for stored in outbox.read())
 
 
-def test_a_failed_wait_raises_and_the_next_one_retries(path: Path) -> None:
+def test_a_wait_for_the_disk_that_fails_raises_an_error_and_the_next_wait_retries_the_changes(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox._file.execute("ALTER TABLE message RENAME TO gone")
@@ -266,7 +268,7 @@ def test_a_failed_wait_raises_and_the_next_one_retries(path: Path) -> None:
         assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
 
 
-def test_a_wait_removes_settled_messages_if_there_are_many(path: Path) -> None:
+def test_a_wait_for_the_disk_removes_settled_messages_if_there_are_many(path: Path) -> None:
     with Outbox(path) as outbox:
         sequences = put(outbox, *(b"%d" % number for number in range(1000)))
         outbox.wait_durable(sequences[-1])
@@ -281,7 +283,7 @@ def test_a_wait_removes_settled_messages_if_there_are_many(path: Path) -> None:
         assert len(outbox) == 2
 
 
-def test_a_commit_that_ctrl_c_interrupts_at_its_end_can_be_repeated(path: Path) -> None:
+def test_a_commit_of_the_outbox_that_ctrl_c_interrupts_can_be_repeated(path: Path) -> None:
     with Outbox(path) as outbox:
         one, _ = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -311,7 +313,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def test_E4_every_wait_for_a_file_locked_by_another_process_ends_by_its_timeout(path: Path) -> None:
+def test_E4_every_wait_for_an_outbox_file_locked_by_another_process_ends_after_its_timeout(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     with locked(path):
@@ -325,7 +327,7 @@ def test_E4_every_wait_for_a_file_locked_by_another_process_ends_by_its_timeout(
     outbox.close()
 
 
-def test_E4_closing_while_the_file_stays_locked_reports_the_messages_that_were_not_written(path: Path) -> None:
+def test_E4_closing_an_outbox_whose_file_stays_locked_reports_the_messages_that_were_not_written(path: Path) -> None:
     outbox = Outbox(path)
     outbox.commit()
     outbox.put(Message(b"1", message_id="own"), "", "q", "id-1")
@@ -338,7 +340,7 @@ def test_E4_closing_while_the_file_stays_locked_reports_the_messages_that_were_n
         assert outbox.read() == []
 
 
-def test_E4_close_waits_no_longer_than_its_timeout_for_a_thread_that_writes(path: Path) -> None:
+def test_E4_close_waits_for_a_thread_that_writes_to_the_outbox_no_longer_than_the_timeout(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     with locked(path):
@@ -353,7 +355,7 @@ def test_E4_close_waits_no_longer_than_its_timeout_for_a_thread_that_writes(path
     assert [stored.message.body for stored in Outbox.look(path)] == [b"1"]
 
 
-def test_E4_a_wait_can_be_ended_from_another_thread(path: Path) -> None:
+def test_E4_a_wait_for_the_locked_outbox_file_can_be_ended_by_another_thread(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     errors: list[OutboxError] = []
@@ -376,7 +378,7 @@ def test_E4_a_wait_can_be_ended_from_another_thread(path: Path) -> None:
     outbox.close()
 
 
-def test_closing_the_outbox_twice_does_no_harm(path: Path) -> None:
+def test_closing_the_outbox_a_second_time_has_no_effect(path: Path) -> None:
     outbox = Outbox(path)
     outbox.close()
     outbox.close()
@@ -385,13 +387,13 @@ def test_closing_the_outbox_twice_does_no_harm(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"), [({"synchronous": "off"}, "must be 'normal' or 'full'"), ({"max_bytes": 0}, "max_bytes")]
 )
-def test_invalid_settings_are_refused(path: Path, options, words) -> None:
+def test_an_outbox_with_invalid_arguments_raises_an_error(path: Path, options, words) -> None:
     with pytest.raises(ValueError, match=words):
         Outbox(path, **options)
     assert not path.exists()
 
 
-def test_synchronous_full_is_passed_to_sqlite(path: Path) -> None:
+def test_the_argument_synchronous_full_is_passed_to_sqlite(path: Path) -> None:
     with Outbox(path, synchronous="full") as outbox:
         assert outbox._file.one("PRAGMA synchronous") == 2
         assert outbox._file.one("PRAGMA journal_mode") == "wal"
@@ -400,7 +402,7 @@ def test_synchronous_full_is_passed_to_sqlite(path: Path) -> None:
 # One process at a time.
 
 
-def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) -> None:
+def test_opening_a_second_outbox_on_the_same_file_in_a_process_raises_an_error(path: Path) -> None:
     with (
         Outbox(path),
         pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"),
@@ -409,7 +411,7 @@ def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) ->
     Outbox(path).close()
 
 
-def test_the_same_file_under_a_different_name_is_refused(path: Path, tmp_path: Path) -> None:
+def test_opening_the_file_of_an_open_outbox_under_a_different_name_raises_an_error(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with Outbox(path), pytest.raises(OutboxInUse):
         Outbox(tmp_path / "link")
@@ -429,7 +431,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_refused_and_the_lock_of_a_dead_process_is_taken_over(path: Path) -> None:
+def test_a_second_process_cannot_open_the_outbox_until_the_first_process_is_dead(path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
     ) as holder:
@@ -444,7 +446,7 @@ def test_a_second_process_is_refused_and_the_lock_of_a_dead_process_is_taken_ove
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_child_does_not_use_the_outbox_and_does_not_keep_its_lock(path: Path) -> None:
+def test_a_forked_child_cannot_use_the_outbox_of_its_parent_and_does_not_keep_the_lock(path: Path) -> None:
     outbox = Outbox(path)
     go_on, tell = os.pipe()
     child = os.fork()
@@ -466,7 +468,7 @@ def test_a_forked_child_does_not_use_the_outbox_and_does_not_keep_its_lock(path:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_the_lock_to_its_parent(path: Path) -> None:
+def test_a_forked_child_that_releases_the_lock_of_the_outbox_leaves_the_lock_to_its_parent(path: Path) -> None:
     def lock() -> LockFile:
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
 
@@ -534,7 +536,7 @@ def test_an_outbox_written_by_the_first_version_can_still_be_opened(path: Path) 
         assert put(outbox, b"new") == [8]
 
 
-def test_tables_of_an_unsupported_version_are_refused(path: Path) -> None:
+def test_opening_an_outbox_file_of_an_unsupported_version_raises_an_error(path: Path) -> None:
     Outbox(path).close()
     with sqlite3.connect(path) as file:
         file.execute("PRAGMA user_version = 9")
@@ -562,7 +564,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_message_is_set_aside_and_all_others_are_read(path: Path, damage: str) -> None:
+def test_a_damaged_message_in_the_outbox_is_moved_aside_and_all_others_are_read(path: Path, damage: str) -> None:
     column, words = DAMAGES[damage]
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
@@ -599,7 +601,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_are_read(path: Path, dama
         Outbox.find(path, 2)
 
 
-def test_a_message_that_was_set_aside_stays_aside_even_if_it_becomes_readable_again(path: Path) -> None:
+def test_a_message_moved_aside_as_damaged_stays_aside_even_if_it_becomes_readable_again(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", permit=False)
     change(path, "UPDATE message SET held = held | 2 WHERE sequence = 1")
@@ -610,7 +612,7 @@ def test_a_message_that_was_set_aside_stays_aside_even_if_it_becomes_readable_ag
         assert Outbox.look_damaged(path) == {1: "it was damaged before, but can be read now"}
 
 
-def test_any_message_can_be_dropped(path: Path) -> None:
+def test_any_message_in_the_outbox_can_be_dropped_once(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
         # Also a message that is only noted.
@@ -620,7 +622,7 @@ def test_any_message_can_be_dropped(path: Path) -> None:
             outbox.drop(2)
 
 
-def test_the_outbox_can_be_inspected_while_it_is_in_use(path: Path) -> None:
+def test_the_outbox_can_be_inspected_by_look_while_a_producer_uses_it(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2")
         outbox.commit()

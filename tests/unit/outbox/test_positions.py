@@ -53,7 +53,7 @@ def tables(path: Path) -> set[str]:
     ],
     ids=["bytes", "float", "bool", "None", "65 bits", "value", "source"],
 )
-def test_E13_a_position_that_cannot_be_stored_is_refused(
+def test_E13_the_position_of_a_source_with_values_that_cannot_be_stored_raises_an_error(
     source: Any, value: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=r"^Position: ") as raised:
@@ -66,7 +66,9 @@ def test_E13_a_position_that_cannot_be_stored_is_refused(
     [0, -1, (1 << 63) - 1, -(1 << 63), "", "key", "1200", "a\0b", "Åse" * 1000],
     ids=lambda value: f"{value!r:.30}",
 )
-def test_E13_a_position_is_read_back_as_it_was_put(path: Path, value: int | str) -> None:
+def test_E13_the_position_of_a_source_is_read_from_the_outbox_exactly_as_it_was_put(
+    path: Path, value: int | str
+) -> None:
     with Outbox(path) as outbox:
         assert outbox.position(ROWS) is None
         put(outbox, value)
@@ -77,14 +79,14 @@ def test_E13_a_position_is_read_back_as_it_was_put(path: Path, value: int | str)
         assert outbox.position("another") is None
 
 
-def test_E13_a_value_that_is_not_a_position_is_refused(path: Path) -> None:
+def test_E13_a_value_that_is_not_a_position_of_a_source_raises_an_error(path: Path) -> None:
     with Outbox(path) as outbox:
         with pytest.raises(TypeError, match="position must be a Position, not int: 7"):
             outbox.put(b"1", "", "q", "id", position=7)  # type: ignore[arg-type]  # on purpose
         assert (outbox.last, len(outbox)) == (0, 0)
 
 
-def test_E13_a_position_is_written_to_disk_together_with_its_message(path: Path) -> None:
+def test_E13_the_position_of_a_source_is_written_to_disk_together_with_its_message(path: Path) -> None:
     outbox = Outbox(path)
     outbox.wait_durable(put(outbox, 1))
     put(outbox, 2)
@@ -107,7 +109,7 @@ def test_E13_a_commit_stores_the_last_position_of_each_source(path: Path) -> Non
         assert (outbox.position("a"), outbox.position("b")) == (2, 20)
 
 
-def test_E13_a_position_is_kept_when_its_message_is_settled(path: Path) -> None:
+def test_E13_the_position_of_a_source_is_kept_when_its_message_is_settled(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.settle(put(outbox, 7))
     with Outbox(path) as outbox:
@@ -116,7 +118,7 @@ def test_E13_a_position_is_kept_when_its_message_is_settled(path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["one", "several"])
-def test_E13_a_failed_commit_stores_no_position_and_the_next_one_does(
+def test_E13_the_position_of_a_source_after_a_failed_commit_is_stored_by_the_next_commit(
     path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(path)
@@ -143,7 +145,7 @@ def test_E13_a_failed_commit_stores_no_position_and_the_next_one_does(
         assert outbox.position(ROWS) == 1 + count
 
 
-def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored(
+def test_E13_if_the_outbox_closes_without_storing_a_message_its_position_is_not_stored(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(path)
@@ -156,7 +158,7 @@ def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored(
 
 
 @pytest.mark.parametrize("when", ["on disk", "noted", "one commit"])
-def test_E13_the_position_of_a_withdrawn_message_is_withdrawn(path: Path, when: str) -> None:
+def test_E13_the_position_of_a_withdrawn_message_is_not_stored(path: Path, when: str) -> None:
     outbox = Outbox(path)
     last = put(outbox, 1)
     if when != "one commit":
@@ -175,7 +177,7 @@ def test_E13_the_position_of_a_withdrawn_message_is_withdrawn(path: Path, when: 
         assert [stored.sequence for stored in outbox.read()] == [last, withdrawn + 1]
 
 
-def test_E13_withdrawing_the_first_message_of_a_source_leaves_no_position(path: Path) -> None:
+def test_E13_withdrawing_the_first_message_of_a_source_leaves_no_position_of_that_source(path: Path) -> None:
     outbox = Outbox(path)
     put(outbox, 1)
     outbox.commit()
@@ -200,7 +202,7 @@ def test_E13_the_position_of_a_message_that_was_put_after_a_withdrawn_message_is
         assert outbox.position(ROWS) == 3
 
 
-def test_E13_a_position_can_be_set_and_deleted_without_a_message(path: Path) -> None:
+def test_E13_the_position_of_a_source_can_be_set_and_deleted_without_a_message(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, 9)
         outbox.set_position(ROWS, "elsewhere")
@@ -216,7 +218,7 @@ def test_E13_a_position_can_be_set_and_deleted_without_a_message(path: Path) -> 
         assert outbox.position(ROWS) == 10
 
 
-def test_E13_an_outbox_of_an_earlier_version_gets_the_positions_table_when_needed(path: Path) -> None:
+def test_E13_an_outbox_file_gets_the_table_of_positions_with_its_first_position(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.put(b"left", "", "q", "id")
     # The tables of an earlier release, and of an outbox without positions.
@@ -229,7 +231,9 @@ def test_E13_an_outbox_of_an_earlier_version_gets_the_positions_table_when_neede
 
 
 @pytest.mark.parametrize("value", ["CAST(x'ff' AS TEXT)", "x'31'", "1.5"], ids=["no UTF-8", "bytes", "real"])
-def test_E13_reading_a_damaged_position_is_an_error_and_it_can_be_set_again(path: Path, value: str) -> None:
+def test_E13_reading_a_damaged_position_raises_an_error_and_the_position_can_be_set_again(
+    path: Path, value: str
+) -> None:
     with Outbox(path) as outbox:
         put(outbox, 1)
         put(outbox, 2, "another")
@@ -242,7 +246,7 @@ def test_E13_reading_a_damaged_position_is_an_error_and_it_can_be_set_again(path
         assert outbox.position(ROWS) == 3
 
 
-def test_E13_a_damaged_source_is_an_error(path: Path) -> None:
+def test_E13_opening_an_outbox_with_a_damaged_source_name_raises_an_error(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, 1)
     change(path, "UPDATE position SET source = CAST(x'ff' AS TEXT)")
@@ -258,7 +262,7 @@ def test_E13_a_damaged_source_is_an_error(path: Path) -> None:
     [b"body", Message(b"body", headers={"a": [1]}, priority=3), RoutedMessage(b"body", routing_key="elsewhere")],
     ids=["bytes", "message", "routed"],
 )
-def test_E13_a_message_with_a_position_equals_the_original_and_errors_carry_the_original(
+def test_E13_a_message_with_a_position_equals_the_given_message_and_errors_contain_the_given_message(
     given: bytes | Message,
 ) -> None:
     made = with_position(given, Position(ROWS, 1))
@@ -291,7 +295,7 @@ def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 
 
-def test_E13_a_message_with_a_position_is_not_written_before_it_is_on_disk(path: Path) -> None:
+def test_E13_a_message_with_a_position_is_not_sent_before_it_is_on_disk(path: Path) -> None:
     kept = Kept(path)
     assert kept.send(b"plain") is not None
     send(kept, 1)
@@ -304,7 +308,7 @@ def test_E13_a_message_with_a_position_is_not_written_before_it_is_on_disk(path:
     kept.outbox.close()
 
 
-def test_E13_the_io_thread_is_not_woken_for_a_message_that_waits_for_the_disk(path: Path) -> None:
+def test_E13_the_io_thread_is_not_woken_for_a_message_that_is_not_yet_on_disk(path: Path) -> None:
     kept = Kept(path)
     has_output = [kept.protocol.has_output]
     send(kept, 1)
@@ -365,7 +369,7 @@ def test_E13_a_message_that_waits_for_the_disk_wakes_a_writer_that_waits_for_mor
     kept.outbox.close()
 
 
-def test_E13_an_interrupted_request_does_not_hide_the_next_one_from_the_writer(
+def test_E13_after_an_interrupted_commit_request_the_next_request_still_wakes_the_writer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(list[Any]):
@@ -382,7 +386,9 @@ def test_E13_an_interrupted_request_does_not_hide_the_next_one_from_the_writer(
     kept.outbox.close()
 
 
-def test_E13_a_commit_does_not_scan_all_known_sources(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E13_the_cost_of_a_commit_does_not_depend_on_the_number_of_known_sources(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Reached(dict[str, Any]):
         def items(self) -> Any:
             raise AssertionError("all sources were looked at")
@@ -396,7 +402,7 @@ def test_E13_a_commit_does_not_scan_all_known_sources(path: Path, monkeypatch: p
         assert outbox.position(ROWS) == 2
 
 
-def test_E13_a_position_is_not_stored_if_its_message_was_not_recorded(
+def test_E13_if_ctrl_c_interrupts_a_put_into_the_outbox_the_position_is_not_stored(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(list[Any]):
@@ -413,7 +419,7 @@ def test_E13_a_position_is_not_stored_if_its_message_was_not_recorded(
         assert outbox.position(ROWS) == 1
 
 
-def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_the_messages_are_then_sent(
+def test_E13_messages_that_their_sender_does_not_commit_are_committed_by_the_writer_and_then_sent(
     path: Path,
 ) -> None:
     kept = Kept(path)
@@ -433,7 +439,9 @@ def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_t
     kept.outbox.close()
 
 
-def test_E13_messages_not_on_disk_at_a_crash_were_never_sent_and_all_other_messages_are_marked(path: Path) -> None:
+def test_E13_messages_not_on_disk_at_a_crash_were_never_sent_and_all_others_are_marked_as_second_copies(
+    path: Path,
+) -> None:
     kept = Kept(path)
     for value in (1, 2):
         send(kept, value)
@@ -450,7 +458,7 @@ def test_E13_messages_not_on_disk_at_a_crash_were_never_sent_and_all_other_messa
     kept.outbox.close()
 
 
-def test_E13_a_spilled_message_keeps_its_position(path: Path) -> None:
+def test_E13_a_message_that_waits_on_disk_while_the_producer_is_flowed_keeps_its_position(path: Path) -> None:
     kept = Kept(path, when_flowed="spill")
     kept.protocol.hold("paused", kept.now)
     send(kept, 1, spills=True)
@@ -461,7 +469,7 @@ def test_E13_a_spilled_message_keeps_its_position(path: Path) -> None:
         assert [stored.message.body for stored in outbox.read()] == [b"1"]
 
 
-def test_E13_a_message_that_could_not_be_stored_at_the_end_is_safe_to_send_again(
+def test_E13_a_message_with_a_position_that_could_not_be_stored_at_the_end_settles_as_failed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(path)
@@ -494,7 +502,7 @@ def _nothing(kept: Kept) -> None: ...
 
 @pytest.mark.parametrize("then", [_nothing, _commit_by_another, _go_on], ids=lambda then: then.__name__)
 @pytest.mark.parametrize("way", ["admitted", "spilled"])
-def test_E13_after_any_interrupt_a_position_is_on_disk_exactly_if_its_message_is_on_disk(
+def test_E13_after_ctrl_c_at_any_line_a_position_is_on_disk_exactly_if_its_message_is_on_disk(
     tmp_path: Path, then: Callable[[Kept], None], way: str
 ) -> None:
     settings: dict[str, Any] = {"when_flowed": "spill"} if way == "spilled" else {}

@@ -45,10 +45,10 @@ def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 
 
-def test_a_backlog_in_which_all_messages_are_too_old_holds_no_sender(path: Path) -> None:
+def test_an_outbox_in_which_all_messages_are_too_old_does_not_hold_the_producer(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = Kept(path, opened=False, outbox_max_age=60.0)
-    # They are a day older than the present message.
+    # The messages are now a day old.
     kept.now += DAY
     kept.protocol.channel_opened(1, 1 << 17, kept.now)
     assert [hold.kind for hold in kept.protocol.gate.holds] == ["outbox"]
@@ -58,7 +58,7 @@ def test_a_backlog_in_which_all_messages_are_too_old_holds_no_sender(path: Path)
     assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
 
 
-def test_a_message_stored_with_a_clock_that_was_ahead_ages_from_the_start_of_this_process(
+def test_the_age_of_a_message_stored_by_a_clock_that_was_ahead_counts_from_the_start_of_this_process(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall_time = time.time
@@ -84,7 +84,7 @@ def read_and_held(path: Path) -> Kept:
     return kept
 
 
-def test_messages_read_from_the_backlog_can_become_too_old_while_the_producer_is_flowed(path: Path) -> None:
+def test_messages_read_from_the_outbox_can_become_too_old_while_the_producer_is_flowed(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = read_and_held(path)
     assert kept.protocol.waiters.when_flushed("flush")
@@ -102,7 +102,9 @@ def test_messages_read_from_the_backlog_can_become_too_old_while_the_producer_is
     assert Outbox.look(path) == []
 
 
-def test_messages_that_became_too_old_in_memory_are_not_sent_when_the_producer_is_unflowed(path: Path) -> None:
+def test_messages_of_the_outbox_that_became_too_old_in_memory_are_not_sent_when_the_producer_is_unflowed(
+    path: Path,
+) -> None:
     leave(path, b"1", b"2", b"3")
     kept = read_and_held(path)
     kept.now += DAY
@@ -115,7 +117,7 @@ def test_messages_that_became_too_old_in_memory_are_not_sent_when_the_producer_i
     assert bodies(kept.write()) == [b"new"]
 
 
-def test_the_receipt_of_a_spilled_message_shows_that_it_became_too_old_in_memory(path: Path) -> None:
+def test_the_receipt_of_a_message_that_was_spilled_to_disk_shows_that_it_became_too_old(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_age=60.0, capacity=1)
     kept.send(b"in the window")
     receipt = kept.send(b"waits", spills=True)
@@ -123,7 +125,7 @@ def test_the_receipt_of_a_spilled_message_shows_that_it_became_too_old_in_memory
     kept.turn()
     assert len(kept.backlog.ready) == 1
     kept.now += DAY
-    # Room becomes free a day too late.
+    # The outbox gets room a day too late.
     kept.write()
     kept.protocol.on_ack(1, False, kept.now)
     kept.turn()
@@ -133,7 +135,7 @@ def test_the_receipt_of_a_spilled_message_shows_that_it_became_too_old_in_memory
 
 
 @pytest.mark.parametrize("too_old", [False, True], ids=["young", "old"])
-def test_spilled_messages_read_before_the_producer_ends_stay_on_disk_and_their_receipts_show_it(
+def test_messages_spilled_to_disk_that_are_unsent_at_the_end_stay_on_disk_and_their_receipts_show_it(
     path: Path, too_old: bool
 ) -> None:
     kept = Kept(path, when_flowed="spill", capacity=2, outbox_max_age=60.0)
@@ -175,7 +177,7 @@ def is_returned(kept: Kept, receipt: Receipt) -> None:
         (is_returned, "stored (312 NO_ROUTE); there is no queue 'q': declare it"),
     ],
 )
-def test_E13_an_undelivered_message_stays_and_the_next_producer_sends_it_with_a_mark(
+def test_E13_an_undelivered_message_stays_in_the_outbox_and_the_next_producer_sends_it_as_a_second_copy(
     path: Path, refuse: Callable[[Kept, Receipt], None], words: str
 ) -> None:
     kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
@@ -202,7 +204,7 @@ def test_E13_an_undelivered_message_stays_and_the_next_producer_sends_it_with_a_
     assert Outbox.look(path) == []
 
 
-def test_E13_a_message_that_became_too_old_on_disk_stays_and_is_settled_once(path: Path) -> None:
+def test_E13_a_message_that_became_too_old_on_disk_stays_in_the_outbox_and_is_settled_once(path: Path) -> None:
     leave(path, b"1", b"2")
     kept = Kept(path, opened=False, outbox_max_age=60.0, outbox_keep_undelivered=True)
     kept.now += DAY
@@ -217,7 +219,7 @@ def test_E13_a_message_that_became_too_old_on_disk_stays_and_is_settled_once(pat
     assert [stored.message.body for stored in Outbox.look(path)] == [b"1", b"2"]
 
 
-def test_E13_messages_that_stay_on_disk_are_not_kept_in_memory(path: Path) -> None:
+def test_E13_undelivered_messages_that_stay_in_the_outbox_are_not_kept_in_memory(path: Path) -> None:
     kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
     for tag in range(1, 100):
         assert kept.send(b"one") is not None
@@ -230,7 +232,7 @@ def test_E13_messages_that_stay_on_disk_are_not_kept_in_memory(path: Path) -> No
 
 
 @pytest.mark.parametrize("which", [[1], [2], [4], [1, 2], [3, 4], [1, 2, 3, 4]], ids=str)
-def test_a_damaged_message_is_set_aside_and_all_others_are_sent_in_order(
+def test_a_damaged_message_in_the_outbox_is_moved_aside_and_all_others_are_sent_in_order(
     path: Path, which: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(path, b"1", b"2", b"3", b"4")
@@ -264,7 +266,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_are_sent_in_order(
     kept.outbox.close()
 
 
-def test_E2_a_send_withdrawn_outside_a_protocol_step_is_not_spilled(path: Path) -> None:
+def test_E2_a_send_that_is_withdrawn_while_a_confirm_makes_room_is_not_spilled_to_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
     kept.send(bytes(500))
     kept.write()
@@ -281,7 +283,7 @@ def test_E2_a_send_withdrawn_outside_a_protocol_step_is_not_spilled(path: Path) 
     kept.outbox.close()
 
 
-def test_E2_an_exception_from_a_signal_handler_does_not_become_the_error_of_a_spilled_message(
+def test_E2_if_a_signal_handler_raises_while_a_message_is_spilled_to_disk_its_sender_gets_no_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
@@ -306,7 +308,7 @@ def test_E2_an_exception_from_a_signal_handler_does_not_become_the_error_of_a_sp
     kept.outbox.close()
 
 
-def test_the_receipt_of_a_spilled_message_shows_that_it_is_damaged_on_disk(path: Path) -> None:
+def test_the_receipt_of_a_message_that_was_spilled_to_disk_shows_that_it_is_damaged_there(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.protocol.hold("paused", kept.now)
     receipts = [kept.send(b"%d" % number, spills=True) for number in range(3)]
@@ -329,7 +331,7 @@ def test_the_receipt_of_a_spilled_message_shows_that_it_is_damaged_on_disk(path:
     assert list(Outbox.look_damaged(path)) == [2]
 
 
-def test_a_failed_read_is_retried_and_does_not_fail_a_wait_for_a_commit(
+def test_a_failed_read_of_the_outbox_is_retried_and_no_wait_for_a_commit_fails(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(path, b"1", b"2")
@@ -356,7 +358,7 @@ def test_a_failed_read_is_retried_and_does_not_fail_a_wait_for_a_commit(
     assert bodies(kept.write())[:2] == [b"1", b"2"]
 
 
-def test_every_wait_for_a_commit_fails_if_the_commit_fails(path: Path) -> None:
+def test_every_sender_that_waits_for_a_commit_gets_an_error_if_the_commit_fails(path: Path) -> None:
     kept = Kept(path)
     kept.outbox.put(b"1", "", "q", "id")
     change(path, "ALTER TABLE message RENAME TO gone")

@@ -94,7 +94,7 @@ def every_line(
 
 
 @pytest.mark.parametrize("payload", OWN.values(), ids=OWN)
-def test_an_interrupted_send_with_an_outbox_admits_the_whole_message_or_nothing(
+def test_with_an_outbox_a_send_that_ctrl_c_interrupts_admits_the_whole_message_or_nothing(
     path: Path, payload: bytes | Message
 ) -> None:
     admitted = []
@@ -111,7 +111,7 @@ def test_an_interrupted_send_with_an_outbox_admits_the_whole_message_or_nothing(
     assert not admitted[0]
 
 
-def test_an_interrupted_spill_leaves_the_message_on_disk_or_withdrawn(path: Path) -> None:
+def test_a_send_that_ctrl_c_interrupts_while_it_spills_leaves_the_message_on_disk_or_withdrawn(path: Path) -> None:
     def begin(kept: Kept) -> None:
         kept.protocol.hold("paused", kept.now)
         assert kept.send(b"before", spills=True) is not None
@@ -126,7 +126,7 @@ def test_an_interrupted_spill_leaves_the_message_on_disk_or_withdrawn(path: Path
     assert not spilled[0]
 
 
-def test_no_message_overtakes_the_first_spilled_one(path: Path) -> None:
+def test_no_later_message_overtakes_a_message_that_was_spilled_to_disk_when_ctrl_c_came(path: Path) -> None:
     for kept, _ in every_line(
         path,
         lambda kept: kept.protocol.hold("paused", kept.now),
@@ -141,7 +141,9 @@ def test_no_message_overtakes_the_first_spilled_one(path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["resume", "capacity"])
-def test_messages_on_disk_are_read_once_and_in_order(path: Path, way: str) -> None:
+def test_messages_on_disk_are_read_once_and_in_order_even_if_ctrl_c_interrupts_the_reading(
+    path: Path, way: str
+) -> None:
     def begin(kept: Kept) -> None:
         kept.send(b"before")
         kept.write()
@@ -163,7 +165,7 @@ def test_messages_on_disk_are_read_once_and_in_order(path: Path, way: str) -> No
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
-def test_E2_a_flush_is_woken_even_if_an_interrupt_occurs_while_its_messages_leave_the_disk(
+def test_E2_a_flush_ends_even_if_ctrl_c_comes_while_its_messages_are_removed_from_disk(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -184,7 +186,7 @@ def test_E2_a_flush_is_woken_even_if_an_interrupt_occurs_while_its_messages_leav
     kept.outbox.close()
 
 
-def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
+def test_waiting_senders_are_spilled_to_disk_once_and_in_order_even_if_ctrl_c_comes(path: Path) -> None:
     tickets: list[SendTicket] = []
 
     def begin(kept: Kept) -> None:
@@ -210,7 +212,9 @@ def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["failures", "on_delivery"])
-def test_a_message_that_is_too_old_at_its_admission_is_settled_and_reported_once(path: Path, told: bool) -> None:
+def test_a_message_that_is_too_old_when_it_is_admitted_is_settled_and_reported_once_even_if_ctrl_c_comes(
+    path: Path, told: bool
+) -> None:
     receipts: list[Receipt | None] = []
 
     def begin(kept: Kept) -> None:
@@ -239,7 +243,7 @@ def test_a_message_that_is_too_old_at_its_admission_is_settled_and_reported_once
         assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
 
 
-def test_a_wait_for_the_disk_can_be_interrupted_and_restarted(path: Path) -> None:
+def test_a_wait_for_the_outbox_file_that_ctrl_c_interrupts_can_be_restarted(path: Path) -> None:
     def begin(kept: Kept) -> None:
         assert kept.store.send(b"own", "", "q", kept.now, spills=False) is not None
 
@@ -249,7 +253,7 @@ def test_a_wait_for_the_disk_can_be_interrupted_and_restarted(path: Path) -> Non
         assert all_gets_out(kept) == [b"own"]
 
 
-def test_a_read_can_be_interrupted_and_restarted(path: Path) -> None:
+def test_a_read_of_the_outbox_that_ctrl_c_interrupts_can_be_restarted(path: Path) -> None:
     for kept, _ in every_line(
         path, lambda kept: kept.outbox.put(b"own", "", "q", "id"), lambda kept: kept.outbox.read(), 10
     ):
@@ -259,7 +263,7 @@ def test_a_read_can_be_interrupted_and_restarted(path: Path) -> None:
         assert (len(kept.outbox), kept.outbox.size) == (0, 0)
 
 
-def test_messages_that_were_stored_before_an_interrupt_survive_a_later_crash(path: Path) -> None:
+def test_messages_that_were_stored_in_the_outbox_before_ctrl_c_survive_a_later_crash(path: Path) -> None:
     # In any state of the memory, the file has the admitted messages.
     leave(path, b"left", permit=True)
     kept = Kept(path)
@@ -279,7 +283,7 @@ def test_messages_that_were_stored_before_an_interrupt_survive_a_later_crash(pat
     assert found[-1].sequence > sequence
 
 
-def test_E2_a_step_interrupted_after_the_end_leaves_stored_messages_in_the_outbox(path: Path) -> None:
+def test_E2_ctrl_c_after_the_end_of_the_producer_removes_no_stored_message_from_the_outbox(path: Path) -> None:
     kept = Kept(path)
     receipts = [kept.store.send(b"%d" % number, "", "q", kept.now, spills=False) for number in range(3)]
     kept.outbox.commit()
@@ -291,7 +295,7 @@ def test_E2_a_step_interrupted_after_the_end_leaves_stored_messages_in_the_outbo
     assert [stored.message.body for stored in Outbox.look(path)] == [b"0", b"1", b"2"]
 
 
-def test_E2_an_interrupt_while_messages_are_settled_leaves_no_settled_message_in_the_outbox(path: Path) -> None:
+def test_E2_ctrl_c_while_messages_are_settled_leaves_no_settled_message_in_the_outbox(path: Path) -> None:
     for at in range(1, 2000, EVERY):
         kept = Kept(path, f"{at}-")
         for number in range(3):

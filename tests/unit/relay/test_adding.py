@@ -34,7 +34,9 @@ def rows(engine: Engine, outbox: Outbox) -> list[Any]:
         return list(connection.execute(select(outbox.tables.rows).order_by(outbox.tables.rows.c.id)))
 
 
-def test_E14_a_message_is_stored_if_the_transaction_commits(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_message_is_stored_in_the_database_outbox_if_the_transaction_commits(
+    engine: Engine, outbox: Outbox
+) -> None:
     with Session(engine) as session:
         outbox.add(session, "an order", exchange="x", routing_key="orders", ordering_key="7")
         session.commit()
@@ -45,7 +47,9 @@ def test_E14_a_message_is_stored_if_the_transaction_commits(engine: Engine, outb
     assert (second.exchange, second.routing_key, second.ordering_key, second.body) == ("", "orders", None, b"another")
 
 
-def test_E14_a_message_is_rolled_back_with_its_transaction_or_savepoint(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_message_added_in_a_transaction_or_savepoint_is_rolled_back_with_it(
+    engine: Engine, outbox: Outbox
+) -> None:
     with Session(engine) as session:
         outbox.add(session, b"rolled back", routing_key="q")
         session.rollback()
@@ -57,7 +61,9 @@ def test_E14_a_message_is_rolled_back_with_its_transaction_or_savepoint(engine: 
     assert [row.body for row in rows(engine, outbox)] == [b"kept"]
 
 
-def test_E3_a_message_is_encoded_when_it_is_added(engine: Engine, outbox: Outbox) -> None:
+def test_E3_a_message_is_encoded_when_it_is_added_so_that_later_changes_have_no_effect(
+    engine: Engine, outbox: Outbox
+) -> None:
     headers = {"k": ["v"]}
     message = Message(b"m", headers=headers, content_type="text/plain", priority=3)
     with engine.begin() as connection:
@@ -77,7 +83,7 @@ def test_E14_a_message_id_is_assigned_once_and_never_changes(engine: Engine, out
     assert [decode_message(row.properties, row.body).message_id for row in rows(engine, outbox)] == [given, "mine"]
 
 
-def test_E14_a_routed_message_goes_to_its_own_route_unless_arguments_override_it(
+def test_E14_a_routed_message_goes_to_its_exchange_and_routing_key_unless_arguments_override_them(
     engine: Engine, outbox: Outbox
 ) -> None:
     message = RoutedMessage(b"", exchange="x", routing_key="k")
@@ -87,7 +93,7 @@ def test_E14_a_routed_message_goes_to_its_own_route_unless_arguments_override_it
     assert [(row.exchange, row.routing_key) for row in rows(engine, outbox)] == [("x", "k"), ("", "q")]
 
 
-def test_E14_add_many_keeps_the_order(engine: Engine, outbox: Outbox) -> None:
+def test_E14_add_many_keeps_the_order_of_its_messages(engine: Engine, outbox: Outbox) -> None:
     bodies = [b"%d" % number for number in range(2500)]
     with engine.begin() as connection:
         ids = outbox.add_many(connection, bodies, routing_key="q", ordering_key="k")
@@ -114,7 +120,7 @@ def test_E14_messages_without_a_key_are_distributed_over_all_partitions(engine: 
     ],
     ids=["no message", "routing key", "exchange", "headers"],
 )
-def test_E14_a_message_that_cannot_be_sent_is_not_added(
+def test_E14_adding_a_message_that_cannot_be_sent_raises_an_error(
     engine: Engine, outbox: Outbox, message: Any, given: dict[str, str], error: type[Exception]
 ) -> None:
     with engine.begin() as connection:
@@ -125,7 +131,7 @@ def test_E14_a_message_that_cannot_be_sent_is_not_added(
     assert rows(engine, outbox) == []
 
 
-def test_E14_one_application_can_have_several_outboxes(engine: Engine) -> None:
+def test_E14_one_application_can_have_several_database_outboxes(engine: Engine) -> None:
     metadata = MetaData()
     first, second = Outbox(metadata, name="first"), Outbox(metadata, name="second")
     metadata.create_all(engine)
@@ -137,7 +143,7 @@ def test_E14_one_application_can_have_several_outboxes(engine: Engine) -> None:
     assert first.tables.channel != second.tables.channel
 
 
-def test_E14_status_counts_waiting_messages(engine: Engine, outbox: Outbox) -> None:
+def test_E14_the_status_of_a_database_outbox_counts_waiting_messages(engine: Engine, outbox: Outbox) -> None:
     with engine.begin() as connection:
         assert outbox.status(connection).depth == 0
         outbox.add_many(connection, [b""] * 3, routing_key="q")

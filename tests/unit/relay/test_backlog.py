@@ -41,7 +41,9 @@ def add(engine: Engine, outbox: Outbox, *bodies: bytes) -> None:
         outbox.add_many(connection, bodies, routing_key="q")
 
 
-def test_E12_the_backlog_is_the_number_of_rows_and_the_age_of_the_oldest(engine: Engine, outbox: Outbox) -> None:
+def test_E12_the_backlog_of_a_database_outbox_is_its_number_of_rows_and_the_age_of_the_oldest_row(
+    engine: Engine, outbox: Outbox
+) -> None:
     with engine.begin() as connection:
         assert measure(connection, outbox.tables) == (0, 0.0)
     add(engine, outbox, b"1", b"2")
@@ -56,7 +58,7 @@ def test_E12_the_backlog_is_the_number_of_rows_and_the_age_of_the_oldest(engine:
         assert measure(connection, outbox.tables) == (2, 0.0)
 
 
-def test_E12_many_readers_cause_one_database_query_in_ten_seconds(
+def test_E12_many_readers_of_the_backlog_cause_only_one_database_query_in_ten_seconds(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -86,7 +88,7 @@ def test_E12_many_readers_cause_one_database_query_in_ten_seconds(
     assert len(asked) == 2
 
 
-def test_E12_queries_take_at_most_a_hundredth_of_the_time_of_a_slow_database(
+def test_E12_backlog_queries_keep_a_slow_database_busy_for_at_most_a_hundredth_of_the_time(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -104,7 +106,7 @@ def test_E12_queries_take_at_most_a_hundredth_of_the_time_of_a_slow_database(
     assert asked == [1000.0, 1202.0, 1404.0]
 
 
-def test_E12_a_database_that_does_not_answer_delays_readers_only_briefly_and_is_not_queried_again(
+def test_E12_readers_wait_only_briefly_for_a_database_that_does_not_answer_and_send_no_second_query(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
@@ -127,5 +129,5 @@ def test_E12_a_database_that_does_not_answer_delays_readers_only_briefly_and_is_
     assert backlog_of_outbox.read() == (7, 1.0)
 
 
-def test_E12_a_database_without_the_tables_has_no_backlog(engine: Engine) -> None:
+def test_E12_a_database_without_the_outbox_tables_has_no_backlog(engine: Engine) -> None:
     assert Backlog(engine, Outbox().tables).read() is None

@@ -128,7 +128,9 @@ def work(database: Database, seconds: float) -> None:
     waker.close()
 
 
-def test_E14_a_flowed_relay_pauses_while_a_permitted_row_waits(database: Database) -> None:
+def test_E14_a_relay_with_a_flowed_producer_and_a_row_to_send_pauses_for_about_a_second_between_checks(
+    database: Database,
+) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
     work(database, 10.0)
     # Once a second.
@@ -137,7 +139,9 @@ def test_E14_a_flowed_relay_pauses_while_a_permitted_row_waits(database: Databas
     assert database.said == ["", "channel_flow, connection_blocked"]
 
 
-def test_E14_a_flowed_relay_pauses_while_partitions_are_about_to_change(database: Database) -> None:
+def test_E14_a_relay_with_a_flowed_producer_pauses_while_another_relay_waits_for_its_partitions(
+    database: Database,
+) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
     # Another relay joins, and waits for the unconfirmed row.
     database.shares = [EVERY, EVERY, set(range(0, PARTITIONS, 2))]
@@ -145,7 +149,9 @@ def test_E14_a_flowed_relay_pauses_while_partitions_are_about_to_change(database
     assert len(database.waits) < 30
 
 
-def test_E14_a_relay_that_is_flowed_after_reading_all_rows_pauses(database: Database) -> None:
+def test_E14_a_relay_that_has_no_rows_stops_reading_the_database_when_its_producer_becomes_flowed(
+    database: Database,
+) -> None:
     database.flows_at = database.now + 5.0
     work(database, 10.0)
     assert len(database.waits) < 30
@@ -153,7 +159,7 @@ def test_E14_a_relay_that_is_flowed_after_reading_all_rows_pauses(database: Data
     assert 4 <= database.reads <= 6
 
 
-def test_E14_a_flowed_relay_checks_often_for_a_short_time_after_its_producer_reports_a_change(
+def test_E14_a_relay_with_a_flowed_producer_checks_often_for_a_short_time_after_a_flow_event(
     database: Database,
 ) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]

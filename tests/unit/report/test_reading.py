@@ -30,7 +30,7 @@ def _write(path: Path, lines, *, end: str = "") -> None:
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
-def test_a_folder_is_read_including_its_unfinished_and_compressed_files(
+def test_a_flow_log_folder_is_read_including_unfinished_and_compressed_files(
     tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     whole = tmp_path / "whole.jsonl"
@@ -50,8 +50,8 @@ def test_a_folder_is_read_including_its_unfinished_and_compressed_files(
     assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in lines if line["kind"] == "off"]
 
 
-def test_the_same_lines_have_the_same_bins_in_any_order(tmp_path: Path) -> None:
-    # A line every 2 s, for longer than the smallest bins can cover.
+def test_the_time_series_of_a_report_do_not_depend_on_the_order_of_the_lines_in_a_file(tmp_path: Path) -> None:
+    # A line every 2 s, for a longer time than the smallest bins can cover.
     lines = [
         {"at": 2_000_000 * number, "kind": "depth", "queue": "q", "us": 2_000_000, "arrivals": {}}
         | dict.fromkeys(("depth", "left", "arrived", "peak", "peak_bytes", "arrived_bytes"), 1)
@@ -68,7 +68,7 @@ def test_the_same_lines_have_the_same_bins_in_any_order(tmp_path: Path) -> None:
         assert flow_report(path).tables == tables
 
 
-def test_a_line_left_half_written_by_a_killed_process_is_counted_and_skipped(
+def test_a_flow_log_line_that_a_killed_process_left_half_written_is_counted_and_skipped(
     tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     path = tmp_path / "torn.jsonl"
@@ -86,7 +86,7 @@ def test_a_line_left_half_written_by_a_killed_process_is_counted_and_skipped(
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_every_line_belongs_to_exactly_one_part_of_its_file(
+def test_every_line_of_a_flow_log_file_belongs_to_exactly_one_of_the_parts_that_are_read_in_parallel(
     lines: list[bytes], is_torn: bool, size: int, block: int
 ) -> None:
     with TemporaryDirectory() as folder, mock.patch.object(reading_module, "_BLOCK", block):
@@ -112,7 +112,7 @@ def test_every_line_belongs_to_exactly_one_part_of_its_file(
         ("[1]", None),
     ],
 )
-def test_a_line_is_parsed_in_the_same_way_as_by_the_json_module_of_Python(
+def test_a_flow_log_line_is_parsed_to_the_same_values_as_by_the_json_module(
     raw: str, expected: dict[str, object] | None
 ) -> None:
     for given_raw in (raw, raw.encode()):
@@ -120,7 +120,7 @@ def test_a_line_is_parsed_in_the_same_way_as_by_the_json_module_of_Python(
         assert line is None if expected is None else line is not None and expected.items() <= line.items()
 
 
-def test_a_file_that_is_not_a_flow_log_is_refused_and_named(tmp_path: Path) -> None:
+def test_reading_a_file_that_is_not_a_flow_log_raises_an_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(FlowLogError, match="nowhere: there is no such file or folder"):
         FlowLogs([tmp_path / "nowhere"])
     with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_file_that_is_not_a_flow_log_is_refused_and_named(tmp_path: Path) -> N
         FlowLogs([tmp_path / "a.csv"])
 
 
-def test_an_empty_log_makes_an_empty_report(tmp_path: Path) -> None:
+def test_an_empty_flow_log_makes_an_empty_report(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     report = flow_report(tmp_path, maximum=10)
     assert (report.lines, report.first, report.advice) == ({}, None, {})

@@ -1,4 +1,4 @@
-"""What other marks would have done, and what is advised."""
+"""The replay of a recording with other thresholds, and the advised thresholds."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ samples = st.lists(
 
 
 @given(samples, st.integers(1, 50), st.tuples(*(st.integers(1, 30) for _ in NAMES)), st.data())
-def test_C6_a_replay_never_exceeds_the_stop_threshold_plus_the_sum_of_the_capacities(
+def test_C6_the_replayed_depth_never_exceeds_the_stop_threshold_plus_the_sum_of_the_capacities(
     recorded: list[Sample], stop: int, capacities: tuple[int, ...], data: st.DataObject
 ) -> None:
     marks = StopResume(stop, data.draw(st.integers(1, stop)))
     result = replay(recorded, marks, dict(zip(NAMES, capacities, strict=True)), drain_rate=100.0)
     assert result.peak <= stop + sum(capacities)
     assert result.overshoot == max(0, result.peak - stop)
-    # Nothing is lost, and nothing comes from nowhere.
+    # All recorded messages are either sent or unsent.
     assert result.sent + result.unsent == sum(sum(each.arrivals.values()) for each in recorded)
     assert (result.seconds_held == 0) >= (result.unsent == 0 and result.times_on == 0 and not recorded)
 
 
-def test_C6_the_worst_case_is_reached() -> None:
-    # To exactly the stop threshold, and then a whole window of each.
+def test_C6_the_replayed_depth_can_reach_the_stop_threshold_plus_the_sum_of_the_capacities() -> None:
+    # The depth reaches exactly the stop threshold, and then each publisher sends a whole window.
     sent = [{"one": 50, "two": 15}, {"one": 35}, {"one": 99, "two": 99}, {"one": 99}]
     bursts = [Sample(0.005, each, 0, was_busy=True) for each in sent]
     result = replay(bursts, StopResume(100, 80), {"one": 50, "two": 15}, drain_rate=0.0)
     assert result.peak == 165
 
 
-def test_the_same_arrivals_flow_no_producer_if_the_thresholds_are_high_enough() -> None:
+def test_a_replay_holds_no_producer_if_the_thresholds_are_high_enough() -> None:
     bursts = [Sample(0.1, {"one": 100}, 50, was_busy=True), Sample(0.1, {}, 50, was_busy=True)]
     low = replay(bursts, StopResume(10, 5), {"one": 1000}, drain_rate=500.0)
     high = replay(bursts, StopResume(500, 250), {"one": 1000}, drain_rate=500.0)
@@ -69,7 +69,7 @@ PUBLISHERS = {"one": 300, "two": 100}
 @pytest.mark.parametrize(
     ("maximum", "delay", "bound"), [(200, None, 200), (None, 1.5, 150), (200, 1.5, 150), (150, 9, 150)]
 )
-def test_the_advice_keeps_the_maximum_and_the_delay_for_any_load(maximum, delay, bound) -> None:
+def test_the_advised_thresholds_keep_the_given_maximum_depth_and_delay_for_any_load(maximum, delay, bound) -> None:
     advice = advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=maximum, delay=delay)
     assert advice.worst_case == bound
     assert advice.longest_delay == bound / 100
@@ -83,13 +83,13 @@ def test_the_advice_keeps_the_maximum_and_the_delay_for_any_load(maximum, delay,
     assert {row["what"] for row in advice.replay_rows()} == {"recorded", "advice", "tried"}
 
 
-def test_with_more_room_the_advice_never_holds_producers_longer() -> None:
+def test_with_a_higher_maximum_depth_the_advised_thresholds_never_hold_producers_longer() -> None:
     held = [advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=n).expected.seconds_held for n in (30, 100, 300, 900)]
     assert all(more >= less - 0.1 for more, less in pairwise(held))
     assert held[-1] < held[0]
 
 
-def test_a_limit_that_cannot_be_kept_is_reported_with_its_numbers() -> None:
+def test_a_maximum_or_delay_that_no_thresholds_can_keep_raises_an_error_with_the_numbers() -> None:
     with pytest.raises(AdviceError, match=r"queue 'q': maximum=2 allows 2 messages, but 2 publishers .* can reach 3"):
         advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=2)
     with pytest.raises(AdviceError, match=r"delay=0.01 s at 100 messages per second allows 1 message"):
@@ -100,7 +100,7 @@ def test_a_limit_that_cannot_be_kept_is_reported_with_its_numbers() -> None:
         advise("q", _queue(), BURSTS, PUBLISHERS, {})
 
 
-def test_samples_around_the_time_of_the_greatest_depth_are_selected_in_order() -> None:
+def test_the_report_selects_the_depth_samples_around_the_time_of_the_greatest_depth_in_order() -> None:
     lines = list(lines_of(range(3, 4), 5000))
     tables = sum_up(lines, 1_000_000)
     wanted = windows(tables)

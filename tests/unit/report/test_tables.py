@@ -23,7 +23,7 @@ def _lines():
     return list(lines_of(range(16), COUNT))
 
 
-def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) -> None:
+def test_for_simulated_runs_the_report_tables_exactly_equal_those_of_a_simple_reference(lines) -> None:
     assert len(lines) == COUNT
     times = [line["at"] for line in lines]
     width = bin_width(min(times), max(times))
@@ -38,7 +38,7 @@ def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) ->
     }
 
 
-def test_the_drain_rate_is_computed_over_the_whole_time_if_the_queue_was_empty_in_every_sample() -> None:
+def test_if_the_queue_was_empty_in_every_sample_the_drain_rate_is_computed_over_the_whole_time() -> None:
     few = list(lines_of(range(16), 4000))
     times = [line["at"] for line in few]
     width = bin_width(min(times), max(times))
@@ -47,14 +47,14 @@ def test_the_drain_rate_is_computed_over_the_whole_time_if_the_queue_was_empty_i
     assert tables.tables()["queues"] == reference(few, width)["queues"]
 
 
-def test_the_order_of_the_lines_does_not_matter(lines) -> None:
+def test_the_report_tables_do_not_depend_on_the_order_of_the_lines(lines) -> None:
     shuffled = lines[:10_000]
     before = sum_up(shuffled, 1_000_000).tables()
     Random(1).shuffle(shuffled)
     assert sum_up(shuffled, 1_000_000).tables() == before
 
 
-def test_the_totals_of_all_parts_add_up_to_the_total_of_the_whole(lines) -> None:
+def test_the_merged_tables_of_several_parts_equal_the_tables_of_the_whole_flow_log(lines) -> None:
     some = [*lines[:10_000], {"at": lines[0]["at"], "kind": "lost", "lost": 3}]
     whole = sum_up(some, 8_000_000)
     whole.unreadable = 2
@@ -69,17 +69,17 @@ def test_the_totals_of_all_parts_add_up_to_the_total_of_the_whole(lines) -> None
         assert getattr(added, name) == getattr(whole, name), name
 
 
-def test_memory_grows_with_the_number_of_producers_and_queues_and_not_with_the_number_of_lines(lines) -> None:
+def test_the_memory_of_a_report_grows_with_producers_and_queues_and_not_with_the_number_of_lines(lines) -> None:
     whole = sum_up(lines, 1_000_000)
-    # Sixteen lives: twelve producers of at most eight reasons, and four queues of three publishers and two.
+    # There are twelve producers with at most eight reasons, and four queues with three publishers and two reasons.
     assert len(whole.holds) <= 12 * 8 + 4 * 3 * 2
     assert len(whole.waits) <= 4 * 3 * 3 * 2
     for spread in (*(hold.ended for hold in whole.holds.values()), *whole.episodes.values()):
-        # However many there are: so many to every doubling of the time.
+        # The number of buckets depends only on the largest value: 32 for each doubling.
         assert len(spread.buckets) <= 32 * max(2, spread.largest.bit_length() - 4)
 
 
-def test_a_hold_that_has_not_ended_is_counted_with_its_recorded_duration() -> None:
+def test_the_report_counts_a_hold_that_has_not_ended_with_its_last_recorded_duration() -> None:
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
     tables = sum_up(
         [
@@ -93,7 +93,7 @@ def test_a_hold_that_has_not_ended_is_counted_with_its_recorded_duration() -> No
     assert (row["episodes"], row["unfinished"], row["seconds"], row["seconds_max"]) == (1, 1, 3.0, 0.0)
 
 
-def test_a_hold_whose_first_record_was_deleted_by_rotation_is_counted_from_its_last_record() -> None:
+def test_the_report_counts_a_hold_whose_first_record_was_rotated_away_from_its_last_record() -> None:
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
     line = {"at": 4_000_000, "kind": "lifted", **who, "since": 1_000_000, "begun": 3_000_000}
     (row,) = sum_up([line], 1_000_000).tables()["holds"]
@@ -101,7 +101,7 @@ def test_a_hold_whose_first_record_was_deleted_by_rotation_is_counted_from_its_l
 
 
 @given(st.integers(0, 10**13))
-def test_the_width_of_a_histogram_bucket_is_at_most_a_32nd_of_its_values(value: int) -> None:
+def test_the_width_of_a_histogram_bucket_is_at_most_a_32nd_of_the_values_in_it(value: int) -> None:
     bucket = bucket_of(value)
     assert value <= top_of(bucket) <= value + value // 32
     assert bucket_of(top_of(bucket)) == bucket
@@ -109,7 +109,7 @@ def test_the_width_of_a_histogram_bucket_is_at_most_a_32nd_of_its_values(value: 
 
 
 @given(st.lists(st.integers(0, 63), min_size=1), st.sampled_from([1, 50, 90, 99, 100]))
-def test_a_percentile_of_small_numbers_is_exact(values: list[int], percent: int) -> None:
+def test_percentiles_of_small_numbers_are_exact_in_the_histogram(values: list[int], percent: int) -> None:
     buckets: dict[int, int] = {}
     for value in values:
         buckets[bucket_of(value)] = buckets.get(bucket_of(value), 0) + 1
@@ -119,6 +119,6 @@ def test_a_percentile_of_small_numbers_is_exact(values: list[int], percent: int)
     assert sum(value < found for value in values) * 100 < percent * len(values)
 
 
-def test_series_have_no_more_points_than_a_page_can_show() -> None:
+def test_a_time_series_of_a_report_has_no_more_points_than_a_page_can_show() -> None:
     for seconds in (1, 1000, 10**6, 10**9):
         assert seconds * 1_000_000 // bin_width(0, seconds * 1_000_000) <= 400

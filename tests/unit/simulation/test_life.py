@@ -1,4 +1,4 @@
-"""Hours of a producer's life, and proof that they would show what can go wrong."""
+"""Simulated hours of a producer, and proof that the simulation finds errors."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LIFE = HOUR * {"quick": 0.1, "ci": 1.0, "nightly": 2.0}[EFFORT]
 
 
 @pytest.mark.parametrize("seed", range(rounds(12, least=12)))
-def test_the_contract_holds_for_hours_of_flow_blocks_acks_nacks_and_returns(seed: int) -> None:
+def test_a_simulated_producer_keeps_its_contract_for_hours_of_flow_blocks_acks_nacks_and_returns(seed: int) -> None:
     life = Life(seed)
-    # Each life has settings of its own; in CI they are half a day together.
+    # Each simulation has its own settings. In CI all of them together take half a day.
     life.live(LIFE)
     assert set(life.counts) == {do.__name__ for do, _ in Life.STEPS}
 
 
-def test_the_contract_holds_for_a_long_run_that_repeatedly_becomes_idle() -> None:
+def test_a_simulated_producer_that_repeatedly_becomes_idle_keeps_its_contract_for_a_long_time() -> None:
     life = Life(12)
     begun = life.now
     periods, period = rounds(12, least=3), HOUR / (10 if EFFORT == "quick" else 5)
     for _ in range(periods):
-        # It has to have come to rest, and goes on from there.
+        # The producer has settled all messages, and continues from this state.
         life.live(period)
     assert life.now - begun >= periods * period
 
@@ -58,7 +58,7 @@ class OtherPart(ProducerProtocol):
 
 
 class LostRelease(OtherPart):
-    """A nack does not give its place in the window back."""
+    """A nack does not free the message's place in the window."""
 
     class kind(Limits):  # an attribute
         __slots__ = ()
@@ -69,14 +69,14 @@ class LostRelease(OtherPart):
 
 
 class OffByOneTag(ProducerProtocol):
-    """An ack of several leaves the last one out."""
+    """A multiple ack omits the last message."""
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         super().on_ack(tag - 1 if multiple and tag > 1 else tag, multiple, now)
 
 
 class ShortRun(ProducerProtocol):
-    """Of a run of acks the last one is left out."""
+    """A run of acks omits the last message."""
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
         super().on_acks([(first, count - 1) for first, count in acks if count != 1], now)
@@ -97,21 +97,21 @@ class IdsKept(ProducerProtocol):
 
 
 class ForgottenHold(ProducerProtocol):
-    """Connection.Blocked is not heard."""
+    """Connection.Blocked is ignored."""
 
     def on_blocked(self, reason: str, now: float) -> None:
         pass
 
 
 class UnansweredFlow(ProducerProtocol):
-    """Channel.Flow is obeyed and not answered."""
+    """Channel.Flow is obeyed but not answered."""
 
     def on_flow(self, active: bool, now: float) -> None:
         (self.lift if active else self.hold)("channel_flow", now)
 
 
 class LateFlowOk(ProducerProtocol):
-    """Flow-Ok waits for its turn behind the messages that are admitted."""
+    """Flow-Ok is written only after all admitted messages."""
 
     answers = b""
 
@@ -129,7 +129,7 @@ class LateFlowOk(ProducerProtocol):
 
 
 class PublishesAfterStop(ProducerProtocol):
-    """What is admitted goes out although the channel is stopped."""
+    """Admitted messages are written although the channel is stopped."""
 
     def data_to_write(self, limit: int) -> bytes:
         self.parts.unconfirmed.outbound.stopped = False
@@ -137,7 +137,7 @@ class PublishesAfterStop(ProducerProtocol):
 
 
 class WrongHoldLifted(ProducerProtocol):
-    """Connection.Unblocked opens the channel, too."""
+    """Connection.Unblocked also ends the hold of Channel.Flow."""
 
     def on_unblocked(self, now: float) -> None:
         super().on_unblocked(now)
@@ -145,7 +145,7 @@ class WrongHoldLifted(ProducerProtocol):
 
 
 class Barging(OtherPart):
-    """Who comes later passes those who wait."""
+    """Later sends overtake waiting sends."""
 
     class kind(Admission):  # an attribute
         __slots__ = ()
@@ -161,7 +161,7 @@ class Barging(OtherPart):
 
 
 class SentAfterTimeout(OtherPart):
-    """A message that was given up keeps its place in the line."""
+    """A message that was given up stays in the waiting line."""
 
     class kind(SendLine):  # an attribute
         __slots__ = ()
@@ -172,21 +172,21 @@ class SentAfterTimeout(OtherPart):
 
 
 class ForgottenReturn(ProducerProtocol):
-    """A returned message is taken for delivered."""
+    """A returned message counts as delivered."""
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
         pass
 
 
 class NackTakenForAck(ProducerProtocol):
-    """A nack settles as an ack does."""
+    """A nack settles messages as confirmed."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         self.parts.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
 
 
 class BytesLost(ProducerProtocol):
-    """Of a message that the socket took in part, the rest is counted wrongly."""
+    """The rest of a partly written message is counted wrongly."""
 
     def advance(self, count: int, now: float) -> bool:
         border = super().advance(count, now)
@@ -196,7 +196,7 @@ class BytesLost(ProducerProtocol):
 
 
 class StopForgetsTheBegun(ProducerProtocol):
-    """A stop cuts the message that has begun between two of its frames."""
+    """A stop cuts a half-written message between two of its frames."""
 
     class _Outbound(Outbound):
         __slots__ = ()
@@ -215,14 +215,14 @@ class StopForgetsTheBegun(ProducerProtocol):
 
 
 class CapacityIgnored(ProducerProtocol):
-    """A lowered capacity is not in force."""
+    """A lowered capacity is ignored."""
 
     def set_capacity(self, capacity: int, now: float) -> None:
         super().set_capacity(max(capacity, self.window.capacity), now)
 
 
 class LateDeadline(OtherPart):
-    """A deadline is decided one look too late."""
+    """A deadline is noticed one call too late."""
 
     class kind(SendLine):  # an attribute
         __slots__ = ()
@@ -231,7 +231,7 @@ class LateDeadline(OtherPart):
             return super().look_at(ticket, now - 1.0)
 
 
-# What each has to be caught at, which is what is wrong with it and not something else.
+# Each bug, and the words of the failed check. It must be the check for this bug, and no other.
 BUGS: list[tuple[Callable[..., ProducerProtocol], str]] = [
     (LostRelease, "unsettled is wrong"),
     (OffByOneTag, "None is not confirmed"),
@@ -254,9 +254,11 @@ BUGS: list[tuple[Callable[..., ProducerProtocol], str]] = [
 
 
 @pytest.mark.parametrize(("bug", "words"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
-def test_a_planted_bug_is_caught_within_hours(bug: type[ProducerProtocol], words: str) -> None:
+def test_each_bug_planted_in_the_producer_is_found_within_simulated_hours(
+    bug: type[ProducerProtocol], words: str
+) -> None:
     def lives() -> None:
-        # Seed 3 is the first that shows it soon.
+        # Seed 3 is the first seed that shows this bug early.
         for seed in range(3 if bug is Barging else 0, 12):
             Life(seed, bug).live(HOUR / 2)
 

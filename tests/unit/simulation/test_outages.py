@@ -1,4 +1,4 @@
-"""Lost connections, closed channels and refusals, and proof that the simulation would show what can go wrong."""
+"""Lost connections, closed channels and nacks, and proof that the simulation finds errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STEPS = 8000
 
 
 @pytest.mark.parametrize("seed", range(rounds(12)))
-def test_no_message_is_lost_because_of_lost_connections_closed_channels_or_refusals(seed: int) -> None:
+def test_lost_connections_closed_channels_and_nacks_lose_no_message(seed: int) -> None:
     Outages(seed).live(STEPS)
 
 
-def test_every_possible_outcome_of_a_message_occurs() -> None:
+def test_the_simulation_of_outages_reaches_each_of_its_events_and_expected_outcomes() -> None:
     outages = Outages(0)
     outages.live(STEPS)
     assert set(outages.counts) == {do.__name__ for do, _ in Outages.STEPS}
@@ -33,7 +33,7 @@ def test_every_possible_outcome_of_a_message_occurs() -> None:
 
 
 class NeverMarked(ProducerProtocol):
-    """What may have arrived leaves again without the mark."""
+    """Messages that may have arrived are resent without the mark of a second copy."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         self.parts.resending.written_before.clear()
@@ -41,7 +41,7 @@ class NeverMarked(ProducerProtocol):
 
 
 class MarkedOnlyIfSuspected(ProducerProtocol):
-    """Who keeps what is in flight forgets that an earlier channel had it, too."""
+    """A lost connection forgets that messages in flight were also sent on an earlier channel."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
         self.parts.resending.written_before.clear()
@@ -49,7 +49,7 @@ class MarkedOnlyIfSuspected(ProducerProtocol):
 
 
 class LastOneLost(ProducerProtocol):
-    """Of what is to leave again the last is forgotten."""
+    """The last message to resend is forgotten."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         super().channel_opened(channel, frame_max, now, restores=restores)
@@ -58,7 +58,7 @@ class LastOneLost(ProducerProtocol):
 
 
 class NewOnesFirst(ProducerProtocol):
-    """What is new may leave before all that is old has."""
+    """Messages are resent in the wrong order."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         super().channel_opened(channel, frame_max, now, restores=restores)
@@ -66,7 +66,7 @@ class NewOnesFirst(ProducerProtocol):
 
 
 class OldAnswers(ProducerProtocol):
-    """What is unsettled when the connection is lost is taken for confirmed."""
+    """Unsettled messages count as confirmed when the connection is lost."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
         self.parts.settling.settle_run(self.parts.unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
@@ -74,7 +74,7 @@ class OldAnswers(ProducerProtocol):
 
 
 class FirstIsToBlame(ProducerProtocol):
-    """The oldest message is rejected when the channel is closed, alone or not."""
+    """The oldest message is rejected when the channel is closed, even if others are in flight."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         first = self.unsettled_receipts[0]
@@ -83,14 +83,14 @@ class FirstIsToBlame(ProducerProtocol):
 
 
 class NobodyIsToBlame(ProducerProtocol):
-    """A message over which every connection is lost is sent for ever."""
+    """A message at which every connection is lost is resent for ever."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
         return super().connection_lost(reason, now, reconnects=reconnects, shared=True)
 
 
 class AnybodyIsToBlame(ProducerProtocol):
-    """Whoever is alone in flight when a connection is lost is given up."""
+    """A message that is alone in flight is given up at the first lost connection."""
 
     class _Hasty(PoisonDetector):
         __slots__ = ()
@@ -109,14 +109,14 @@ class AnybodyIsToBlame(ProducerProtocol):
 
 
 class RefusedAndForgotten(ProducerProtocol):
-    """A refused message does not leave again."""
+    """A nacked message is not sent again."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         pass
 
 
 class SettledTwice(ProducerProtocol):
-    """What is kept over a loss is settled at once as well."""
+    """A message that is kept for the next channel is also reported as settled."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         super().channel_opened(channel, frame_max, now, restores=restores)
@@ -124,7 +124,7 @@ class SettledTwice(ProducerProtocol):
             self.reports.settled += self.unsettled_receipts[:1]
 
 
-#: A bug that few seeds show is looked for from one of them on.
+#: Few seeds show these bugs. The search begins at one of them.
 FIRST_SEEDS = {MarkedOnlyIfSuspected: 20, FirstIsToBlame: 5, NobodyIsToBlame: 44}
 
 BUGS: list[Callable[..., ProducerProtocol]] = [
@@ -142,7 +142,7 @@ BUGS: list[Callable[..., ProducerProtocol]] = [
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught(bug: type[ProducerProtocol]) -> None:
+def test_each_bug_planted_in_the_producer_is_found_by_the_simulation_of_outages(bug: type[ProducerProtocol]) -> None:
     def lives() -> None:
         for seed in range(FIRST_SEEDS.get(bug, 0), 100):
             Outages(seed, bug).live(600)

@@ -22,12 +22,12 @@ def services() -> Iterator[TapIOServices]:
 
 
 def is_due(services: TapIOServices) -> bool:
-    """Return True if the I/O thread is woken, and will write."""
+    """Return True if the I/O thread was woken and will write."""
     return bool(services._calls) and bool(select.select([services._woken], [], [], 0)[0])
 
 
 @pytest.mark.parametrize("meanwhile", ["Ctrl-C", "a pump"])
-def test_E2_in_every_interleaving_a_caller_does_not_have_to_wake_an_io_thread_that_is_awake(
+def test_E2_if_wake_is_interrupted_at_any_line_the_io_thread_counts_as_awake_only_if_it_will_write(
     services: TapIOServices, meanwhile: str
 ) -> None:
     for at in range(1, 20):

@@ -1,4 +1,4 @@
-"""The judge of the flights that came through a broker."""
+"""The check of the flights that were received through a broker."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ def came(*copies: str) -> dict[str, int]:
         pytest.param("0+ 0 0+ 2+ 3+ 1+", 2, id="three copies"),
     ],
 )
-def test_copies_are_allowed_if_at_most_one_has_no_mark(copies: str, twice: int) -> None:
+def test_several_copies_of_a_flight_are_allowed_if_at_most_one_is_not_marked_as_a_second_copy(
+    copies: str, twice: int
+) -> None:
     found = came(*copies.split())
     assert (found["flights"], found["out of order"], found["twice and not marked"]) == (4, 0, 0)
     assert (found["twice"], found["sent again"]) == (twice, copies.count("+"))
 
 
 @pytest.mark.parametrize("copies", ["0 0", "0 0+ 0", "0+ 0 0"])
-def test_a_second_copy_without_a_mark_is_counted(copies: str) -> None:
+def test_the_check_counts_a_second_copy_of_a_flight_that_is_not_marked_as_one(copies: str) -> None:
     assert came(*copies.split())["twice and not marked"] == 1
 
 
-def test_first_copies_out_of_order_and_damaged_flights_are_counted() -> None:
+def test_the_check_counts_first_copies_that_are_out_of_order_and_damaged_flights() -> None:
     found = came("2", "1", "0")
     assert (found["flights"], found["out of order"]) == (3, 1)
     assert judge(iter([(BasicProperties(), ROWS[3] + b"!")]), ROWS)["damaged"] == 1

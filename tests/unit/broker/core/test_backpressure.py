@@ -1,4 +1,4 @@
-"""What a client asks for and does not read: how much of it there is at once, and that all of it comes in the end."""
+"""Answers that a client requests and does not read: their number is limited, and in the end all of them are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..store.test_paging import Evicting
 GET = frame.marshal(commands.Basic.Get(queue="q"), 1)
 SIZE = 100_000
 COUNT = 200
-#: One answer is always given, however long it is.
+#: One answer is always given, whatever its length.
 MOST = Session.MAX_OUTPUT + SIZE + 1000
 
 
@@ -21,7 +21,7 @@ def gets_and_nacks(count=COUNT):
 
 
 def read_all(client):
-    """Everything that comes, while the server would go on after each write; and the most that waited at once."""
+    """Read all output, write by write. Return the names of the frames, and the most bytes that were waiting."""
     names: list[str] = []
     most = 0
     while True:
@@ -38,7 +38,7 @@ def read_all(client):
 ANSWER = ["Basic.GetOk", "ContentHeader", "ContentBody"]
 
 
-def test_E6_answers_to_requests_in_one_write_do_not_pile_up_if_they_are_not_read(world):
+def test_E6_answers_to_many_requests_do_not_pile_up_in_the_broker_if_the_client_does_not_read(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -53,7 +53,7 @@ def test_E6_answers_to_requests_in_one_write_do_not_pile_up_if_they_are_not_read
     assert (world.queue().contents.ready_count, client.session.memory) == (1, 0)
 
 
-def test_E6_input_that_arrives_while_input_is_held_is_handled_afterwards_for_every_split(world):
+def test_E6_later_input_is_handled_after_input_that_the_broker_holds_back_for_every_split(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -64,7 +64,7 @@ def test_E6_input_that_arrives_while_input_is_held_is_handled_afterwards_for_eve
     assert read_all(client)[0] == [*ANSWER * COUNT, "Channel.CloseOk"]
 
 
-def test_E6_messages_on_disk_count_before_they_are_read():
+def test_E6_answers_with_bodies_that_are_still_on_disk_count_for_the_limit_of_unread_answers():
     it = Evicting(1)
     it.declare("q")
     it.client.publish(bytes(SIZE))
@@ -80,7 +80,7 @@ def test_E6_messages_on_disk_count_before_they_are_read():
     assert names == ANSWER * COUNT
 
 
-def test_E6_returned_messages_are_read_by_the_client_before_more_messages_are_accepted(world):
+def test_E6_the_broker_accepts_no_more_messages_until_the_client_has_read_the_returned_messages(world):
     client = world.client().channel()
     publish = commands.Basic.Publish(routing_key="nowhere", mandatory=True)
     parts = (publish, header.ContentHeader(body_size=SIZE), body.ContentBody(bytes(SIZE)))
@@ -89,7 +89,7 @@ def test_E6_returned_messages_are_read_by_the_client_before_more_messages_are_ac
     assert read_all(client)[0] == ["Basic.Return", "ContentHeader", "ContentBody"] * COUNT
 
 
-def test_E6_recover_redelivers_only_messages_for_which_there_is_room(world):
+def test_E6_basic_recover_redelivers_at_once_only_as_many_messages_as_the_output_buffer_has_room_for(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -103,7 +103,7 @@ def test_E6_recover_redelivers_only_messages_for_which_there_is_room(world):
     assert names.count("Basic.Deliver") == 50
 
 
-def test_E6_an_error_and_a_close_after_held_input_are_handled_in_order(world):
+def test_E6_an_error_and_a_close_behind_input_that_was_held_back_are_handled_in_order(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -112,7 +112,7 @@ def test_E6_an_error_and_a_close_after_held_input_are_handled_in_order(world):
     assert read_all(client)[0][-1] == "Connection.Close"
 
 
-def test_E6_each_frame_is_traced_once_even_if_input_was_held(make_world):
+def test_E6_each_frame_is_traced_once_even_if_the_broker_held_input_back(make_world):
     traced = []
     world = make_world(trace=lambda direction, connection, channel, name: traced.append((direction, name)))
     client = world.client().channel()
@@ -124,7 +124,7 @@ def test_E6_each_frame_is_traced_once_even_if_input_was_held(make_world):
     assert traced.count(("out", "Basic.GetOk")) == COUNT
 
 
-def test_a_connection_whose_input_waits_for_the_disk_does_not_count_as_silent():
+def test_a_client_whose_input_waits_for_the_disk_does_not_exceed_the_heartbeat_timeout():
     it = Evicting(1)
     it.declare("q")
     it.client.publish(bytes(SIZE))

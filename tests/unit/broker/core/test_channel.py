@@ -14,7 +14,7 @@ def bodies(queue):
     return [entry.message.body for entry in queue.contents.oldest_first()]
 
 
-def test_a_message_is_delivered_unchanged(world):
+def test_the_broker_delivers_a_message_with_unchanged_properties_and_body(world):
     client = world.client().channel()
     client.declare()
     properties = Basic.Properties(
@@ -40,7 +40,7 @@ def test_a_message_is_delivered_unchanged(world):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4087, 4088, 4089, 3 * 4088, 10_000])
-def test_bodies_of_any_length_pass_through_frames_of_any_length(world, size):
+def test_bodies_of_any_length_are_received_and_delivered_in_frames_of_any_length(world, size):
     publisher, consumer = world.client().channel(), world.client(frame_max=4096).channel()
     publisher.declare()
     content = bytes(at % 251 for at in range(size))
@@ -52,7 +52,7 @@ def test_bodies_of_any_length_pass_through_frames_of_any_length(world, size):
     assert b"".join(each.value for each in frames) == content
 
 
-def test_a_body_may_arrive_in_several_frames_even_empty_ones(world):
+def test_a_body_may_arrive_in_several_frames_of_which_some_are_empty(world):
     client = world.client().channel()
     client.declare()
     client.send(
@@ -90,14 +90,14 @@ def test_a_message_larger_than_the_broker_accepts_closes_the_channel_with_406(ma
     assert (close.reply_code, "11" in close.reply_text, "10" in close.reply_text) == (406, True, True)
 
 
-def test_a_user_id_of_a_different_user_is_refused_with_406(world):
+def test_publishing_with_the_user_id_of_a_different_user_is_refused_with_406(world):
     client = world.client().channel()
     client.declare()
     client.publish(properties=Basic.Properties(user_id="someone"))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
-def test_confirms_of_one_step_are_sent_in_one_frame(world):
+def test_confirms_that_are_due_together_are_sent_in_one_frame(world):
     client = world.client().channel(confirms=True)
     client.declare()
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_confirms_of_one_step_are_sent_in_one_frame(world):
     assert (ack.delivery_tag, ack.multiple) == (6, False)
 
 
-def test_withheld_confirms_are_sent_when_released(world):
+def test_confirms_that_a_full_queue_withholds_are_sent_when_the_queue_releases_them(world):
     client = world.client().channel(confirms=True)
     client.declare()
     world.controls.withhold_confirms = True
@@ -122,7 +122,7 @@ def test_withheld_confirms_are_sent_when_released(world):
     assert client.only(Basic.Ack).delivery_tag == 2
 
 
-def test_withheld_confirms_are_not_sent_when_the_channel_closes(world):
+def test_confirms_that_a_full_queue_withholds_are_not_sent_when_the_channel_closes(world):
     client = world.client().channel(confirms=True)
     client.declare()
     world.controls.withhold_confirms = True
@@ -134,7 +134,7 @@ def test_withheld_confirms_are_not_sent_when_the_channel_closes(world):
     assert client.received() == []
 
 
-def test_an_enqueued_message_is_confirmed_before_its_channel_is_closed(world):
+def test_a_message_that_was_enqueued_is_confirmed_before_an_error_closes_the_channel(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -142,7 +142,7 @@ def test_an_enqueued_message_is_confirmed_before_its_channel_is_closed(world):
     assert client.names() == ["Basic.Ack", "Channel.Close"]
 
 
-def test_refused_messages_are_nacked_and_not_enqueued(world):
+def test_messages_that_a_queue_refuses_are_nacked_and_not_enqueued(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -170,7 +170,7 @@ def test_a_full_queue_nacks_the_message_or_closes_the_channel_with_506(world, co
     assert bodies(world.queue()) == [b"in"]
 
 
-def test_if_one_of_several_queues_refuses_a_message_no_queue_gets_it(world):
+def test_a_message_that_one_of_its_queues_refuses_is_enqueued_in_none_of_them(world):
     client = world.client().channel(confirms=True)
     client.declare("a")
     client.declare("b", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
@@ -215,7 +215,7 @@ def test_prefetch_limits_each_consumer(world):
     assert world.queue().depth == 2
 
 
-def test_global_prefetch_limits_the_channel(world):
+def test_global_prefetch_limits_all_consumers_of_the_channel_together(world):
     client = world.client().channel()
     client.declare()
     client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
@@ -230,7 +230,7 @@ def test_global_prefetch_limits_the_channel(world):
     assert client.names().count("Basic.Deliver") == 2
 
 
-def test_channel_flow_from_the_client_stops_deliveries_to_it(world):
+def test_channel_flow_from_the_client_stops_deliveries_to_that_client(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -242,7 +242,7 @@ def test_channel_flow_from_the_client_stops_deliveries_to_it(world):
     assert client.names()[:2] == ["Channel.FlowOk", "Basic.Deliver"]
 
 
-def test_a_socket_that_accepts_no_bytes_gets_no_deliveries(world):
+def test_a_consumer_whose_socket_accepts_no_bytes_gets_no_deliveries(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume(no_ack=True)
@@ -256,7 +256,7 @@ def test_a_socket_that_accepts_no_bytes_gets_no_deliveries(world):
     assert len(client.deliveries()) == 3
 
 
-def test_deliveries_of_one_step_are_bounded(world):
+def test_the_deliveries_that_the_broker_writes_at_once_have_a_bounded_size(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     for _ in range(1000):
@@ -270,7 +270,7 @@ def test_deliveries_of_one_step_are_bounded(world):
     assert max(sizes) < limit + 2000
 
 
-def test_an_ack_settles_one_several_or_all_deliveries(world):
+def test_basic_ack_settles_one_several_or_all_deliveries(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -290,7 +290,7 @@ def test_an_ack_settles_one_several_or_all_deliveries(world):
 @pytest.mark.parametrize(
     "settle", [Basic.Ack(2), Basic.Ack(1), Basic.Ack(0), Basic.Ack(2, multiple=True), Basic.Nack(2), Basic.Reject(2)]
 )
-def test_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
+def test_acking_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
     client = world.client().channel()
     client.declare()
     client.publish()
@@ -303,7 +303,7 @@ def test_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
 
 
 @pytest.mark.parametrize("settle", [Basic.Nack(1, requeue=True), Basic.Reject(1, requeue=True)])
-def test_a_requeued_message_is_delivered_again_at_its_old_position(world, settle):
+def test_a_requeued_message_returns_to_its_old_position_in_the_queue(world, settle):
     client = world.client().channel()
     client.declare()
     client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
@@ -390,7 +390,7 @@ def test_the_unacked_messages_of_a_channel_are_requeued_when_the_channel_ends(wo
 
 
 @pytest.mark.parametrize("how", ["lost", "closed", "failed"])
-def test_messages_that_are_requeued_at_the_end_of_a_connection_do_not_go_to_its_other_channels(world, how):
+def test_messages_requeued_at_the_end_of_a_connection_are_not_delivered_to_its_other_channels(world, how):
     client = world.client().channel(1).channel(2)
     client.declare()
     client.consume(channel=1)
@@ -407,7 +407,7 @@ def test_messages_that_are_requeued_at_the_end_of_a_connection_do_not_go_to_its_
     assert (bodies(world.queue()), len(world.queue().contents.ready)) == ([b"1"], 1)
 
 
-def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
+def test_consuming_with_a_consumer_tag_that_is_in_use_closes_the_connection_with_530(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -430,7 +430,7 @@ def test_a_queue_with_an_exclusive_consumer_refuses_other_consumers(world, first
     other.only(Basic.ConsumeOk)
 
 
-def test_consumers_of_a_deleted_queue_are_notified_if_they_support_it(world):
+def test_consumers_of_a_deleted_queue_get_basic_cancel_if_the_client_supports_it(world):
     client, deaf = world.client().channel(), world.client(capabilities={}).channel()
     client.declare()
     for each in (client, deaf):
@@ -460,20 +460,20 @@ class TestTransactions:
         client.declare()
         return client
 
-    def test_published_messages_become_visible_at_commit(self, world, client):
+    def test_messages_published_in_a_transaction_are_enqueued_at_commit(self, world, client):
         client.publish(b"1")
         client.publish(b"2")
         assert world.queue().depth == 0
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue()) == [b"1", b"2"]
 
-    def test_published_messages_are_discarded_at_rollback(self, world, client):
+    def test_messages_published_in_a_transaction_are_discarded_at_rollback(self, world, client):
         client.publish()
         client.call(1, commands.Tx.Rollback(), commands.Tx.RollbackOk)
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().depth == 0
 
-    def test_acks_take_effect_at_commit_and_not_after_a_rollback(self, world, client):
+    def test_acks_in_a_transaction_take_effect_at_commit_and_not_after_a_rollback(self, world, client):
         world.host.publish("", "q", b"1")
         world.host.publish("", "q", b"2")
         client.consume()
@@ -485,7 +485,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().depth == 0
 
-    def test_deliveries_whose_acks_are_rolled_back_count_for_the_prefetch_again(self, world, client):
+    def test_deliveries_whose_acks_are_rolled_back_count_for_the_prefetch_limit_again(self, world, client):
         client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
         client.consume()
         world.host.publish("", "q", b"1")
@@ -498,7 +498,7 @@ class TestTransactions:
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Basic.Deliver", "ContentHeader", "ContentBody", "Tx.CommitOk"]
 
-    def test_requeues_take_effect_at_commit(self, world, client):
+    def test_messages_rejected_in_a_transaction_are_requeued_only_at_commit(self, world, client):
         world.host.publish("", "q", b"1")
         client.send(1, Basic.Get(queue="q"))
         client.received()
@@ -516,7 +516,7 @@ class TestTransactions:
         assert bodies(world.queue()) == [b"1"]
         assert len(world.queue().contents.ready) == 1
 
-    def test_a_queue_without_room_for_the_whole_transaction_refuses_it_with_406_and_nothing_changes(
+    def test_a_transaction_for_which_a_queue_has_too_little_room_is_refused_with_406_and_changes_nothing(
         self, world, client
     ):
         client.declare("small", arguments={"qpid.max_count": 2, "qpid.flow_stop_count": 0})
@@ -537,7 +537,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("small")) == [b"new"]
 
-    def test_a_message_larger_than_a_ring_queue_is_refused_in_any_transaction(self, world, client):
+    def test_a_message_larger_than_the_maximum_of_a_ring_queue_is_refused_in_any_transaction(self, world, client):
         client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
         client.publish(b"x", "ring")
         client.publish(b"y" * 11, "ring")
@@ -546,7 +546,9 @@ class TestTransactions:
         assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
         assert world.queue("ring").size == 0
 
-    def test_messages_that_each_fit_a_ring_queue_are_not_refused_for_their_total_size(self, world, client):
+    def test_a_transaction_whose_messages_each_fit_a_ring_queue_is_accepted_whatever_the_total_size(
+        self, world, client
+    ):
         client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
         world.host.publish("", "ring", b"z")
         client.send(1, Basic.Get(queue="ring"))
@@ -557,24 +559,24 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("ring")) == [b"y" * 6]
 
-    def test_J3_a_commit_beyond_the_stop_threshold_flows_the_channel(self, world, client):
+    def test_J3_a_commit_that_brings_the_queue_above_its_stop_threshold_flows_the_channel(self, world, client):
         client.declare("marked", arguments={"qpid.flow_stop_count": 1})
         client.publish(routing_key="marked")
         client.publish(routing_key="marked")
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Channel.Flow", "Tx.CommitOk"]
 
-    def test_unroutable_mandatory_messages_are_returned_at_commit(self, client):
+    def test_unroutable_mandatory_messages_of_a_transaction_are_returned_at_commit(self, client):
         client.publish(routing_key="nowhere", mandatory=True)
         assert client.received() == []
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody", "Tx.CommitOk"]
 
-    def test_confirms_cannot_be_selected_in_a_transaction(self, client):
+    def test_confirm_select_is_refused_on_a_transactional_channel(self, client):
         client.send(1, commands.Confirm.Select())
         assert client.only(CHANNEL_CLOSE).reply_code == 406
 
-    def test_a_transaction_is_refused_with_confirms_or_without_tx_select(self, world):
+    def test_tx_methods_are_refused_on_a_confirming_channel_and_before_tx_select(self, world):
         client = world.client().channel(confirms=True)
         client.send(1, commands.Tx.Select())
         assert client.only(CHANNEL_CLOSE).reply_code == 406
@@ -585,7 +587,7 @@ class TestTransactions:
 
 @pytest.mark.parametrize("queues", [("a", "b", "c"), ("a", "a", "a")], ids=["a queue each", "one queue"])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_consumers_that_share_a_channel_wide_prefetch_are_served_in_turn(world, queues, prefetch):
+def test_consumers_that_share_the_prefetch_limit_of_their_channel_get_messages_in_turn(world, queues, prefetch):
     client = world.client().channel()
     client.channel(2)
     for queue in dict.fromkeys(queues):

@@ -74,9 +74,7 @@ def test_a_rejected_message_is_dead_lettered_with_all_its_properties(world, clie
     assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
 
 
-def test_messages_of_an_ended_channel_are_requeued_in_all_queues_before_any_expired_message_is_dead_lettered(
-    world, client
-):
+def test_a_channel_that_ends_requeues_all_unacked_messages_before_expired_messages_are_dead_lettered(world, client):
     client.declare(arguments={**DLX, "x-message-ttl": 1000})
     client.publish(b"expires")
     client.publish(b"stays", "dead")
@@ -90,7 +88,7 @@ def test_messages_of_an_ended_channel_are_requeued_in_all_queues_before_any_expi
     assert [body for _, body, _ in heir.deliveries()] == [b"stays", b"expires"]
 
 
-def test_removed_messages_are_only_counted_if_there_is_no_dead_letter_exchange(world, client):
+def test_without_a_dead_letter_exchange_a_rejected_message_is_removed_and_counted(world, client):
     client.declare()
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
@@ -116,7 +114,7 @@ def test_an_acked_message_is_not_dead_lettered(world, client):
 
 
 @pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
-def test_a_message_dropped_to_make_room_is_dead_lettered(world, client, policy):
+def test_a_message_that_a_full_queue_drops_to_make_room_is_dead_lettered(world, client, policy):
     client.declare(arguments={**DLX, **policy})
     client.publish(b"1")
     client.publish(b"2")
@@ -124,7 +122,7 @@ def test_a_message_dropped_to_make_room_is_dead_lettered(world, client, policy):
     assert headers(world.queue("dead"))["x-first-death-reason"] == "maxlen"
 
 
-def test_a_dead_letter_is_delivered_and_flows_no_channel(world, client):
+def test_a_dead_letter_that_overfills_a_queue_is_enqueued_and_flows_no_channel(world, client):
     client.declare("small", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "small", "x-max-length": 1})
     for _ in range(3):
@@ -135,7 +133,7 @@ def test_a_dead_letter_is_delivered_and_flows_no_channel(world, client):
     assert client.names()[1:] == ["Basic.Deliver", "ContentHeader", "ContentBody"] * 2
 
 
-def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
+def test_a_full_queue_drops_and_counts_the_dead_letters_for_which_it_has_no_room(world, client):
     client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
     client.call(1, commands.Queue.Bind(queue="small", exchange="amq.fanout"), commands.Queue.BindOk)
     client.call(1, commands.Queue.Bind(queue="dead", exchange="amq.fanout"), commands.Queue.BindOk)
@@ -146,7 +144,7 @@ def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
     assert bodies(world.queue("dead")) == [b"1", b"2"]
 
 
-def test_an_exchange_closed_to_clients_accepts_dead_letters(world, client):
+def test_an_internal_exchange_accepts_dead_letters(world, client):
     declare = commands.Exchange.Declare(exchange="inner", exchange_type="fanout", internal=True)
     client.call(1, declare, commands.Exchange.DeclareOk)
     client.call(1, commands.Queue.Bind(queue="dead", exchange="inner"), commands.Queue.BindOk)
@@ -155,7 +153,7 @@ def test_an_exchange_closed_to_clients_accepts_dead_letters(world, client):
     assert world.queue("dead").depth == 1
 
 
-def test_dead_letters_can_also_be_routed_by_their_headers(world, client):
+def test_dead_letters_can_be_routed_by_a_headers_exchange(world, client):
     bind = commands.Queue.Bind(queue="dead", exchange="amq.headers", arguments={"x-first-death-reason": "maxlen"})
     bind.arguments["x-match"] = "all-with-x"
     client.call(1, bind, commands.Queue.BindOk)
@@ -164,7 +162,7 @@ def test_dead_letters_can_also_be_routed_by_their_headers(world, client):
     assert world.queue("dead").depth == 1
 
 
-def test_a_long_chain_of_queues_does_not_nest_calls(world, client):
+def test_a_message_passes_a_chain_of_300_dead_letter_queues_without_recursion(world, client):
     for number in range(300):
         to = f"q{number + 1}" if number < 299 else "dead"
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": to}
@@ -174,7 +172,7 @@ def test_a_long_chain_of_queues_does_not_nest_calls(world, client):
     assert len(headers(world.queue("dead"))["x-death"]) == 300
 
 
-def test_a_message_cycles_as_long_as_consumers_reject_it(world, client):
+def test_a_message_passes_a_dead_letter_cycle_as_often_as_consumers_reject_it(world, client):
     client.declare("a", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
     client.declare("b", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "a"})
     client.publish(routing_key="a")
@@ -189,7 +187,7 @@ def test_a_message_cycles_as_long_as_consumers_reject_it(world, client):
     ]
 
 
-def test_a_dead_letter_cycle_without_a_rejection_ends(world, client):
+def test_a_dead_letter_cycle_in_which_no_consumer_rejects_the_message_ends(world, client):
     client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
     client.publish(routing_key="a")
     world.now = 0.01
@@ -199,7 +197,7 @@ def test_a_dead_letter_cycle_without_a_rejection_ends(world, client):
 
 
 def make_web(world, client, count, **arguments):
-    """Queues that all dead-letter to all of them."""
+    """Declare queues, each of which dead-letters to all of them."""
     names = [f"q{number}" for number in range(count)]
     for name in names:
         client.declare(name, arguments={"x-dead-letter-exchange": "amq.fanout", **arguments})
@@ -208,28 +206,28 @@ def make_web(world, client, count, **arguments):
 
 
 @pytest.mark.parametrize("count", [3, 8, 40])
-def test_E7_the_cost_of_queues_that_dead_letter_to_each_other_is_bounded_by_the_number_of_paths_between_them(
-    world, client, count
-):
+def test_E7_the_number_of_dead_letters_among_queues_that_dead_letter_to_each_other_is_bounded(world, client, count):
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(routing_key="q0")
     assert [queue.depth for queue in queues] == [0] * count
     assert sum(queue.contents.published for queue in queues) <= count * count
     assert all(queue.contents.drops[DropReason.MAXLEN] == queue.contents.published for queue in queues)
-    # From each queue one dead letter goes to each: it came in, or was dropped and counted.
+    # Each queue sent one dead letter to each queue. The letter was enqueued, or dropped and counted.
     assert (
         sum(queue.contents.published + queue.contents.drops[DropReason.CYCLE] for queue in queues) == 1 + count * count
     )
 
 
-def test_E7_copies_in_several_queues_count_as_one_message(world, client):
+def test_E7_the_dead_letters_of_one_message_in_several_queues_are_bounded_together(world, client):
     count = 20
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(exchange="amq.fanout")
     assert sum(queue.contents.published for queue in queues) <= count + count * count
 
 
-def test_E7_expiry_in_queues_that_dead_letter_to_each_other_has_the_same_bound(world, client):
+def test_E7_a_message_that_expires_in_queues_that_dead_letter_to_each_other_has_a_bounded_number_of_copies(
+    world, client
+):
     count = 12
     queues = make_web(world, client, count, **{"x-message-ttl": 1})
     client.publish(routing_key="q0")
@@ -239,7 +237,9 @@ def test_E7_expiry_in_queues_that_dead_letter_to_each_other_has_the_same_bound(w
     assert sum(queue.contents.published for queue in queues) <= count * count
 
 
-def test_E7_a_rejection_by_a_consumer_starts_a_new_count(world, client):
+def test_E7_a_message_rejected_by_a_consumer_may_pass_again_through_queues_that_dead_letter_to_each_other(
+    world, client
+):
     queues = make_web(world, client, 3, **{"x-max-length": 0})
     client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
     client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
@@ -253,7 +253,7 @@ def test_E7_a_rejection_by_a_consumer_starts_a_new_count(world, client):
 
 
 def test_copies_of_a_message_with_different_routing_keys_all_pass_through_a_shared_queue(world, client):
-    """Two services share a queue that delays what they could not handle, and each has its own archive."""
+    """Two services share a queue that delays messages which they could not handle. Each has its own archive."""
     for name in ("billing", "shipping"):
         client.declare(
             name,
@@ -278,10 +278,8 @@ def test_copies_of_a_message_with_different_routing_keys_all_pass_through_a_shar
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
-def test_copies_of_a_message_that_expire_in_the_same_queue_are_dead_lettered_only_once_and_counted(
-    world, client, caplog
-):
-    """Two services share a queue that delays what they could not handle, and one archive."""
+def test_equal_copies_of_a_message_that_expire_in_one_queue_are_dead_lettered_only_once(world, client, caplog):
+    """Two services share an archive, and a queue that delays messages which they could not handle."""
     late = {"x-message-ttl": 1, "x-dead-letter-exchange": ""}
     for name in ("billing", "shipping"):
         client.declare(name, arguments=late | {"x-dead-letter-routing-key": "delay"})
@@ -300,7 +298,7 @@ def test_copies_of_a_message_that_expire_in_the_same_queue_are_dead_lettered_onl
     assert [record.args for record in caplog.records] == [("delay",)]
 
 
-def test_two_paths_to_a_queue_deliver_two_dead_letters(world, client):
+def test_a_message_that_is_dead_lettered_on_two_paths_to_a_queue_arrives_there_twice(world, client):
     for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
         client.declare(name, arguments=arguments | ({} if to else {"x-dead-letter-routing-key": "dead"}))
@@ -323,7 +321,7 @@ def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, ca
     [1, "x", [], [1], [{"queue": "q", "reason": "rejected", "count": 2**63 - 1}], [{"count": float("nan")}]],
     ids=repr,
 )
-def test_an_x_death_header_written_by_a_client_does_no_harm(world, client, forged):
+def test_a_malformed_x_death_header_from_a_client_does_not_prevent_dead_lettering(world, client, forged):
     client.declare(arguments=DLX)
     client.publish(properties=commands.Basic.Properties(headers={"x-death": forged}))
     client.send(1, commands.Basic.Get(queue="q"))
@@ -347,7 +345,7 @@ PUBLISHES = {
 
 @pytest.mark.parametrize("publish", [*PUBLISHES, "from inside", "after a wait"])
 def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_message(world, client, publish):
-    # "a" is full and drops its message for the new one; "b" has room for one message, and takes the publish.
+    # "a" is full and drops its message to make room. "b" has room for one message and accepts the new one.
     client.declare("a", arguments=FULL)
     client.declare("b", arguments={"qpid.max_count": 1, "x-qflow-policy": "wait"})
     client.publish(b"1", routing_key="a")
@@ -366,7 +364,7 @@ def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_messa
     assert world.queue("b").contents.drops == {DropReason.REFUSED: 1}
 
 
-def test_a_full_queue_enqueues_a_new_message_before_it_dead_letters_the_dropped_one(world, client):
+def test_a_full_queue_enqueues_the_new_message_before_it_dead_letters_the_message_that_it_drops(world, client):
     client.declare("b", arguments={"x-max-length": 1})
     client.declare("a", arguments=FULL)
     for name in ("a", "b"):
@@ -376,7 +374,7 @@ def test_a_full_queue_enqueues_a_new_message_before_it_dead_letters_the_dropped_
     assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"1"])
 
 
-def test_a_queue_with_reject_publish_dlx_dead_letters_refused_messages(world, client):
+def test_a_full_queue_with_reject_publish_dlx_dead_letters_the_messages_that_it_refuses(world, client):
     client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
     client.publish(b"1")
@@ -385,7 +383,7 @@ def test_a_queue_with_reject_publish_dlx_dead_letters_refused_messages(world, cl
     assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
 
 
-def test_a_queue_with_reject_publish_counts_refused_messages_even_without_confirms(world, client):
+def test_a_full_queue_with_reject_publish_counts_the_messages_that_it_refuses_even_without_confirms(world, client):
     client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
     client.publish(b"1")
     client.publish(b"2")
@@ -394,7 +392,7 @@ def test_a_queue_with_reject_publish_counts_refused_messages_even_without_confir
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(0, []), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (4, [1, 2, 3])])
-def test_x_max_length_limits_ready_messages(maximum, left):
+def test_x_max_length_limits_the_number_of_ready_messages(maximum, left):
     queue = make_queue({"x-max-length": maximum})
     for size in (1, 2, 3):
         queue.enqueue(message(size))
@@ -403,7 +401,7 @@ def test_x_max_length_limits_ready_messages(maximum, left):
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(2, []), (3, [3]), (4, [3]), (5, [2, 3]), (6, [1, 2, 3])])
-def test_x_max_length_bytes_limits_ready_bytes(maximum, left):
+def test_x_max_length_bytes_limits_the_bytes_of_ready_messages(maximum, left):
     queue = make_queue({"x-max-length-bytes": maximum})
     for size in (1, 2, 3):
         queue.enqueue(message(size))
@@ -411,7 +409,7 @@ def test_x_max_length_bytes_limits_ready_bytes(maximum, left):
     assert [entry.message.size for entry in queue.contents.oldest_first()] == left
 
 
-def test_x_max_length_drops_no_unacked_message():
+def test_x_max_length_never_drops_an_unacked_message():
     queue = make_queue({"x-max-length": 1, "x-max-length-bytes": 3})
     taker = Taker()
     queue.dispatcher.add(taker, exclusive=False)
@@ -453,7 +451,7 @@ def test_the_single_active_consumer_is_the_oldest_remaining_consumer():
 
 
 def raw_counts(queue):
-    """The bytes that follow the name of each count in the header, with their type."""
+    """Return the bytes of each count in the header, beginning with the type of the value."""
     (entry,) = queue.contents.oldest_first()
     return [piece[:9] for piece in entry.message.header.split(b"\x05count")[1:]]
 
@@ -478,7 +476,7 @@ def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
 
 
 @pytest.mark.parametrize("count", [2**63 - 1, -(2**63), -1, 0, True, "1", None])
-def test_a_forged_x_death_count_restarts_at_1(world, client, count):
+def test_an_invalid_count_in_an_x_death_header_from_a_client_restarts_at_1(world, client, count):
     client.declare(arguments=DLX)
     forged: Any = [{"count": count, "queue": "q", "reason": "rejected"}]
     client.publish(b"1", properties=commands.Basic.Properties(headers={"x-death": forged}))
@@ -488,7 +486,7 @@ def test_a_forged_x_death_count_restarts_at_1(world, client, count):
 
 
 @pytest.mark.parametrize("how", ["nack", "recover", "close"])
-def test_a_requeue_does_not_exceed_x_max_length_and_drops_the_oldest_messages(world, client, how):
+def test_a_requeue_into_a_queue_at_x_max_length_drops_the_oldest_messages(world, client, how):
     client.declare(arguments=DLX | {"x-max-length": 2})
     for number in b"1234":
         client.publish(bytes([number]))
@@ -506,7 +504,7 @@ def test_a_requeue_does_not_exceed_x_max_length_and_drops_the_oldest_messages(wo
     assert world.queue().contents.drops == {DropReason.MAXLEN: 3}
 
 
-def test_messages_beyond_x_max_length_are_dropped_from_a_requeue_before_any_delivery_as_on_rabbitmq(world, client):
+def test_requeued_messages_beyond_x_max_length_are_dropped_before_any_is_delivered_as_on_rabbitmq(world, client):
     client.declare(arguments={"x-max-length": 1})
     for body in (b"1", b"2", b"3"):
         client.publish(body)

@@ -38,7 +38,7 @@ def test_a_message_expires_after_its_time_to_live(now, left):
     assert (queue.depth, queue.contents.dropped) == (left, 1 - left)
 
 
-def test_the_shorter_time_to_live_applies():
+def test_the_shorter_time_to_live_of_the_queue_and_the_message_applies():
     queue = make_queue({"x-message-ttl": 1000})
     for size, own in ((1, 500), (2, None), (3, 2000)):
         queue.enqueue(expiring(size, own))
@@ -66,7 +66,7 @@ def test_messages_in_the_middle_of_a_queue_can_expire_and_the_remaining_messages
     assert taken == [1, 2, 5, 6, 8]
 
 
-def test_ready_entries_are_compacted_when_most_of_them_are_gaps():
+def test_the_list_of_ready_messages_is_compacted_when_most_of_its_places_are_empty():
     queue = make_queue()
     queue.enqueue(message(1))
     for at in range(Contents.MAX_GAPS * 2):
@@ -84,7 +84,7 @@ def test_ready_entries_are_compacted_when_most_of_them_are_gaps():
     assert (queue.depth, queue.size) == (0, 0)
 
 
-def test_a_consumer_gets_no_expired_message():
+def test_an_expired_message_is_not_delivered_to_a_consumer():
     queue = make_queue()
     for size, own in ((1, 100), (2, None), (3, 100), (4, None)):
         queue.enqueue(expiring(size, own))
@@ -107,7 +107,7 @@ def test_an_unacked_message_expires_only_when_it_is_requeued():
     assert (queue.depth, queue.dispatcher.acked, queue.contents.drops) == (0, 1, {DropReason.EXPIRED: 1})
 
 
-def test_a_requeued_message_expires_once():
+def test_a_message_that_was_requeued_is_removed_only_once_when_it_expires():
     queue = fill(make_queue({"x-message-ttl": 100, "qpid.flow_stop_count": 1}), [1])
     queue.dispatcher.requeue([queue.take(no_ack=False)])
     queue._surroundings.now = 0.1
@@ -115,7 +115,7 @@ def test_a_requeued_message_expires_once():
     assert (queue.depth, queue.contents.dropped) == (0, 1)
 
 
-def test_expired_messages_are_removed_first_when_a_queue_is_full():
+def test_a_full_queue_removes_expired_messages_before_it_refuses_a_new_message():
     queue = make_queue({"qpid.max_count": 2})
     queue.enqueue(message(1))
     queue.enqueue(expiring(2, 100))
@@ -126,7 +126,7 @@ def test_expired_messages_are_removed_first_when_a_queue_is_full():
     assert ready(queue) == [1, 3]
 
 
-def test_expired_messages_are_removed_before_the_oldest_of_a_ring():
+def test_a_full_ring_queue_removes_expired_messages_before_it_drops_the_oldest_message():
     queue = make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"})
     queue.enqueue(message(1))
     queue.enqueue(expiring(2, 100))
@@ -136,7 +136,7 @@ def test_expired_messages_are_removed_before_the_oldest_of_a_ring():
     assert ready(queue) == [1, 3]
 
 
-def test_J6_expiry_unflows_channels_and_releases_confirms(world):
+def test_J6_the_expiry_of_messages_unflows_channels_and_releases_withheld_confirms(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-message-ttl": 1000})
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_J6_expiry_unflows_channels_and_releases_confirms(world):
     assert (world.queue().flows.held_confirms, world.queue().flows.is_on, world.queue().depth) == (0, False, 0)
 
 
-def test_J6_after_each_expired_message_the_queue_checks_whether_publishers_can_resume(world):
+def test_J6_publishers_are_unflowed_as_soon_as_expired_messages_have_made_enough_room(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for milliseconds in ("300", "100", "200"):
@@ -165,14 +165,14 @@ def test_J6_after_each_expired_message_the_queue_checks_whether_publishers_can_r
     assert world.host.timers.next_tick == float("inf")
 
 
-def test_an_early_or_repeated_tick_does_nothing():
+def test_a_timer_that_fires_before_any_message_expires_removes_nothing():
     queue = fill(make_queue({"x-message-ttl": 1000}), [1])
     queue.tick(0.9)
     queue.tick(0.9)
     assert (queue.depth, queue._surroundings.alarms) == (1, [1.0])
 
 
-def test_expiry_entries_of_removed_messages_do_not_pile_up():
+def test_timer_entries_of_removed_messages_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 86_400_000})
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
@@ -180,7 +180,7 @@ def test_expiry_entries_of_removed_messages_do_not_pile_up():
     assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
 
 
-def test_expiry_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
+def test_timer_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
     queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.dispatcher.requeue([queue.take(no_ack=False)])
@@ -188,7 +188,7 @@ def test_expiry_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up(
     assert queue.dropping.expiry.next_at == 86_400.0
 
 
-def test_expiry_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
+def test_timer_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 1000})
     for number in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
@@ -201,7 +201,7 @@ def test_expiry_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
 
 
 @pytest.mark.parametrize(("used", "now", "is_unused"), [(0.0, 0.99, False), (0.0, 1.0, True), (0.5, 1.49, False)])
-def test_an_unused_queue_expires_after_x_expires(used, now, is_unused):
+def test_a_queue_that_is_unused_for_x_expires_is_deleted(used, now, is_unused):
     queue = make_queue({"x-expires": 1000})
     around = queue._surroundings
     around.now = used
@@ -214,7 +214,7 @@ def test_an_unused_queue_expires_after_x_expires(used, now, is_unused):
 
 
 @pytest.mark.parametrize("use", ["get", "declare", "declare passively", "consume"])
-def test_get_declare_and_consumers_count_as_use_of_a_queue(world, use):
+def test_get_declare_and_consumers_count_as_use_of_a_queue_with_x_expires(world, use):
     client = world.client().channel()
     client.declare(arguments={"x-expires": 1000})
     if use == "consume":
@@ -234,7 +234,7 @@ def test_get_declare_and_consumers_count_as_use_of_a_queue(world, use):
         assert ("q" in world.host.queues) is there
 
 
-def test_a_queue_with_a_consumer_never_expires(world):
+def test_a_queue_with_x_expires_is_not_deleted_while_it_has_a_consumer(world):
     client = world.client().channel()
     client.declare(arguments={"x-expires": 1000})
     client.consume()
@@ -244,7 +244,7 @@ def test_a_queue_with_a_consumer_never_expires(world):
     assert world.host.timers.next_tick == float("inf")
 
 
-def test_a_deleted_queue_is_not_checked_for_expiry(world):
+def test_a_deleted_queue_and_its_messages_no_longer_expire(world):
     client = world.client().channel()
     client.declare(arguments={"x-expires": 1000, "x-message-ttl": 100})
     client.publish()
@@ -254,7 +254,7 @@ def test_a_deleted_queue_is_not_checked_for_expiry(world):
     assert client.received() == []
 
 
-def test_times_are_in_milliseconds_and_0_expires_immediately():
+def test_x_message_ttl_is_in_milliseconds_and_with_0_messages_expire_immediately():
     assert read_options("q", {"x-message-ttl": 1500, "x-expires": 1}) == QueueOptions(1.5, 0.001)
     queue = make_queue({"x-message-ttl": 0})
     queue.enqueue(message())

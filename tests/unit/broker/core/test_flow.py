@@ -13,13 +13,13 @@ def flows(client, channel=1):
 
 
 def tags(client):
-    """The delivery tags acked, each with its multiple bit, if nothing else came."""
+    """Return the acked delivery tags, each with its multiple bit. No other frames may have come."""
     received = [each for _, each in client.received()]
     assert {each.name for each in received} <= {"Basic.Ack"}
     return [(each.delivery_tag, each.multiple) for each in received]
 
 
-def test_J3_the_publisher_of_the_overfilling_message_is_flowed_immediately(world):
+def test_J3_the_publisher_whose_message_brings_the_queue_above_its_stop_threshold_is_flowed_immediately(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     client.publish()
@@ -30,7 +30,7 @@ def test_J3_the_publisher_of_the_overfilling_message_is_flowed_immediately(world
     assert world.queue().depth == 3
 
 
-def test_J3_D2_the_message_that_overfills_a_queue_is_enqueued_and_delivered(world):
+def test_J3_D2_the_message_that_brings_a_queue_above_its_stop_threshold_is_enqueued_and_delivered(world):
     client = world.client().channel(1).channel(2)
     client.declare(arguments={"x-qpid-capacity": 3})
     client.publish(b"four")
@@ -40,7 +40,7 @@ def test_J3_D2_the_message_that_overfills_a_queue_is_enqueued_and_delivered(worl
     assert world.queue().depth == 1
 
 
-def test_J3_only_the_overfilling_publisher_is_flowed(world):
+def test_J3_only_the_publisher_that_brings_the_queue_above_its_stop_threshold_is_flowed(world):
     offender, other = world.client().channel(), world.client().channel()
     offender.declare(arguments=STOP_2)
     other.publish()
@@ -50,7 +50,7 @@ def test_J3_only_the_overfilling_publisher_is_flowed(world):
     assert other.received() == []
 
 
-def test_J3_other_channels_of_the_connection_continue(world):
+def test_J3_other_channels_of_the_connection_of_a_flowed_channel_continue(world):
     client = world.client().channel(1).channel(2)
     client.declare(arguments=STOP_2)
     for _ in range(4):
@@ -58,7 +58,7 @@ def test_J3_other_channels_of_the_connection_continue(world):
     assert client.only(commands.Channel.Flow, channel=1).active is False
 
 
-def test_each_transition_sends_one_flow_frame(world):
+def test_each_change_between_flowed_and_unflowed_sends_one_flow_frame(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(10):
@@ -73,7 +73,7 @@ def test_each_transition_sends_one_flow_frame(world):
     assert client.received() == []
 
 
-def test_the_broker_knows_whether_the_client_has_answered_every_flow(world):
+def test_the_broker_knows_whether_the_client_has_answered_every_channel_flow(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -102,7 +102,7 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
     assert flows(client) == [True]
 
 
-def test_J4_a_queue_over_both_kinds_of_thresholds_is_reported_once(world):
+def test_J4_a_channel_blocked_by_two_thresholds_of_one_queue_shows_that_queue_once_as_the_reason(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
     assert flows(publisher) == [True]
 
 
-def test_J6_requeueing_does_not_unflow_the_channel(world):
+def test_J6_requeueing_a_delivery_does_not_unflow_the_channel(world):
     publisher, consumer = world.client().channel(), world.client().channel()
     publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     publisher.publish()
@@ -169,7 +169,7 @@ def test_J6_requeueing_does_not_unflow_the_channel(world):
     [commands.Queue.Purge(queue="q"), commands.Queue.Delete(queue="q"), commands.Basic.Consume(queue="q", no_ack=True)],
     ids=lambda method: method.name,
 )
-def test_J6_purge_delete_and_no_ack_consumers_unflow_the_channel(world, shrink):
+def test_J6_a_purge_a_delete_or_a_no_ack_consumer_unflows_the_channel(world, shrink):
     publisher, other = world.client().channel(), world.client().channel()
     publisher.declare(arguments=STOP_2)
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_J6_get_without_ack_unflows_the_channel(world):
 
 
 @pytest.mark.parametrize("how", ["channel", "connection", "lost"])
-def test_a_flowed_channel_that_ends_is_removed_from_the_queue_state(world, how):
+def test_a_queue_forgets_a_flowed_channel_that_ends(world, how):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_a_flowed_channel_that_ends_is_removed_from_the_queue_state(world, how):
     assert flows(client) == [False]
 
 
-def test_flowed_time_and_the_number_of_flows_are_counted(world):
+def test_the_flowed_time_of_a_channel_and_the_number_of_its_flows_are_counted(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -220,7 +220,7 @@ def test_flowed_time_and_the_number_of_flows_are_counted(world):
     assert (channel.flow.times_flowed, channel.flow.seconds, channel.flow.since) == (2, 5.0, None)
 
 
-def test_C5_a_message_to_a_queue_that_is_or_turns_ON_is_not_acked_until_the_queue_is_OFF(world):
+def test_C5_a_message_to_a_queue_that_is_ON_or_turns_ON_is_not_acked_until_the_queue_is_OFF(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     client.publish()
@@ -235,7 +235,7 @@ def test_C5_a_message_to_a_queue_that_is_or_turns_ON_is_not_acked_until_the_queu
     assert client.session.channels[1].unconfirmed == 0
 
 
-def test_C5_a_withheld_message_is_also_acked_when_it_is_dequeued(world):
+def test_C5_a_message_whose_confirm_is_withheld_is_also_acked_when_it_is_dequeued(world):
     client = world.client().channel(confirms=True)
     client.declare(
         arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
@@ -285,7 +285,7 @@ def test_C5_a_message_is_confirmed_only_when_all_of_its_queues_are_OFF(world):
     assert world.queue("c").depth == 3
 
 
-def test_C5_an_ack_of_a_later_message_does_not_confirm_a_withheld_message(world):
+def test_C5_an_ack_of_a_later_message_does_not_include_an_earlier_message_whose_confirm_is_withheld(world):
     client = world.client().channel(confirms=True)
     client.declare("free")
     client.declare("full", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
@@ -296,7 +296,7 @@ def test_C5_an_ack_of_a_later_message_does_not_confirm_a_withheld_message(world)
     assert tags(client) == [(5, True)]
 
 
-def test_C5_enforcement_both_also_flows_the_channel(world):
+def test_C5_with_the_enforcement_both_the_channel_is_flowed_and_its_confirms_are_withheld(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_C5_enforcement_both_also_flows_the_channel(world):
     assert client.names() == ["Channel.Flow", "Basic.Ack"]
 
 
-def test_C5_without_confirm_mode_nothing_is_withheld(world):
+def test_C5_a_full_queue_has_no_confirms_to_withhold_from_a_channel_without_confirm_mode(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     for _ in range(5):
@@ -315,7 +315,7 @@ def test_C5_without_confirm_mode_nothing_is_withheld(world):
     assert world.queue().flows.held_confirms == 0
 
 
-def test_C5_a_closed_channel_gets_no_confirms(world):
+def test_C5_confirms_that_were_withheld_are_not_sent_on_a_channel_that_has_closed(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     for _ in range(4):
@@ -358,7 +358,7 @@ def test_C6_two_producers_never_exceed_the_stop_threshold_by_more_than_the_sum_o
         assert available == [0, 0]
 
 
-def test_D12_all_recent_publishers_are_flowed(make_world):
+def test_D12_with_flow_scope_publishers_a_full_queue_flows_all_channels_that_published_to_it_recently(make_world):
     world = make_world(flow_scope="publishers", recent=10.0)
     clients = [world.client().channel() for _ in range(4)]
     stale, ended, recent, offender = clients
@@ -380,7 +380,7 @@ def test_D12_all_recent_publishers_are_flowed(make_world):
     assert flows(recent) == [True]
 
 
-def test_D5_a_hold_by_an_operator_and_a_hold_by_a_queue_do_not_lift_each_other(world):
+def test_D5_a_channel_stopped_by_an_operator_and_a_queue_resumes_only_when_both_have_released_it(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -399,7 +399,7 @@ def test_D5_a_hold_by_an_operator_and_a_hold_by_a_queue_do_not_lift_each_other(w
     [(commands.Confirm.Select(), "Confirm.SelectOk"), (commands.Tx.Select(), "Tx.SelectOk"), (None, None)],
     ids=["confirms", "transactions", "publishes"],
 )
-def test_D5_a_channel_that_starts_to_publish_is_stopped_with_the_others(world, method, reply):
+def test_D5_while_an_operator_stops_all_publishers_a_channel_that_starts_to_publish_is_stopped(world, method, reply):
     world.controls.producers_stopped = True
     client = world.client().channel()
     client.declare()
@@ -411,7 +411,7 @@ def test_D5_a_channel_that_starts_to_publish_is_stopped_with_the_others(world, m
         assert client.names() == [reply, "Channel.Flow"]
 
 
-def test_D5_a_channel_that_only_consumes_is_not_stopped(world):
+def test_D5_an_operator_that_stops_all_publishers_does_not_stop_a_channel_that_only_consumes(world):
     world.controls.producers_stopped = True
     client = world.client().channel()
     client.declare()

@@ -1,4 +1,4 @@
-"""J5 for the controller that the broker's queues have, whose publishers go on in an order of their own (F4)."""
+"""J5 for the flow controller of the broker's queues. It unflows publishers in its own order (F4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_a_queue(flow_type: type[StepwiseQueueFlow], spacing: Spacing | None = Non
 
 
 class WithoutSecondLook(StepwiseQueueFlow):
-    """What left between the overflow and the block does not unblock."""
+    """A controller without the check after blocking: it misses messages that left before the source was blocked."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         for step in super().offer_steps(source, size, now):
@@ -30,19 +30,19 @@ class WithoutSecondLook(StepwiseQueueFlow):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_no_order_of_steps_leaves_a_publisher_blocked_without_reason(marks: str) -> None:
+def test_J5_no_order_of_publishing_blocking_and_consuming_leaves_a_publisher_blocked_without_reason(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 2), (3, 3)], of_a_queue(StepwiseQueueFlow))
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_without_the_second_check_a_publisher_stays_blocked(marks: str) -> None:
+def test_J5_without_the_check_after_blocking_some_order_leaves_a_publisher_blocked(marks: str) -> None:
     for publishers in (1, 2):
         with pytest.raises(AssertionError, match="goes wrong in"):
             assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], of_a_queue(WithoutSecondLook))
 
 
 class Clock:
-    """Passes only when somebody waits for it."""
+    """A clock that advances only to the next alarm."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Timed(World):
-    """A queue whose publishers go on one after the other, a second apart."""
+    """A queue that unflows its publishers one after the other, one each second."""
 
     def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
         self.clock = Clock()
@@ -61,7 +61,7 @@ class Timed(World):
         return (*super().state(), self.clock.spacing._next_at, bool(self.clock.alarms))
 
     def let_time_pass(self) -> int:
-        """Wake the queue whenever it has asked for that, and say how often that was."""
+        """Resume the controller at each of its alarms. Return the number of alarms."""
         times = 0
         while self.clock.alarms:
             self.clock.now = max(self.clock.now, min(self.clock.alarms))
@@ -76,12 +76,12 @@ class Timed(World):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_publishers_that_a_queue_resumes_one_by_one_do_not_stay_blocked(marks: str) -> None:
+def test_J5_publishers_that_a_queue_unflows_one_by_one_do_not_stay_blocked_in_any_order_of_steps(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(StepwiseQueueFlow), Timed)
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_F4_publishers_that_a_queue_releases_are_unflowed_one_by_one(marks: str) -> None:
+def test_F4_a_queue_with_a_resume_interval_unflows_its_publishers_one_by_one(marks: str) -> None:
     timed = Timed(of_a_queue(StepwiseQueueFlow), MARKS[marks], 4, 3, 0)
     while timed.running:
         timed.step(next(iter(timed.running)))
@@ -94,7 +94,7 @@ def test_F4_publishers_that_a_queue_releases_are_unflowed_one_by_one(marks: str)
     assert not any(source.is_blocked for source in timed.sources)
 
 
-def test_F4_the_publisher_with_the_fewest_messages_is_unflowed_first() -> None:
+def test_F4_a_drained_queue_first_unflows_the_publisher_that_has_published_the_fewest_messages() -> None:
     told: list[str] = []
 
     class Publisher(CountedSource):

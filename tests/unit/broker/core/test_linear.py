@@ -1,4 +1,4 @@
-"""Decoding takes time in proportion to what came: no byte is copied again for each field that stands before it."""
+"""The time for decoding is proportional to the input. No byte is copied once for each field before it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.errors import ConnectionException
 from qflow_client.broker.core.properties import decode_headers, decode_properties
 
-# As many as a frame of 128 KiB has room for.
+# The number of nulls that fit in a frame of 128 KiB.
 NULLS = b"A" + (130_000).to_bytes(4, "big") + b"V" * 130_000
 
 
 class Counted(bytes):
-    """Bytes that count how many of them are copied."""
+    """Bytes that count how many bytes are copied from them."""
 
     copied = 0
 
@@ -63,13 +63,13 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(("decode", "make"), [(wire.check_properties, header), (wire.decode_method, declare)])
-def test_tables_that_are_nested_too_deep_are_refused_with_a_clear_error(decode, make):
+def test_decoding_tables_that_are_nested_too_deep_raises_a_clear_error(decode, make):
     decode(make(nested(99)))
     with pytest.raises(ConnectionException, match="tables and arrays are nested more than 100 deep"):
         decode(make(nested(100)))
 
 
-def test_decoding_reverses_the_encoding_of_pamqp():
+def test_a_table_that_pamqp_encoded_is_decoded_to_the_same_values():
     properties = commands.Basic.Properties(
         content_type="a",
         content_encoding="b",
@@ -87,11 +87,11 @@ def test_decoding_reverses_the_encoding_of_pamqp():
     assert dict(decode_properties(wire.encode_header(0, properties))) == dict(properties)
 
 
-def test_a_null_in_the_old_encoding_of_RabbitMQ_is_decoded():
+def test_a_null_in_the_encoding_of_old_RabbitMQ_clients_is_decoded():
     assert decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}
 
 
-def test_E9_validated_tables_use_little_memory_at_any_size(monkeypatch):
+def test_E9_the_cache_of_header_tables_that_were_already_checked_is_small(monkeypatch):
     known: set[bytes] = set()
     monkeypatch.setattr(wire, "_sound_tables", known)
     for number in range(20):

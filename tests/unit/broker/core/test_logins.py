@@ -38,7 +38,7 @@ def table(**fields):
 
 
 @pytest.mark.parametrize("password", ["guest", "wrong"])
-def test_AMQPLAIN_accepts_only_the_right_password(world, password):
+def test_an_AMQPLAIN_login_succeeds_only_with_the_right_password(world, password):
     client = amqplain(world, table(LOGIN="guest", PASSWORD=password))
     if password == "guest":
         client.only(commands.Connection.Tune, 0)
@@ -54,7 +54,7 @@ def test_AMQPLAIN_accepts_only_the_right_password(world, password):
     ["", "x", table(LOGIN="guest"), table(PASSWORD="guest"), table(LOGIN=1, PASSWORD="guest"), "\0guest\0guest"],
     ids=["empty", "short", "no password", "no user", "a number", "PLAIN"],
 )
-def test_AMQPLAIN_without_a_user_or_a_password_is_a_syntax_error_as_on_rabbitmq(world, response):
+def test_an_AMQPLAIN_login_without_a_user_or_a_password_is_a_syntax_error_as_on_rabbitmq(world, response):
     close = amqplain(world, response).only(CLOSE, 0)
     assert close.reply_code == 502
     assert "LOGIN and PASSWORD" in close.reply_text
@@ -65,12 +65,12 @@ def test_a_login_does_not_show_its_password_in_its_repr():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", ""])
-def test_guest_logs_in_from_this_machine(world, address):
+def test_the_user_guest_can_log_in_from_the_machine_of_the_broker(world, address):
     start(world, address).only(commands.Connection.Tune, 0)
 
 
 @pytest.mark.parametrize("address", [FAR, "2001:db8::1", "::ffff:192.0.2.7"])
-def test_guest_does_not_log_in_from_another_machine_as_on_rabbitmq(make_world, address):
+def test_the_user_guest_cannot_log_in_from_another_machine_as_on_rabbitmq(make_world, address):
     close = start(make_world(), address).only(CLOSE, 0)
     assert close.reply_code == 403
     assert "can only connect via localhost (loopback_users)" in close.reply_text
@@ -78,17 +78,17 @@ def test_guest_does_not_log_in_from_another_machine_as_on_rabbitmq(make_world, a
     start(make_world(users={"ann": "sesame"}), address, "ann", "sesame").only(commands.Connection.Tune, 0)
 
 
-def test_a_wrong_password_for_guest_from_another_machine_gets_the_same_answer_as_any_wrong_password(world):
+def test_a_login_as_guest_from_another_machine_gets_the_same_answer_as_a_wrong_password(world):
     assert "localhost" not in start(world, FAR, password="wrong").only(CLOSE, 0).reply_text
 
 
-def test_a_blank_password_is_refused_as_a_setting():
+def test_users_with_a_blank_password_are_rejected_in_the_settings():
     with pytest.raises(ValueError, match="password of user 'ann' is blank"):
         BrokerSettings(users={"ann": ""})
 
 
 @pytest.mark.parametrize("value", ["guest", [1]])
-def test_loopback_users_must_be_names(value):
+def test_the_setting_loopback_users_accepts_only_names(value):
     with pytest.raises(TypeError, match="loopback_users must be names"):
         BrokerSettings(loopback_users=value)
 
@@ -98,7 +98,7 @@ def fail(world, times, address=FAR):
         assert start(world, address, "ann", "wrong").only(CLOSE, 0).reply_code == 403
 
 
-def test_after_many_failed_logins_further_logins_wait_even_with_the_right_password(make_world):
+def test_after_many_failed_logins_from_an_address_even_a_login_with_the_right_password_is_delayed(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=3)
     fail(world, 4)
     right, wrong = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "wrong")
@@ -123,7 +123,7 @@ def authenticate(user, password):
     return {"ann": {"once": 10.0, "ever": math.inf}}.get(user, {}).get(password, 0)
 
 
-def test_the_application_checks_logins_and_failed_logins_are_counted(make_world):
+def test_a_function_of_the_application_can_check_logins_and_failed_logins_are_counted(make_world):
     world = make_world(users={"ann": "right"}, authenticate=authenticate, max_failed_logins=1)
     start(world, FAR, "ann", "ever").only(commands.Connection.Tune, 0)
     assert start(world, FAR, "ann", "right").only(CLOSE, 0).reply_code == 403
@@ -157,7 +157,7 @@ def test_a_connection_is_closed_when_its_credentials_have_expired(make_world):
     )
 
 
-def test_a_new_secret_extends_a_connection_and_a_wrong_one_ends_it(make_world):
+def test_update_secret_with_a_right_secret_extends_the_connection_and_with_a_wrong_one_closes_it_with_530(make_world):
     world = make_world(authenticate=authenticate)
     client = logged_in(world, "once")
     world.now = 8.0
@@ -171,13 +171,13 @@ def test_a_new_secret_extends_a_connection_and_a_wrong_one_ends_it(make_world):
     assert (close.reply_code, close.reply_text) == (530, "NOT_ALLOWED - the new secret of user 'ann' was refused")
 
 
-def test_logins_from_another_address_do_not_wait(make_world):
+def test_failed_logins_from_one_address_do_not_delay_logins_from_another_address(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=3)
     fail(world, 4)
     start(world, "192.0.2.8", "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_failed_logins_are_forgotten_over_time(make_world):
+def test_failed_logins_of_an_address_are_forgotten_over_time(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=3)
     fail(world, 3)
     world.now = 3.0
@@ -185,7 +185,7 @@ def test_failed_logins_are_forgotten_over_time(make_world):
     start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_a_client_whose_login_is_delayed_must_send_no_frames_and_still_has_the_usual_time_to_open(make_world):
+def test_a_client_whose_login_is_delayed_must_wait_and_then_has_the_usual_time_for_connection_open(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=1, unauthenticated_timeout=0.5)
     fail(world, 2)
     slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
@@ -196,13 +196,13 @@ def test_a_client_whose_login_is_delayed_must_send_no_frames_and_still_has_the_u
     assert (world.now, slow.session.state) == (0.5, State.ENDED)
 
 
-def test_a_maximum_of_0_failed_logins_delays_no_login(make_world):
+def test_with_a_maximum_of_0_failed_logins_no_login_is_delayed(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=0)
     fail(world, 100)
     start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_an_address_waits_at_most_5_seconds_and_memory_is_bounded():
+def test_failed_logins_delay_an_address_for_at_most_5_seconds_and_use_bounded_memory():
     failed = FailedLogins(10)
     for _ in range(1000):
         failed.failed(FAR, 0.0)
@@ -213,7 +213,7 @@ def test_an_address_waits_at_most_5_seconds_and_memory_is_bounded():
     assert failed.delay(FAR, 0.0) == 0.0
 
 
-def test_an_ipv6_network_of_64_bits_counts_as_one_address():
+def test_all_addresses_of_an_ipv6_64_network_count_as_one_address_for_failed_logins():
     failed = FailedLogins(1)
     for number in range(3):
         failed.failed(f"2001:db8::{number}:1", 0.0)
@@ -224,7 +224,7 @@ def test_an_ipv6_network_of_64_bits_counts_as_one_address():
     assert failed.delay(FAR, 0.0) == 1.0
 
 
-# Cheap to check: nothing is to be learnt from the time that it takes.
+# The test does not measure times, so a cheap hash is enough.
 CHEAP = "$scrypt$ln=1,r=1,p=1$c2FsdHNhbHQ$"
 
 
@@ -233,7 +233,7 @@ def cheap(password: str) -> str:
     return CHEAP + base64.b64encode(digest).decode().rstrip("=")
 
 
-def test_a_hash_matches_only_its_password_and_has_its_own_salt():
+def test_a_password_hash_matches_only_its_password_and_has_a_salt_of_its_own():
     hashes = [hash_password("sesame") for _ in range(2)]
     assert hashes[0] != hashes[1]
     assert "sesame" not in "".join(hashes)
@@ -250,7 +250,7 @@ def test_a_hash_matches_only_its_password_and_has_its_own_salt():
         ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$" + "A" * 41, "must be base64"),
     ],
 )
-def test_an_unusable_hash_is_refused_and_not_shown_in_the_error(hashed, words):
+def test_an_unusable_password_hash_is_rejected_and_the_error_does_not_show_it(hashed, words):
     with pytest.raises(ValueError, match=words) as caught:
         BrokerSettings(users={"ann": hashed})
     assert "'ann'" in str(caught.value)
@@ -258,7 +258,7 @@ def test_an_unusable_hash_is_refused_and_not_shown_in_the_error(hashed, words):
 
 
 @pytest.mark.parametrize(("user", "password"), [("ann", "sesame"), ("ann", "wrong"), ("bob", "sesame"), ("ann", "")])
-def test_E8_only_the_right_password_logs_in_against_a_hash(make_world, user, password):
+def test_E8_a_user_that_is_set_with_a_password_hash_can_log_in_only_with_the_right_password(make_world, user, password):
     world = make_world(users={"ann": cheap("sesame")})
     client = start(world, user=user, password=password)
     if (user, password) == ("ann", "sesame"):
@@ -267,7 +267,7 @@ def test_E8_only_the_right_password_logs_in_against_a_hash(make_world, user, pas
         assert client.only(CLOSE, 0).reply_code == 403
 
 
-def test_E9_hashes_are_checked_outside_the_loop_and_a_right_password_only_once(make_world):
+def test_E9_password_hashes_are_checked_outside_the_event_loop_and_each_right_password_only_once(make_world):
     world = make_world(users={"ann": cheap("sesame")})
     jobs = []
     world.host.logins.run = lambda function, done: jobs.append((function, done))
@@ -280,16 +280,16 @@ def test_E9_hashes_are_checked_outside_the_loop_and_a_right_password_only_once(m
         done(function())
     waiting.only(commands.Connection.Tune, 0)
     assert gone.received() == []
-    # Known by now.
+    # The right password is known now.
     start(world, FAR, "ann", "sesame").only(commands.Connection.Tune, 0)
     assert len(jobs) == 2
-    # A wrong one is checked each time, and so is the right one of nobody.
+    # A wrong password is checked each time, and so is any password of an unknown user.
     for user, password in (("ann", "wrong"), ("bob", "sesame")):
         start(world, FAR, user, password)
     assert len(jobs) == 4
 
 
-def test_E9_the_concurrent_password_checks_of_an_address_never_exceed_the_number_of_allowed_failed_logins(make_world):
+def test_E9_an_address_has_at_most_as_many_concurrent_password_checks_as_allowed_failed_logins(make_world):
     world = make_world(users={"ann": cheap("sesame")}, max_failed_logins=3)
     jobs = []
     world.host.logins.run = lambda function, done: jobs.append((function, done))
@@ -297,7 +297,7 @@ def test_E9_the_concurrent_password_checks_of_an_address_never_exceed_the_number
     assert len(jobs) == 4
     for function, done in jobs:
         done(function())
-    # Those that waited need no check any more.
+    # The logins that waited need no further check.
     world.now += 20
     for client in clients[4:]:
         client.session.deadlines.at = 0

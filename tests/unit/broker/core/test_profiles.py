@@ -1,4 +1,4 @@
-"""What a broker that plays another says and does, frame by frame."""
+"""The frames of a broker that imitates another broker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WITHOUT_EXTENSIONS = (Profile.WSO2, Profile.AMQP_0_9_1)
 
 
 def connect(world, header=PROTOCOL_HEADER):
-    """What is said at first, and what is proposed."""
+    """Return `Connection.Start` and `Connection.Tune` of the broker."""
     client = world.stranger()
     client.feed(header)
     start = client.only(commands.Connection.Start, 0)
@@ -23,20 +23,20 @@ def connect(world, header=PROTOCOL_HEADER):
 
 
 @pytest.mark.parametrize("value", ["rabbitmq", "", None, 1, ["wso2"]], ids=str)
-def test_an_unknown_profile_is_refused_and_the_error_lists_the_known_ones(value):
+def test_an_unknown_broker_profile_is_rejected_and_the_error_lists_the_known_profiles(value):
     words = "profile must be one of 'qflow', 'lavinmq', 'wso2', 'amqp-0-9-1', 'amqp-0-9', not "
     with pytest.raises(ValueError, match=words):
         Broker(profile=value)
 
 
-def test_each_profile_has_a_dialect_and_its_settings_are_allowed():
+def test_each_broker_profile_has_a_dialect_and_uses_only_allowed_settings():
     assert list(DIALECTS) == list(Profile)
     for profile in Profile:
         settings = BrokerSettings.of({"profile": profile})
         assert {name: getattr(settings, name) for name in settings.dialect.settings} == settings.dialect.settings
 
 
-def test_values_proposed_by_a_profile_apply_unless_they_are_set(make_world):
+def test_the_limits_proposed_by_a_broker_profile_apply_unless_the_settings_replace_them(make_world):
     for profile in (Profile.LAVINMQ, Profile.WSO2, Profile.AMQP_0_9_1):
         expected = DIALECTS[profile].settings
         _, tune = connect(make_world(profile=profile))
@@ -55,7 +55,9 @@ def test_values_proposed_by_a_profile_apply_unless_they_are_set(make_world):
         (Profile.AMQP_0_9_1, "AMQP 0-9-1 without extensions", 0),
     ],
 )
-def test_a_profile_announces_its_product_and_capabilities(make_world, profile, product, extensions):
+def test_a_broker_profile_announces_the_product_and_capabilities_of_the_imitated_broker(
+    make_world, profile, product, extensions
+):
     start, _ = connect(make_world(profile=profile))
     assert start.server_properties.get("product") == product
     capabilities = start.server_properties.get("capabilities")
@@ -72,7 +74,9 @@ def test_a_profile_announces_its_product_and_capabilities(make_world, profile, p
         (Profile.AMQP_0_9, {AMQP_0_9}, AMQP_0_9),
     ],
 )
-def test_a_profile_accepts_its_protocol_headers_and_answers_unsupported_ones(make_world, profile, accepted, answer):
+def test_a_broker_profile_accepts_and_answers_protocol_headers_like_the_imitated_broker(
+    make_world, profile, accepted, answer
+):
     world = make_world(profile=profile)
     for header in (PROTOCOL_HEADER, AMQP_0_9, AMQP_1_0):
         client = world.stranger()
@@ -85,7 +89,7 @@ def test_a_profile_accepts_its_protocol_headers_and_answers_unsupported_ones(mak
 
 
 @pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
-def test_E11_update_secret_is_refused_by_profiles_without_extensions(make_world, profile):
+def test_E11_a_broker_profile_without_extensions_refuses_update_secret(make_world, profile):
     client = make_world(profile=profile).client()
     client.send(0, commands.Connection.UpdateSecret("guest", "it has expired"))
     assert client.close_of(commands.Connection.Close).reply_code == 503
@@ -97,7 +101,9 @@ def test_E11_update_secret_is_refused_by_profiles_without_extensions(make_world,
     [commands.Confirm.Select(), commands.Basic.Nack(1), commands.Exchange.Bind(0, "amq.fanout", "amq.direct")],
     ids=lambda method: method.name,
 )
-def test_an_extension_that_the_profile_lacks_ends_the_connection(make_world, profile, method):
+def test_a_method_of_an_extension_that_the_broker_profile_lacks_closes_the_connection_with_540(
+    make_world, profile, method
+):
     client = make_world(profile=profile).client().channel()
     client.send(1, method)
     close = client.close_of(commands.Connection.Close)
@@ -105,7 +111,7 @@ def test_an_extension_that_the_profile_lacks_ends_the_connection(make_world, pro
     assert close.reply_text == f"NOT_IMPLEMENTED - {method.name} is an extension that this broker does not support"
 
 
-def test_without_the_extension_a_consumer_is_not_notified_that_its_queue_is_gone(make_world):
+def test_a_broker_profile_without_extensions_sends_no_basic_cancel_to_the_consumers_of_a_deleted_queue(make_world):
     client = make_world(profile=Profile.AMQP_0_9_1).client().channel()
     client.declare()
     client.call(1, commands.Basic.Consume(queue="q", consumer_tag="c"), commands.Basic.ConsumeOk)
@@ -117,7 +123,7 @@ def alarm(world, client, reason="full"):
     client.session.block("disk", reason)
 
 
-def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(make_world):
+def test_in_the_lavinmq_profile_an_alarm_closes_channels_that_publish_or_declare_a_queue(make_world):
     world = make_world(profile=Profile.LAVINMQ)
     client = world.client()
     for number in (1, 2, 3, 4):
@@ -127,7 +133,7 @@ def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(mak
     client.call(3, commands.Tx.Select(), commands.Tx.SelectOk)
     alarm(world, client)
     assert client.names() == [], "nobody is told before"
-    # Consumers, and who asks for a queue that there is, are served.
+    # Consumers and passive declares of existing queues are served.
     client.declare(channel=4)
     for number in (1, 2, 3):
         client.publish(channel=number)
@@ -138,7 +144,7 @@ def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(mak
     close = client.close_of(commands.Channel.Close)
     assert close.reply_text == "PRECONDITION_FAILED - Server low on disk space, can not create queue"
     assert world.queue().depth == 0
-    # Who comes later, too; and then no more.
+    # A client that connects later is also stopped, but not after the end of the alarm.
     later = world.client().channel(confirms=True)
     later.publish()
     assert later.close_of(commands.Channel.Close).reply_code == 406
@@ -164,7 +170,7 @@ def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_
         (1, "Channel.Flow", False),
         (2, "Channel.Flow", False),
     ]
-    # Who begins to publish is stopped then.
+    # A channel is stopped when it begins to publish.
     client.publish(channel=3)
     assert [(number, each.active) for number, each in client.received()] == [(3, False)]
     later = world.client().channel()
@@ -176,7 +182,7 @@ def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_
     assert [(number, each.active) for number, each in client.received()] == [(1, True), (2, True), (3, True)]
 
 
-def test_a_closing_channel_is_not_stopped_by_an_alarm(make_world):
+def test_an_alarm_sends_no_channel_flow_on_a_channel_that_is_closing(make_world):
     world = make_world(profile=Profile.AMQP_0_9_1)
     client = world.client().channel()
     client.publish(routing_key="q")
@@ -186,7 +192,7 @@ def test_a_closing_channel_is_not_stopped_by_an_alarm(make_world):
     assert client.names() == []
 
 
-def test_a_channel_error_of_wso2_ends_the_connection(make_world):
+def test_in_the_wso2_profile_a_channel_error_ends_the_connection(make_world):
     client = make_world(profile=Profile.WSO2).client().channel()
     client.send(1, commands.Queue.Declare(queue="none", passive=True))
     close = client.close_of(commands.Connection.Close)

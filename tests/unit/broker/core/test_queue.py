@@ -35,19 +35,19 @@ def fill(queue, sizes, publisher=None):
 
 
 @pytest.mark.parametrize(("depth", "on"), [(9, False), (10, False), (11, True)])
-def test_C1_the_state_turns_ON_when_there_are_more_messages_than_stop(depth, on):
+def test_C1_the_state_turns_ON_when_there_are_more_messages_than_the_stop_count(depth, on):
     queue = fill(make_queue({"qpid.flow_stop_count": 10}), [1] * depth)
     assert queue.flows.is_on is on
     assert queue.flows.times_on == on
 
 
 @pytest.mark.parametrize(("size", "on"), [(99, False), (100, False), (101, True)])
-def test_C1_the_state_turns_ON_when_there_are_more_bytes_than_stop(size, on):
+def test_C1_the_state_turns_ON_when_there_are_more_bytes_than_the_stop_size(size, on):
     assert fill(make_queue({"qpid.flow_stop_size": 100}), [size]).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(6, True), (5, True), (4, False)])
-def test_C1_the_state_turns_OFF_when_there_are_fewer_messages_than_resume(left, on):
+def test_C1_the_state_turns_OFF_when_there_are_fewer_messages_than_the_resume_count(left, on):
     queue = fill(make_queue({"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}), [1] * 11)
     for _ in range(11 - left):
         queue.take(no_ack=True)
@@ -55,7 +55,7 @@ def test_C1_the_state_turns_OFF_when_there_are_fewer_messages_than_resume(left, 
 
 
 @pytest.mark.parametrize(("left", "on"), [(51, True), (50, True), (49, False)])
-def test_C1_the_state_turns_OFF_when_there_are_fewer_bytes_than_resume(left, on):
+def test_C1_the_state_turns_OFF_when_there_are_fewer_bytes_than_the_resume_size(left, on):
     queue = fill(make_queue({"qpid.flow_stop_size": 100, "qpid.flow_resume_size": 50}), [101 - left, left])
     queue.take(no_ack=True)
     assert (queue.size, queue.flows.is_on) == (left, on)
@@ -83,7 +83,7 @@ BOTH = {
         pytest.param([26, 25, 25, 25], True, id="count and bytes above"),
     ],
 )
-def test_C1_exceeding_one_stop_threshold_turns_the_state_ON(sizes, on):
+def test_C1_exceeding_the_stop_count_or_the_stop_size_turns_the_state_ON(sizes, on):
     assert fill(make_queue(BOTH), sizes).flows.is_on is on
 
 
@@ -133,7 +133,7 @@ def test_C4_a_maximum_size_gives_a_resume_threshold_of_70_percent(left, on):
     assert queue.flows.is_on is on
 
 
-def test_C2_a_stop_threshold_equal_to_the_resume_threshold_leaves_a_band_of_two_messages():
+def test_C2_with_stop_and_resume_thresholds_of_2_the_state_turns_ON_at_3_messages_and_OFF_at_1():
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
     fill(queue, [1, 1, 1])
     assert queue.flows.is_on
@@ -143,7 +143,7 @@ def test_C2_a_stop_threshold_equal_to_the_resume_threshold_leaves_a_band_of_two_
     assert not queue.flows.is_on
 
 
-# Qpid Java's marks, as a queue's own and as the virtual host's.
+# Qpid Java's capacities, as arguments of a queue and as defaults of the virtual host.
 CAPACITIES = pytest.mark.parametrize(
     ("arguments", "settings"),
     [
@@ -172,13 +172,13 @@ def test_J1_J2_a_queue_is_OFF_at_its_resume_capacity(arguments, settings, left, 
     assert publisher.told == ([False] if on else [False, True])
 
 
-def test_J2_a_capacity_of_0_means_no_limit():
+def test_J2_a_queue_capacity_of_0_means_no_limit():
     queue = fill(make_queue({"x-qpid-capacity": 0}), [10**6])
     assert not queue.flows.is_on
     assert not queue.is_watched
 
 
-def test_J3_a_publisher_between_resume_capacity_and_capacity_is_not_flowed():
+def test_J3_a_publisher_is_not_flowed_while_the_queue_is_between_its_resume_capacity_and_its_capacity():
     first, second = Publisher("first"), Publisher("second")
     queue = make_queue({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 50})
     fill(queue, [60, 41], first)
@@ -192,7 +192,7 @@ def test_J3_a_publisher_between_resume_capacity_and_capacity_is_not_flowed():
     assert (first.told, second.told) == ([False, True, False], [])
 
 
-def test_C1_a_publisher_to_a_cpp_queue_that_is_ON_is_flowed():
+def test_C1_every_publisher_to_a_queue_with_stop_thresholds_in_state_ON_is_flowed():
     first, second = Publisher("first"), Publisher("second")
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     fill(queue, [1, 1, 1], first)
@@ -202,7 +202,7 @@ def test_C1_a_publisher_to_a_cpp_queue_that_is_ON_is_flowed():
     assert queue.flows.blocked == (first, second)
 
 
-def test_thresholds_and_capacities_work_independently():
+def test_a_queue_with_stop_thresholds_and_a_capacity_unflows_publishers_only_when_both_allow_it():
     publisher = Publisher()
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2, "x-qpid-capacity": 100})
     fill(queue, [1, 1, 101], publisher)
@@ -257,7 +257,7 @@ SHRINKERS = [
     ],
     ids=["count", "size", "capacity"],
 )
-def test_J6_every_removal_from_a_queue_can_unflow_publishers(shrink, arguments):
+def test_J6_every_way_in_which_messages_leave_a_queue_can_unflow_publishers(shrink, arguments):
     publisher = Publisher()
     confirmed: list[int] = []
     queue = make_queue(arguments)
@@ -270,7 +270,7 @@ def test_J6_every_removal_from_a_queue_can_unflow_publishers(shrink, arguments):
     shrink(queue)
     assert (publisher.told, queue.flows.is_on) == ([False, True], False)
     assert queue.flows.blocked == ()
-    # C5: what was held is complete.
+    # C5: the withheld confirms are released.
     assert confirmed == [7]
     assert queue.flows.held_confirms == 0
 
@@ -280,9 +280,9 @@ def test_J6_every_removal_from_a_queue_can_unflow_publishers(shrink, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
 )
-def test_J5_if_the_queue_shrinks_while_a_publisher_is_being_flowed_the_publisher_is_unflowed(arguments, step, taken):
+def test_J5_a_publisher_is_unflowed_if_the_queue_shrinks_while_the_publisher_is_being_flowed(arguments, step, taken):
     class Interrupted(Stepwise, QueueFlow):
-        """Messages leave between two steps of blocking who published."""
+        """A queue from which messages leave while it blocks their publisher."""
 
         def offer(self, source, size, now):
             for done in self.offer_steps(source, size, now):
@@ -300,7 +300,7 @@ def test_J5_if_the_queue_shrinks_while_a_publisher_is_being_flowed_the_publisher
     assert queue.flows.blocked == ((publisher,) if queue.flows.is_on else ())
 
 
-def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
+def test_J6_delivering_and_requeueing_a_message_do_not_change_the_depth_of_the_queue():
     publisher = Publisher()
     queue = fill(make_queue({"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}), [1, 1], publisher)
     entries = [queue.take(no_ack=False), queue.dispatcher.take(no_ack=False)]
@@ -313,7 +313,9 @@ def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
 @pytest.mark.parametrize(
     ("enforcement", "told", "holds"), [("completion", [], 1), ("channel_flow", [False], 0), ("both", [False], 1)]
 )
-def test_enforcement_decides_whether_publishers_are_flowed_and_whether_confirms_are_withheld(enforcement, told, holds):
+def test_the_enforcement_of_a_queue_decides_whether_it_flows_publishers_and_whether_it_withholds_confirms(
+    enforcement, told, holds
+):
     publisher = Publisher()
     completion = Completion(1, print)
     queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": enforcement})
@@ -322,7 +324,7 @@ def test_enforcement_decides_whether_publishers_are_flowed_and_whether_confirms_
     assert (publisher.told, completion.holds) == (told, holds)
 
 
-def test_C5_no_completion_is_reported_before_every_destination_has_the_message():
+def test_C5_a_message_is_not_confirmed_before_it_was_offered_to_all_of_its_queues():
     completed: list[int] = []
     completion = Completion(7, completed.append)
     completion.holds = 1
@@ -331,7 +333,7 @@ def test_C5_no_completion_is_reported_before_every_destination_has_the_message()
     assert completion.arm()
 
 
-def test_requeued_messages_keep_their_order():
+def test_messages_that_are_requeued_together_keep_their_order():
     queue = make_queue()
     for size in range(1, 7):
         queue.enqueue(message(size))
@@ -344,7 +346,7 @@ def test_requeued_messages_keep_their_order():
     assert queue.contents.unacked == {}
 
 
-def test_consumers_are_served_round_robin_and_consumers_that_cannot_accept_are_skipped():
+def test_a_queue_serves_its_consumers_round_robin_and_skips_consumers_that_cannot_accept_a_message():
     queue = make_queue()
     takers = [Taker(), Taker(), Taker()]
     for taker in takers:
@@ -389,7 +391,7 @@ def test_a_reject_queue_refuses_messages_beyond_the_maximum_size(size, refused):
     assert (queue.refusal(size) is not None) is refused
 
 
-def test_unacked_messages_count_for_the_maximum():
+def test_unacked_messages_count_for_the_maximum_of_a_queue():
     queue = fill(make_queue({"qpid.max_count": 1}), [1])
     entry = queue.take(no_ack=False)
     assert "full" in queue.refusal(1)
@@ -438,14 +440,14 @@ MARKED = {"qpid.flow_stop_count": 1, "x-message-ttl": 10, "x-dead-letter-exchang
 def test_a_deleted_queue_is_freed_without_the_garbage_collector(arguments, depth):
     gc.disable()
     try:
-        # From now on the young generation has what is made here.
+        # From now on new objects are in the young generation.
         gc.collect(0)
         queue = fill(make_queue(arguments), [1] * depth, Publisher())
         queue.delete()
         queue.dispatcher.cancel_all()
         while queue.contents.leaving:
             queue.tick(0.0)
-        # Times that were set before come all the same.
+        # Timers that were set before still fire.
         queue.tick(float("inf"))
         del queue
         assert not any(type(each) is Queue for each in gc.get_objects(generation=0))

@@ -1,4 +1,4 @@
-"""The queue against a plain model of it, which keeps lists and looks at everything anew each time."""
+"""The queue against a plain model. The model keeps lists and computes everything anew each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PUBLISHERS = 3
 
 
 class Family:
-    """One family of marks, by the words of its source."""
+    """One kind of thresholds, as its source describes it."""
 
     def __init__(self, stops, resumes, holds_all):
         self.stops = stops
@@ -72,7 +72,7 @@ class QueueMachine(RuleBasedStateMachine):
             )
         if capacity[0]:
             self.families.append(Family(lambda n, b: b > capacity[0], lambda n, b: b <= capacity[1], False))
-        # Messages in the queue's order: (number, size); which of them are unacked.
+        # Messages in the order of the queue, as (number, size), and the numbers of the unacked ones.
         self.messages = []
         self.unacked = {}
         self.numbers = 0
@@ -170,7 +170,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert {int(source.name) for source in queue.flows.blocked} == blocked
         for number, publisher in enumerate(self.publishers):
             assert publisher.is_blocked == (number in blocked)
-            # One notice for each transition, never the same twice.
+            # One notice for each transition, so two notices in a row differ.
             assert publisher.told == [bool(at % 2) for at in range(len(publisher.told))]
             assert len(publisher.told) % 2 == publisher.is_blocked
         held = set().union(*(family.held for family in self.families))

@@ -19,7 +19,7 @@ def refused(client, setting, limit):
     client.channel()
 
 
-def test_queues_are_limited_and_deleting_a_queue_makes_room(make_world):
+def test_the_number_of_queues_is_limited_and_deleting_a_queue_makes_room(make_world):
     world = make_world(max_queues=2)
     client = world.client().channel()
     for name in ("a", "b", "a"):
@@ -33,7 +33,7 @@ def test_queues_are_limited_and_deleting_a_queue_makes_room(make_world):
     refused(client, "max_queues", 2)
 
 
-def test_bindings_are_limited_and_removing_a_binding_makes_room(make_world):
+def test_the_number_of_bindings_is_limited_and_removing_a_binding_makes_room(make_world):
     world = make_world(max_bindings=2)
     client = world.client().channel()
     client.declare("q")
@@ -49,7 +49,7 @@ def test_bindings_are_limited_and_removing_a_binding_makes_room(make_world):
         client.call(1, Queue.Bind(queue="other", exchange="amq.direct", routing_key=key), Queue.BindOk)
 
 
-def test_consumers_are_limited_and_cancelling_a_consumer_makes_room(make_world):
+def test_the_number_of_consumers_is_limited_and_cancelling_a_consumer_makes_room(make_world):
     world = make_world(max_consumers=2)
     client, other = world.client().channel(), world.client().channel()
     client.declare("q")
@@ -66,7 +66,7 @@ def test_consumers_are_limited_and_cancelling_a_consumer_makes_room(make_world):
     other.only(Basic.ConsumeOk)
 
 
-def test_connections_are_limited_when_they_open_and_a_closed_connection_makes_room(make_world):
+def test_the_number_of_open_connections_is_limited_and_a_closed_connection_makes_room(make_world):
     world = make_world(max_connections=2)
     clients = [world.client() for _ in range(2)]
     client = world.stranger()
@@ -83,7 +83,7 @@ def test_connections_are_limited_when_they_open_and_a_closed_connection_makes_ro
     assert world.host.open_connections == 2
 
 
-def test_channels_of_a_connection_are_limited_by_number(make_world):
+def test_the_number_of_channels_of_a_connection_is_limited(make_world):
     client = make_world(channel_max=2).client().channel().channel(2)
     client.send(3, commands.Channel.Open())
     close = client.only(commands.Connection.Close, 0)
@@ -91,7 +91,7 @@ def test_channels_of_a_connection_are_limited_by_number(make_world):
     assert "channel_max 2" in close.reply_text
 
 
-def test_queues_from_a_store_count_and_are_accepted_beyond_the_limit():
+def test_queues_restored_from_a_store_count_for_max_queues_and_are_accepted_even_beyond_that_limit():
     there: list[int] = []
     quota = Quota("max_queues", 2, "queues", lambda: len(there))
     for number in range(3):
@@ -101,7 +101,7 @@ def test_queues_from_a_store_count_and_are_accepted_beyond_the_limit():
         quota.take()
 
 
-def test_objects_are_counted_only_if_the_limit_may_be_reached():
+def test_a_quota_counts_the_existing_objects_only_when_the_limit_may_be_reached():
     counted = []
 
     def count():
@@ -116,6 +116,6 @@ def test_objects_are_counted_only_if_the_limit_may_be_reached():
 
 @pytest.mark.parametrize("name", ["max_unauthenticated", "max_queues", "max_bindings", "max_consumers"])
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "1"], ids=repr)
-def test_limits_are_whole_numbers_above_0(name, value):
+def test_a_quota_must_be_a_whole_number_above_0(name, value):
     with pytest.raises((TypeError, ValueError), match=name):
         BrokerSettings(**{name: value})

@@ -28,13 +28,13 @@ def request(client, channel=1):
 
 
 def asked(client):
-    """The properties of the request that is next in the queue."""
+    """Return the properties of the next request in the queue."""
     client.send(1, Basic.Get(queue="requests", no_ack=True))
     (_, _), (_, header), (_, _) = client.received()
     return header.properties
 
 
-def test_a_reply_goes_to_the_channel_of_the_request_without_declaring_a_queue(world, client):
+def test_with_direct_reply_to_a_reply_goes_to_the_channel_of_the_request_without_a_declared_queue(world, client):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -49,7 +49,7 @@ def test_a_reply_goes_to_the_channel_of_the_request_without_declaring_a_queue(wo
     assert server.received() == []
 
 
-def test_each_channel_gets_its_own_replies(world, client):
+def test_with_direct_reply_to_each_channel_gets_only_replies_to_its_own_requests(world, client):
     server = world.client().channel()
     client.channel(2)
     listen(client)
@@ -63,7 +63,7 @@ def test_each_channel_gets_its_own_replies(world, client):
     assert [number for number, frame in client.received() if frame.name == "Basic.Deliver"] == [2, 1]
 
 
-def test_a_reply_consumer_without_no_ack_is_refused_with_406_as_on_rabbitmq(world, client):
+def test_a_direct_reply_to_consumer_without_no_ack_is_refused_with_406_as_on_rabbitmq(world, client):
     client.send(1, Basic.Consume(queue=REPLY_TO))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -71,7 +71,7 @@ def test_a_reply_consumer_without_no_ack_is_refused_with_406_as_on_rabbitmq(worl
     assert list(world.host.queues) == ["requests"]
 
 
-def test_a_second_reply_consumer_on_a_channel_is_refused_with_406_as_on_rabbitmq(client):
+def test_a_second_direct_reply_to_consumer_on_a_channel_is_refused_with_406_as_on_rabbitmq(client):
     listen(client)
     client.send(1, Basic.Consume(queue=REPLY_TO, consumer_tag="b", no_ack=True))
     close = client.only(CHANNEL_CLOSE)
@@ -79,7 +79,7 @@ def test_a_second_reply_consumer_on_a_channel_is_refused_with_406_as_on_rabbitmq
     assert "reply consumer already set" in close.reply_text
 
 
-def test_a_request_without_a_reply_consumer_is_refused_with_406_as_on_rabbitmq(world, client):
+def test_a_request_with_direct_reply_to_is_refused_with_406_if_no_consumer_waits_for_the_reply(world, client):
     request(client)
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -90,7 +90,7 @@ def test_a_request_without_a_reply_consumer_is_refused_with_406_as_on_rabbitmq(w
 
 
 @pytest.mark.parametrize("how", ["cancel", "channel", "connection"])
-def test_replies_to_a_disconnected_client_are_dropped_or_returned_if_mandatory(world, client, how):
+def test_direct_replies_to_a_disconnected_client_are_dropped_or_returned_if_mandatory(world, client, how):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -108,13 +108,13 @@ def test_replies_to_a_disconnected_client_are_dropped_or_returned_if_mandatory(w
     assert server.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
 
 
-def test_a_new_reply_consumer_is_accepted_after_a_cancelled_one(client):
+def test_a_channel_can_have_a_new_direct_reply_to_consumer_after_the_first_is_cancelled(client):
     listen(client)
     client.call(1, Basic.Cancel("replies"), Basic.CancelOk)
     listen(client)
 
 
-def test_a_responder_declares_the_reply_queue_to_check_whether_the_requester_exists_as_on_rabbitmq(world, client):
+def test_declaring_the_direct_reply_queue_passively_shows_whether_the_requester_still_exists(world, client):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -130,7 +130,9 @@ def test_a_responder_declares_the_reply_queue_to_check_whether_the_requester_exi
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kind", [Basic.Get, Basic.Consume, Queue.Purge, Queue.Bind], ids=lambda kind: kind.name)
-def test_no_other_method_reaches_the_reply_queue_by_its_name(world, client, own, kind):
+def test_get_consume_purge_and_bind_with_the_generated_name_of_a_reply_queue_are_refused_with_404(
+    world, client, own, kind
+):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -140,12 +142,12 @@ def test_no_other_method_reaches_the_reply_queue_by_its_name(world, client, own,
     assert one.only(CHANNEL_CLOSE).reply_code == 404
 
 
-def test_an_ordinary_reply_to_is_left_unchanged(client):
+def test_a_reply_to_that_names_an_ordinary_queue_is_left_unchanged(client):
     client.publish(b"x", "requests", properties=Basic.Properties(reply_to=f"{REPLY_TO}x"))
     assert asked(client).reply_to == f"{REPLY_TO}x"
 
 
-def test_a_dialect_without_extensions_has_no_direct_replies(make_world):
+def test_a_broker_profile_without_extensions_does_not_support_direct_reply_to(make_world):
     client = make_world(profile="amqp-0-9-1").client().channel()
     client.declare("requests")
     request(client)

@@ -38,7 +38,7 @@ def test_only_unroutable_messages_go_to_the_alternate_exchange(world, client):
     assert client.received() == []
 
 
-def test_alternate_exchanges_are_followed_one_by_one_even_in_a_cycle(world, client):
+def test_a_message_follows_a_chain_of_alternate_exchanges_and_a_cycle_of_alternate_exchanges_ends(world, client):
     for name, to in (("one", "two"), ("two", "three"), ("three", "one")):
         exchange(client, name, to=to)
     bound(client, "q", "three", "k")
@@ -48,7 +48,7 @@ def test_alternate_exchanges_are_followed_one_by_one_even_in_a_cycle(world, clie
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
 
 
-def test_each_exchange_on_the_path_uses_its_own_alternate_exchange_as_on_rabbitmq(world, client):
+def test_each_exchange_in_a_chain_of_bindings_uses_its_own_alternate_exchange_as_on_rabbitmq(world, client):
     exchange(client, "first", "fanout", to="unused")
     exchange(client, "unused", "fanout")
     exchange(client, "second", to="rest")
@@ -101,7 +101,7 @@ def test_unroutable_dead_letters_go_to_the_alternate_exchange(world, client):
 
 
 @pytest.mark.parametrize("value", [1, True, bytearray(b"\xff"), ["x"]])
-def test_an_alternate_exchange_must_be_a_name(client, value):
+def test_an_alternate_exchange_argument_that_is_not_a_name_is_refused(client, value):
     client.send(1, Exchange.Declare(exchange="e", arguments={"alternate-exchange": value}))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406

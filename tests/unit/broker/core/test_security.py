@@ -1,4 +1,4 @@
-"""What a broker keeps to itself, and what it gives strangers: no passwords, little memory, little time."""
+"""The broker never shows passwords, and gives unauthenticated clients little memory and little time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_broker_listens_on_the_loopback_interface_by_default() -> None:
     assert BrokerSettings().host == "127.0.0.1"
 
 
-def test_settings_do_not_show_passwords() -> None:
+def test_the_repr_of_the_broker_settings_shows_no_passwords() -> None:
     settings = BrokerSettings(users={"ann": "sesame"})
     assert "sesame" not in repr(settings)
     assert "sesame" not in str(settings)
@@ -68,7 +68,7 @@ def test_no_password_reaches_logs_or_answers_after_any_malformed_login(
     assert "sesame" not in caplog.text
 
 
-def test_names_sent_by_an_unauthenticated_client_cannot_add_lines_to_the_log(
+def test_a_user_name_from_an_unauthenticated_client_cannot_add_lines_to_the_log(
     world, caplog: pytest.LogCaptureFixture
 ) -> None:
     forged = "x\n2026-01-01 all is well"
@@ -83,7 +83,7 @@ def test_names_sent_by_an_unauthenticated_client_cannot_add_lines_to_the_log(
 
 
 def nested(kind: bytes, depth: int) -> bytes:
-    """A table in which so many tables and arrays lie in one another, itself included."""
+    """Return a table with this number of nested tables and arrays, including itself."""
     value = b""
     for _ in range(depth - 1):
         content = (b"\1k" if kind == b"F" else b"") + value if value else b""
@@ -130,13 +130,13 @@ def test_E9_tables_and_arrays_in_arguments_and_headers_have_a_maximum_nesting_de
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_an_unauthenticated_client_may_only_send_the_smallest_frames(world, steps: int) -> None:
+def test_before_the_login_a_client_may_send_frames_of_at_most_4096_bytes(world, steps: int) -> None:
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     if steps:
         client.send(0, commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US"))
     client.raw_output()
-    # No more than the head is needed to refuse it.
+    # The head of the frame is enough to refuse it.
     client.feed(b"\1\0\0" + (FRAME_MIN_SIZE - 7).to_bytes(4, "big") + b"\0")
     assert client.only(CLOSE, 0).reply_code == 501
 
@@ -144,7 +144,9 @@ def test_an_unauthenticated_client_may_only_send_the_smallest_frames(world, step
 @pytest.mark.parametrize(
     ("channel_max", "frame_max"), [(2048, 0), (65535, 0), (0, 131073), (0, 2**31), (0, FRAME_MIN_SIZE - 1), (0, 1)]
 )
-def test_values_beyond_the_limits_of_the_broker_are_refused(world, channel_max: int, frame_max: int) -> None:
+def test_tune_ok_with_values_beyond_the_limits_of_the_broker_is_refused_with_530(
+    world, channel_max: int, frame_max: int
+) -> None:
     client = world.stranger()
     client.start()
     client.raw_output()
@@ -162,7 +164,7 @@ def test_a_connection_has_at_most_the_negotiated_number_of_channels(world) -> No
     assert client.close_of(CLOSE).reply_code == 530
 
 
-def test_sending_frames_does_not_give_an_unauthenticated_client_more_time(make_world) -> None:
+def test_the_time_limit_for_a_login_is_not_extended_by_frames_from_the_client(make_world) -> None:
     world = make_world(unauthenticated_timeout=10)
     client = world.stranger()
     data = PROTOCOL_HEADER + START_OK

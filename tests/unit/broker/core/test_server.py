@@ -1,4 +1,4 @@
-"""A connection of the server with a transport that takes what the test says."""
+"""Connections of the server, with a transport that accepts as many bytes as the test says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEARTBEAT_SECONDS = 10
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written until the peer takes it."""
+    """A transport that keeps written bytes until the peer takes them."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Peer:
 
 @pytest.fixture(name="make_peer")
 def _make_peer():
-    # Their timers are set on this loop, which then does not run: the test calls what they would call.
+    # The timers are set on this loop, which does not run. The test calls the callbacks of the timers.
     loop = asyncio.new_event_loop()
     peers: list[Peer] = []
 
@@ -120,7 +120,7 @@ def _peer(world, make_peer):
     return make_peer(world).ask_for_too_much()
 
 
-def test_E6_the_broker_stops_reading_from_a_client_that_does_not_read_and_keeps_little_output_for_it(peer):
+def test_E6_the_broker_reads_nothing_from_a_client_that_does_not_read_and_buffers_little_output(peer):
     assert not peer.transport.reads
     assert peer.transport.buffered <= Connection.MAX_BACKLOG + peer.session.MAX_OUTPUT + 1_100_000
     peer.turn()
@@ -132,7 +132,7 @@ def test_E6_the_broker_stops_reading_from_a_client_that_does_not_read_and_keeps_
     assert (peer.session.channels.delivered, peer.transport.reads) == (20, True)
 
 
-def test_a_client_that_reads_slowly_does_not_count_as_silent(peer):
+def test_a_client_that_reads_slowly_is_not_disconnected_for_missing_heartbeats(peer):
     for _ in range(10):
         peer.pass_time(HEARTBEAT_SECONDS * 0.9)
         peer.take(1000)
@@ -150,7 +150,7 @@ def test_a_client_that_reads_nothing_for_two_heartbeats_is_disconnected(peer):
 
 LIMIT = 1 << 20
 
-# Each frame takes a millisecond of the clock.
+# Handling a frame takes one millisecond.
 STEP = 0.001
 PUBLISH = (commands.Basic.Publish(routing_key="q"), header.ContentHeader(body_size=0))
 FRAMES_OF_A_SLICE = round(Server.SLICE / STEP)
@@ -167,12 +167,14 @@ def _slow_world(make_world):
     return world
 
 
-def test_E9_input_that_takes_long_to_handle_is_handled_in_slices_that_connections_share_evenly(slow_world, make_peer):
+def test_E9_input_that_takes_long_to_handle_is_handled_in_time_slices_in_which_connections_take_turns(
+    slow_world, make_peer
+):
     busy = [make_peer(slow_world).open() for _ in range(3)]
     for peer in busy:
         peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
         assert not peer.transport.reads
-    # The first two had whole slices; then that time of the turn was used up.
+    # The first two got whole time slices. Then the time of this turn was used up.
     assert [peer.session.channels.published for peer in busy] == [FRAMES_OF_A_SLICE // 2] * 2 + [0]
     while any(peer.session.is_held for peer in busy):
         before = slow_world.now
@@ -184,7 +186,7 @@ def test_E9_input_that_takes_long_to_handle_is_handled_in_slices_that_connection
     assert all(peer.transport.reads for peer in busy)
 
 
-def test_E9_a_small_request_waits_for_at_most_one_slice(slow_world, make_peer):
+def test_E9_a_small_request_waits_for_at_most_one_time_slice_of_busy_connections(slow_world, make_peer):
     busy = [make_peer(slow_world).open() for _ in range(20)]
     asks = make_peer(slow_world).open()
     for peer in busy:
@@ -199,7 +201,7 @@ def test_E9_a_small_request_waits_for_at_most_one_slice(slow_world, make_peer):
 
 
 @pytest.mark.parametrize("size", [7, 50, 1001])
-def test_E9_input_that_takes_long_to_handle_may_be_split_at_any_byte(slow_world, make_peer, size):
+def test_E9_input_that_is_handled_in_time_slices_may_be_split_at_any_byte(slow_world, make_peer, size):
     peer = make_peer(slow_world).open()
     data = b"".join(frame.marshal(each, 1) for each in PUBLISH * 50)
     for at in range(0, len(data), size):
@@ -209,11 +211,13 @@ def test_E9_input_that_takes_long_to_handle_may_be_split_at_any_byte(slow_world,
     assert (peer.session.state, peer.session.channels.published) == (State.RUNNING, 50)
 
 
-def test_E9_a_connection_whose_input_is_held_keeps_its_heartbeats_and_can_end(slow_world, make_peer):
+def test_E9_a_connection_whose_input_waits_for_its_time_slice_is_not_closed_for_missing_heartbeats(
+    slow_world, make_peer
+):
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
     for _ in range(3):
-        # Its input is handled, and so it is not silent, though nothing of it is read.
+        # Its input is being handled, so the peer does not count as silent, although nothing is read from it.
         busy.pass_time(HEARTBEAT_SECONDS * 1.5)
         busy.turn()
     assert busy.session.state is State.RUNNING
@@ -224,7 +228,7 @@ def test_E9_a_connection_whose_input_is_held_keeps_its_heartbeats_and_can_end(sl
     assert slow_world.queue().depth == published
 
 
-def test_E9_publishers_whose_input_is_held_do_not_wait_for_each_other(slow_world, make_peer):
+def test_E9_input_that_waits_for_its_time_slice_does_not_cause_a_memory_alarm(slow_world, make_peer):
     publish = b"".join(frame.marshal(each, 1) for each in PUBLISH)
     peers = [make_peer(slow_world).open() for _ in range(4)]
     count = LIMIT // 2 // len(publish)
@@ -233,13 +237,13 @@ def test_E9_publishers_whose_input_is_held_do_not_wait_for_each_other(slow_world
     slow_world.queue().purge()
     for peer in peers:
         peer.connection.data_received(publish * count)
-    # Together they have sent twice what memory may hold, and none is cut or waits.
+    # Together they have sent twice the memory limit. No peer is disconnected or paused.
     assert sum(peer.session.held_size for peer in peers) > LIMIT
     peers[0].turn()
     assert not any(peer.session.is_paused or peer.transport.is_closed for peer in peers)
 
 
-def test_E9_held_messages_wait_while_memory_is_full(slow_world, make_peer):
+def test_E9_input_that_waits_for_a_time_slice_is_not_handled_while_memory_is_full(slow_world, make_peer):
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
     busy.connection.pause(True)
@@ -253,7 +257,7 @@ def test_E9_held_messages_wait_while_memory_is_full(slow_world, make_peer):
     assert busy.session.channels.published == 50
 
 
-def test_E9_other_connections_are_served_after_a_message_to_very_many_queues(world, make_peer):
+def test_E9_after_a_message_to_very_many_queues_other_connections_are_served_before_the_next_message(world, make_peer):
     peer = make_peer(world).open()
     for number in range(MANY_QUEUES + 1):
         world.host.topology.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
@@ -278,7 +282,7 @@ def ask_and_read_nothing(peer, count):
     peer.turn()
 
 
-def test_E9_unread_replies_count_as_memory_until_the_client_reads_them(small_world, make_peer):
+def test_E9_answers_that_a_client_has_not_read_count_for_the_memory_of_the_broker(small_world, make_peer):
     peer = make_peer(small_world).open()
     journal = small_world.host.journal
     ask_and_read_nothing(peer, 1000)
@@ -315,7 +319,7 @@ def test_E9_at_the_memory_limit_the_broker_does_not_read_from_clients_with_unrea
     assert slow.transport.reads
 
 
-def test_E9_the_first_message_of_a_connection_waits_while_the_memory_limit_is_reached(small_world, make_peer):
+def test_E9_while_memory_is_full_the_first_message_of_a_connection_is_not_read(small_world, make_peer):
     peer = make_peer(small_world).open()
     small_world.host.publish("", "q", bytes(LIMIT))
     peer.turn()
@@ -335,7 +339,7 @@ def test_E9_the_first_message_of_a_connection_waits_while_the_memory_limit_is_re
     assert peer.session.channels.published == 4
 
 
-def test_E9_new_connections_whose_first_message_waits_are_closed_when_there_are_too_many(
+def test_E9_while_memory_is_full_new_connections_that_wait_to_publish_are_closed_if_there_are_too_many(
     small_world, make_peer, caplog
 ):
     old = make_peer(small_world).open()
@@ -349,7 +353,7 @@ def test_E9_new_connections_whose_first_message_waits_are_closed_when_there_are_
     for peer in new:
         peer.connection.data_received(much)
         peer.turn()
-    # Two have more than 1/32 of memory.
+    # Two peers use more than 1/32 of the memory.
     assert [peer.transport.is_closed for peer in (old, *new)] == [False, True, True, True, True]
     assert old.server.first_publishes == 0
     reason = "memory is full, and first publishes that wait take more than 1/32 of memory_limit"
@@ -360,7 +364,7 @@ def test_E9_new_connections_whose_first_message_waits_are_closed_when_there_are_
     assert old.session.channels.published == 1 + len(much) // len(publish)
 
 
-def test_E9_large_input_waits_when_the_time_of_a_slice_is_used_up_and_small_input_does_not(slow_world, make_peer):
+def test_E9_when_the_time_of_a_turn_is_used_up_large_and_small_input_waits_and_is_handled_later(slow_world, make_peer):
     peers = [make_peer(slow_world).open() for _ in range(4)]
     sizes = (400, 400, 400, 1)
     for peer, size in zip(peers, sizes, strict=True):
@@ -376,7 +380,7 @@ TARPIT = {"tarpit_after": 2, "tarpit_time": 60, "flow_grace": 0}
 STOP_1: dict[str, Any] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
 
 
-def test_D8_a_tarpit_holds_input_that_arrived_together_with_the_message_that_triggered_the_tarpit(
+def test_D8_a_tarpit_also_delays_input_that_arrived_together_with_the_message_that_triggered_the_tarpit(
     make_world, make_peer
 ):
     peer = make_peer(make_world(**TARPIT)).open()
@@ -393,7 +397,7 @@ def test_D8_a_tarpit_holds_input_that_arrived_together_with_the_message_that_tri
     assert peer.transport.reads
 
 
-def test_D8_a_tarpit_holds_later_input_on_every_channel(make_world, make_peer):
+def test_D8_a_tarpit_delays_later_input_on_every_channel_of_the_connection(make_world, make_peer):
     world = make_world(**TARPIT)
     peer = make_peer(world).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
@@ -437,7 +441,9 @@ def test_the_broker_reads_close_ok_even_from_a_connection_that_it_has_stopped_re
     assert not peer.session.is_unresponsive
 
 
-def test_after_connection_close_the_broker_ends_the_tcp_stream_when_the_client_is_quiet(world, make_peer, monkeypatch):
+def test_after_connection_close_the_broker_ends_the_tcp_stream_when_the_client_sends_nothing_more(
+    world, make_peer, monkeypatch
+):
     peer = make_peer(world).open()
     ended, later = [], []
     monkeypatch.setattr(peer.transport, "can_write_eof", lambda: True)
@@ -452,7 +458,7 @@ def test_after_connection_close_the_broker_ends_the_tcp_stream_when_the_client_i
     close = commands.Connection.Close(200, "", 0, 0)
     peer.say(0, close)
     assert (peer.session.state, ended) == (State.ENDED, [])
-    # Another thread of the client says it, too.
+    # Another thread of the client closes the connection, too.
     peer.say(0, close)
     pass_time()
     assert ended == []

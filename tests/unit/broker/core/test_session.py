@@ -29,7 +29,7 @@ PUBLISH = frame.marshal(commands.Basic.Publish(routing_key="q"), 1)
     "beginning",
     [b"HTTP/1.1", b"AMQP\0\1\0\0", b"AMQP\1\1\0\x09", b"G", b"AMQP\0\0\x09\x02", b"\x16\x03\x01\x02\0\1\0\1"],
 )
-def test_an_unsupported_protocol_header_is_answered_with_the_supported_one_and_a_disconnect(world, beginning):
+def test_an_unsupported_protocol_header_is_answered_with_the_supported_header_and_a_disconnect(world, beginning):
     client = world.stranger()
     client.feed(beginning)
     assert client.raw_output() == PROTOCOL_HEADER
@@ -45,7 +45,7 @@ def test_the_protocol_header_may_arrive_in_pieces_and_with_frames_after_it(world
     assert client.names() == ["Connection.Start", "Connection.Tune"]
 
 
-def test_E11_the_broker_announces_its_version_platform_and_copyright_as_rabbitmq_does(world):
+def test_E11_the_broker_announces_version_platform_and_copyright_as_on_rabbitmq(world):
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     told = client.only(commands.Connection.Start, 0).server_properties
@@ -55,9 +55,7 @@ def test_E11_the_broker_announces_its_version_platform_and_copyright_as_rabbitmq
 
 
 @pytest.mark.parametrize("frame_max", [0, 4096])
-def test_E11_a_received_frame_may_exceed_frame_max_by_its_overhead_as_on_rabbitmq_but_a_sent_frame_may_not(
-    world, frame_max
-):
+def test_E11_a_received_frame_may_exceed_frame_max_by_8_bytes_as_on_rabbitmq_and_a_sent_frame_may_not(world, frame_max):
     client = world.client(frame_max=frame_max).channel()
     client.declare()
     agreed = client.session.handshake.frame_max
@@ -82,7 +80,7 @@ def test_E11_update_secret_is_answered_as_on_rabbitmq(world, secret):
     client.declare()
 
 
-def test_capabilities_are_announced(world):
+def test_connection_start_announces_the_capabilities_of_the_broker(world):
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     start = client.only(commands.Connection.Start, 0)
@@ -108,14 +106,14 @@ def test_a_wrong_login_is_refused_with_403_if_the_client_supports_it(world, user
     assert repr(user)[1:-1] in close.reply_text
 
 
-def test_a_wrong_login_is_disconnected_if_the_client_does_not_support_403(world):
+def test_a_wrong_login_ends_the_tcp_connection_if_the_client_does_not_support_403(world):
     client = world.stranger()
     client.start(password="wrong", capabilities={})
     assert client.received() == []
     assert client.session.state is State.ENDED
 
 
-def test_an_unsupported_mechanism_is_refused_with_403(world):
+def test_an_unsupported_login_mechanism_is_refused_with_403(world):
     client = world.stranger()
     client.start(mechanism="EXTERNAL")
     assert "EXTERNAL" in client.only(CLOSE, 0).reply_text
@@ -194,7 +192,7 @@ def test_a_tune_ok_beyond_the_offered_limits_is_refused_with_530(world, tune):
         pytest.param(raw(1, 1, b"\0\x3c\0\xff"), 540, id="unknown method"),
     ],
 )
-def test_an_invalid_method_gets_the_code_of_the_standard_and_disturbs_no_other_connection(world, data, code):
+def test_an_invalid_method_closes_only_its_connection_with_the_reply_code_of_the_standard(world, data, code):
     other = world.client().channel()
     other.declare()
     client = world.client().channel()
@@ -202,7 +200,7 @@ def test_an_invalid_method_gets_the_code_of_the_standard_and_disturbs_no_other_c
     close = client.only(CLOSE, 0)
     assert close.reply_code == code, close.reply_text
     assert close.reply_text
-    # Whatever else comes is ignored, but for the answer.
+    # All frames except the answer are ignored.
     client.feed(PUBLISH)
     assert client.received() == []
     other.publish()
@@ -210,7 +208,7 @@ def test_an_invalid_method_gets_the_code_of_the_standard_and_disturbs_no_other_c
     assert other.received() == []
 
 
-def test_a_close_names_the_method_at_fault(world):
+def test_connection_close_contains_the_class_and_method_that_caused_the_error(world):
     client = world.client().channel()
     client.send(1, commands.Queue.Bind(queue="nowhere", exchange="amq.direct"))
     close = client.only(CHANNEL_CLOSE)
@@ -229,7 +227,7 @@ def test_frames_have_at_most_4096_bytes_before_the_connection_is_tuned(world):
     assert client.only(CLOSE, 0).reply_code == 501
 
 
-def test_after_close_ok_the_session_has_ended(world):
+def test_after_connection_close_ok_the_session_has_ended(world):
     client = world.client().channel()
     client.feed(raw(8, 1, b""))
     client.only(CLOSE, 0)
@@ -237,7 +235,7 @@ def test_after_close_ok_the_session_has_ended(world):
     assert client.session.state is State.ENDED
 
 
-def test_a_peer_that_does_not_answer_close_is_disconnected(make_world):
+def test_a_client_that_does_not_answer_connection_close_is_disconnected(make_world):
     world = make_world(close_timeout=5)
     client = world.client(heartbeat=2).channel()
     client.feed(raw(8, 1, b""))
@@ -248,7 +246,7 @@ def test_a_peer_that_does_not_answer_close_is_disconnected(make_world):
         assert client.session.state is state
 
 
-def test_a_close_from_the_client_is_answered_after_the_confirms_that_are_due(world):
+def test_connection_close_from_the_client_is_answered_after_the_confirms_that_are_due(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -258,7 +256,7 @@ def test_a_close_from_the_client_is_answered_after_the_confirms_that_are_due(wor
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_half_open_connection_is_closed(make_world, steps):
+def test_a_connection_that_is_not_opened_in_time_is_closed(make_world, steps):
     world = make_world(unauthenticated_timeout=10)
     client = world.stranger()
     if steps > 0:
@@ -283,11 +281,11 @@ def test_a_peer_silent_for_two_heartbeat_intervals_is_disconnected(world):
         client.session.tick(world.now)
         beats += client.raw_output().count(HEARTBEAT)
     assert world.now == 3.0 + 2 * 4
-    # One for every half interval: at 2, 4, 6, 8 and 10 s.
+    # One heartbeat in each half interval: at 2, 4, 6, 8 and 10 s.
     assert beats == 5
 
 
-def test_other_output_replaces_a_heartbeat(world):
+def test_a_heartbeat_is_sent_only_if_no_other_output_was_sent_for_half_an_interval(world):
     client = world.client(heartbeat=4).channel()
     world.now = 1.5
     client.declare()
@@ -317,7 +315,7 @@ def test_connection_blocked_goes_to_clients_that_announced_the_capability(world,
     assert deaf.received() == []
 
 
-def test_a_client_that_connects_while_blocked_is_notified_after_open_ok(world):
+def test_a_client_that_connects_during_an_alarm_gets_connection_blocked_after_open_ok(world):
     world.controls.alarms["memory"] = "disk"
     assert world.client().names_at_open == ["Connection.OpenOk", "Connection.Blocked"]
 
@@ -342,7 +340,7 @@ def test_frames_that_a_client_sends_before_it_reads_the_close_of_its_channel_are
     client.channel()
 
 
-def test_closes_that_cross_on_the_wire_are_both_answered(world):
+def test_if_client_and_broker_close_a_channel_at_the_same_time_each_close_is_answered(world):
     client = world.client().channel()
     client.send(1, commands.Basic.Ack(1))
     client.only(CHANNEL_CLOSE)
@@ -352,7 +350,7 @@ def test_closes_that_cross_on_the_wire_are_both_answered(world):
     client.channel()
 
 
-def test_new_output_is_announced_only_once_until_it_is_read(world):
+def test_the_session_announces_new_output_only_once_until_the_output_is_read(world):
     client = world.client().channel()
     client.announced = 0
     client.declare("a")
@@ -361,7 +359,7 @@ def test_new_output_is_announced_only_once_until_it_is_read(world):
     assert client.names() == ["Basic.GetEmpty", "Basic.GetEmpty"]
 
 
-def test_every_frame_is_traced_in_wire_order(make_world):
+def test_the_broker_traces_every_frame_in_the_order_of_the_wire(make_world):
     lines = []
     world = make_world(trace=lambda *line: lines.append(line))
     client = world.client().channel(confirms=True)
@@ -379,7 +377,7 @@ def test_every_frame_is_traced_in_wire_order(make_world):
     ]
 
 
-def test_a_timestamp_outside_the_range_of_datetime_is_passed_on_unchanged(world):
+def test_a_message_timestamp_outside_the_range_of_datetime_is_delivered_unchanged(world):
     client = world.client().channel()
     client.declare()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
@@ -395,7 +393,7 @@ def test_a_timestamp_outside_the_range_of_datetime_is_passed_on_unchanged(world)
     assert late in client.raw_output()
 
 
-def test_a_message_published_by_the_host_is_routed_by_its_headers(world):
+def test_a_message_that_the_broker_itself_publishes_is_routed_by_its_headers(world):
     client = world.client().channel()
     client.declare()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
@@ -411,7 +409,7 @@ def test_an_internal_error_of_the_broker_closes_the_connection_with_541(world):
 
 
 @pytest.mark.parametrize("depth", [10, 5000])
-def test_headers_nested_to_any_depth_do_no_harm(world, depth):
+def test_a_message_with_headers_nested_10_deep_is_enqueued_and_5000_deep_closes_the_connection_with_502(world, depth):
     table = b""
     for _ in range(depth):
         table = b"\1kF" + struct.pack(">I", len(table)) + table
@@ -425,7 +423,7 @@ def test_headers_nested_to_any_depth_do_no_harm(world, depth):
         assert client.only(CLOSE, 0).reply_code == 502
 
 
-def test_E9_a_connection_that_is_not_open_in_time_ends_even_while_it_is_closing(make_world):
+def test_E9_a_connection_that_is_not_open_in_time_is_ended_even_during_its_close(make_world):
     world = make_world(unauthenticated_timeout=10, close_timeout=5)
     stranger = world.stranger()
     world.now = 9.0
@@ -437,7 +435,7 @@ def test_E9_a_connection_that_is_not_open_in_time_ends_even_while_it_is_closing(
     assert stranger.session.state is State.ENDED
 
 
-def test_a_connection_that_was_open_has_the_full_time_to_answer_a_close(make_world):
+def test_a_client_whose_connection_was_open_has_the_full_time_to_answer_connection_close(make_world):
     world = make_world(unauthenticated_timeout=10, close_timeout=5)
     client = world.client()
     world.now = 9.0

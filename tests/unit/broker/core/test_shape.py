@@ -1,4 +1,4 @@
-"""The broker can be read in an afternoon: the way from a publish to its flow is short, and no class is long."""
+"""The broker can be read in an afternoon: the code from a publish to `Channel.Flow` is short, and no class is long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BROKER = Path(core.__file__).parents[1]
 OPENING = str(core.__doc__)
 
 
-def test_the_files_on_the_path_from_a_publish_to_channel_flow_have_at_most_3500_lines() -> None:
+def test_the_source_files_between_a_publish_and_channel_flow_have_at_most_3500_lines() -> None:
     path, _, _ = OPENING.partition("Two more files are used")
     names = set(re.findall(r"`(\w+\.py)`", path.partition("\n1. ")[2]))
     assert {"session.py", "wire.py", "queue.py", "queueflow.py", "output.py"} < names
@@ -26,7 +26,7 @@ def test_the_files_on_the_path_from_a_publish_to_channel_flow_have_at_most_3500_
     assert lines <= 3500
 
 
-def test_no_class_has_more_than_450_lines() -> None:
+def test_no_class_of_the_broker_core_has_more_than_450_lines() -> None:
     long = [
         f"{path.name}: {node.name}"
         for path in BROKER.rglob("*.py")
@@ -36,7 +36,7 @@ def test_no_class_has_more_than_450_lines() -> None:
     assert long == []
 
 
-def test_the_module_docstring_of_the_core_lists_the_calls_that_flow_a_channel(
+def test_the_docstring_of_the_broker_core_package_lists_the_calls_that_flow_a_channel(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []

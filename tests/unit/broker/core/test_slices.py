@@ -1,4 +1,4 @@
-"""What is done to very many messages or queues is done in slices (E9): each does so much, and others run in between."""
+"""Work on very many messages or queues is done in slices of limited size (E9). Other work runs between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = 5 * Contents.AT_ONCE // 2
 
 
 def slices(queue):
-    """How many entries leave in each tick, until the queue wants no more."""
+    """Yield the number of entries that leave in each tick, until the queue sets no more timers."""
     found = []
     alarms = queue._surroundings.alarms
     while alarms and alarms.pop() <= queue._clock():
@@ -33,7 +33,7 @@ def slices(queue):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"qpid.flow_stop_count": 10}, {"x-message-ttl": 60_000}], ids=str)
-def test_E9_purged_messages_are_removed_in_slices_and_not_delivered(arguments):
+def test_E9_a_purge_removes_messages_in_time_slices_and_no_purged_message_is_delivered_meanwhile(arguments):
     queue = fill(make_queue(arguments), [1] * MANY)
     queue._surroundings.alarms.clear()
     assert queue.purge() == MANY
@@ -41,7 +41,7 @@ def test_E9_purged_messages_are_removed_in_slices_and_not_delivered(arguments):
     assert queue.depth == queue.size == MANY - Contents.AT_ONCE
     snapshot = queue_snapshot(queue)
     assert (snapshot.depth, snapshot.bytes, snapshot.ready) == (0, 0, 0)
-    # What comes meanwhile stays, and is delivered.
+    # Messages that are published meanwhile stay in the queue and are delivered.
     queue.enqueue(message(7))
     queue.dispatcher.add(taker := Taker(), exclusive=False)
     queue.dispatcher.dispatch()
@@ -50,7 +50,7 @@ def test_E9_purged_messages_are_removed_in_slices_and_not_delivered(arguments):
     assert (queue.depth, queue.size, len(queue.contents.leaving), queue.flows.is_on) == (1, 7, 0, False)
 
 
-def test_E9_a_second_purge_is_done_after_the_first():
+def test_E9_a_purge_that_is_requested_during_another_purge_also_removes_the_newer_messages():
     queue = fill(make_queue(), [1] * MANY)
     queue.purge()
     fill(queue, [2] * MANY)
@@ -60,7 +60,7 @@ def test_E9_a_second_purge_is_done_after_the_first():
     assert (queue.depth, queue.size, queue.contents.leaving_size) == (0, 0, 0)
 
 
-def test_E9_a_deleted_queue_removes_its_messages_in_slices():
+def test_E9_the_messages_of_a_deleted_queue_are_removed_in_time_slices():
     queue = fill(make_queue(), [1] * MANY)
     queue.dispatcher.add(taker := Taker(), exclusive=False)
     queue.dispatcher.dispatch()
@@ -68,14 +68,14 @@ def test_E9_a_deleted_queue_removes_its_messages_in_slices():
     fill(queue, [1] * MANY)
     assert queue.delete() == MANY
     assert queue.depth == 2 * MANY - 2 * Contents.AT_ONCE
-    # An ack that comes late changes nothing.
+    # A late ack changes nothing.
     queue.dispatcher.settle(taker.entries[-1], acked=True)
     assert (queue.dispatcher.acked, sum(slices(queue))) == (0, 2 * MANY - 2 * Contents.AT_ONCE)
     assert (queue.depth, queue.size, queue.contents.unacked) == (0, 0, {})
 
 
 @pytest.mark.parametrize("policy", ["ring", "reject"])
-def test_E9_a_full_queue_that_was_purged_accepts_messages_immediately(policy):
+def test_E9_a_full_queue_accepts_messages_immediately_after_a_purge_that_is_still_removing_messages(policy):
     queue = fill(make_queue({"x-qflow-policy": policy, "qpid.max_count": MANY}), [1] * MANY)
     queue.purge()
     for _ in range(MANY):
@@ -92,7 +92,7 @@ def test_E9_a_ring_queue_that_overflows_during_a_purge_keeps_messages_published_
     assert (queue.contents.ready_count, queue.contents.ready_size, queue.contents.dropped) == (MANY, 2 * MANY, 0)
 
 
-def test_E9_a_purged_message_does_not_count_as_a_last_value_and_is_not_dropped_for_lack_of_memory(make_world):
+def test_E9_a_message_that_waits_for_its_removal_by_a_purge_is_not_dropped_for_lack_of_memory(make_world):
     world = make_world(journal=Journal(float, has_store=False, limit=1 << 30))
     arguments = {"x-qflow-policy": "conflate", "qpid.max_count": 10_000, "x-qflow-drop-transient": True}
     queue = world.host.declare_queue("q", arguments=arguments)
@@ -110,7 +110,7 @@ def test_E9_a_purged_message_does_not_count_as_a_last_value_and_is_not_dropped_f
     assert (queue.depth, world.host.journal.memory, queue.contents.dropped) == (0, 0, 0)
 
 
-def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_the_last_slice():
+def test_E9_messages_expire_in_time_slices_and_nothing_is_delivered_before_the_last_slice():
     queue = make_queue({"x-message-ttl": 1000})
     fill(queue, [1] * MANY)
     around = queue._surroundings
@@ -125,7 +125,7 @@ def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_the_last_s
     assert [entry.message.size for entry in taker.entries] == [7]
 
 
-def test_E9_a_tick_that_runs_out_of_time_leaves_the_remainder_to_the_next_one(make_world):
+def test_E9_timers_that_do_not_fit_into_one_tick_of_the_broker_run_in_the_next_tick(make_world):
     world = make_world()
     times = count()
     world.host.timers._clock = lambda: next(times) * Timers.MAX_TICK
@@ -151,7 +151,7 @@ def marked(world):
     return [queue.name for queue in world.host.queues.values() if queue.flows.families]
 
 
-def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
+def test_E9_a_new_policy_is_applied_to_one_queue_at_a_time_so_that_other_work_can_run_between(world):
     for number in range(4):
         world.host.declare_queue(f"q{number}")
     client = world.client().channel()
@@ -159,11 +159,11 @@ def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
     steps = world.rules.set_policy_in_steps(POLICY, world.host)
     next(steps)
     assert marked(world) == ["q0"]
-    # Publishes obey a queue's new marks before other queues have theirs.
+    # The new thresholds of a queue apply before other queues get theirs.
     for _ in range(3):
         client.publish(routing_key="q0")
     assert client.only(commands.Channel.Flow).active is False
-    # What comes or goes meanwhile is as the policy says, or is gone.
+    # Queues that are declared meanwhile get the policy. Deleted queues are skipped.
     world.host.delete_queue(world.queue("q2"))
     world.host.declare_queue("q4")
     next(steps)
@@ -174,7 +174,7 @@ def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
     assert marked(world) == []
 
 
-def test_E9_refused_definitions_are_rolled_back_in_steps(world):
+def test_E9_definitions_that_cannot_be_loaded_are_rolled_back_one_queue_at_a_time(world):
     world.host.declare_queue("q there")
     definitions = Definitions(
         queues=(QueueDefinition("q0"), QueueDefinition("q1"), QueueDefinition("q there", durable=True)),
@@ -188,7 +188,9 @@ def test_E9_refused_definitions_are_rolled_back_in_steps(world):
 
 
 @pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
-def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_later_frames(world, monkeypatch, method):
+def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_later_frames_are_handled(
+    world, monkeypatch, method
+):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
@@ -207,13 +209,15 @@ def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_later_f
         assert client.only(commands.Queue.DeclareOk).consumer_count == 1
         assert world.queue().depth == 5
     else:
-        # They come back and are delivered anew.
+        # The messages are requeued and delivered again.
         assert unacked == [30, 30, 30]
         assert world.queue().dispatcher.delivered == 55
 
 
 @pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
-def test_E9_an_ack_of_all_deliveries_settles_the_existing_ones_in_slices(world, monkeypatch, method):
+def test_E9_an_ack_of_all_deliveries_settles_in_slices_only_the_deliveries_made_before_the_ack(
+    world, monkeypatch, method
+):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
@@ -227,19 +231,19 @@ def test_E9_an_ack_of_all_deliveries_settles_the_existing_ones_in_slices(world, 
     consuming = client.session.channels[1].consuming
     unacked = [len(consuming.unacked)]
     while client.session.is_held:
-        # What its credit brings meanwhile is not settled.
+        # Messages that are delivered meanwhile are not settled.
         world.host.publish("", "q", b"")
         client.feed(b"")
         unacked.append(len(consuming.unacked))
     assert unacked == [30, 21, 12, 8]
     assert [each.name for _, each in client.received() if each.name == "Queue.DeclareOk"] == ["Queue.DeclareOk"]
     assert min(consuming.unacked) == 36
-    # The next such ack is about these.
+    # The next such ack settles them.
     client.send(1, method(0, multiple=True, **options))
     assert (len(consuming.unacked), world.queue().depth, client.session.is_held) == (0, 0, False)
 
 
-def test_E9_messages_that_are_dead_lettered_are_rejected_in_smaller_slices(world, monkeypatch):
+def test_E9_rejected_messages_that_are_dead_lettered_are_handled_in_smaller_slices(world, monkeypatch):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     monkeypatch.setattr(Consuming, "LETTER", 5)
     client = world.client().channel()
@@ -257,7 +261,7 @@ def test_E9_messages_that_are_dead_lettered_are_rejected_in_smaller_slices(world
 
 
 @pytest.mark.parametrize("requeue", [True, False])
-def test_E9_very_many_deliveries_are_recovered_in_slices_and_each_delivery_only_once(world, monkeypatch, requeue):
+def test_E9_recover_redelivers_very_many_messages_in_slices_and_each_message_only_once(world, monkeypatch, requeue):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
@@ -304,7 +308,7 @@ def test_E9_unacked_messages_of_a_lost_connection_are_requeued_in_slices_and_in_
     assert [entry.redelivered for entry in queues[1].contents.oldest_first()] == [True, False]
 
 
-def test_E9_unacked_messages_of_a_lost_connection_are_gone_if_their_queue_is_deleted_meanwhile(world, monkeypatch):
+def test_E9_a_queue_can_be_deleted_while_the_unacked_messages_of_a_lost_connection_are_requeued(world, monkeypatch):
     monkeypatch.setattr(Returning, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()

@@ -68,7 +68,7 @@ def branches(branch):
     return 1 + sum(map(branches, branch.next.values()))
 
 
-# Where bindings lead.
+# Destinations of bindings.
 END = TopicExchange("end")
 PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(".".join)
 
@@ -78,7 +78,7 @@ PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(".".j
     st.lists(st.lists(st.sampled_from(["a", "b"]), max_size=6).map(".".join), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_topic_patterns_match_as_their_definition_says_and_in_the_order_of_the_bindings(patterns, keys, random):
+def test_a_topic_exchange_finds_the_same_bindings_in_the_same_order_as_a_simple_reference(patterns, keys, random):
     topics = TopicExchange("topics")
     bound = [Binding(END, pattern, {}) for pattern in patterns]
     for binding in bound:
@@ -92,7 +92,7 @@ def test_topic_patterns_match_as_their_definition_says_and_in_the_order_of_the_b
                 if slowly(tuple(filter(None, each.routing_key.split("."))), key.split(".") if key else ())
             ]
             assert topics.matching(key, {}) == expected
-        # Branches part where keys differ; besides these there is the root.
+        # The tree has a branch for each difference between keys, and the root.
         assert branches(topics._root) <= 2 * len(bound) + 1
         gone = leaving.pop()
         assert topics.unbind(gone)
@@ -101,7 +101,7 @@ def test_topic_patterns_match_as_their_definition_says_and_in_the_order_of_the_b
     assert topics.matching(keys[0], {}) == []
 
 
-def test_E7_bindings_that_do_not_match_a_message_cost_nothing(monkeypatch):
+def test_E7_a_topic_exchange_does_not_look_at_bindings_that_cannot_match(monkeypatch):
     topics = TopicExchange("topics")
     for number in range(20_000):
         topics.bind(Binding(END, f"a.{number}.*", {}))
@@ -116,7 +116,7 @@ def test_E7_bindings_that_do_not_match_a_message_cost_nothing(monkeypatch):
     assert topics.matching("b.1.c", {}) == []
     assert [each.routing_key for each in topics.matching("a.777.c", {})] == ["a.777.*"]
     assert len(places) < 10
-    # Nor to find out whether the way may depend on headers: only bound exchanges are looked at.
+    # Routing by headers is found out from bound exchanges alone, without a look at these bindings.
     del topics.bindings
     assert not needs_headers(topics, {})
 
@@ -147,14 +147,14 @@ def test_a_headers_exchange_routes_messages_by_their_headers(world, exchange, ar
     assert world.queue().depth == matches
 
 
-def test_a_wrong_x_match_is_refused_with_406(world):
+def test_binding_with_an_invalid_x_match_is_refused_with_406(world):
     client = world.client().channel()
     client.declare()
     client.send(1, Queue.Bind(queue="q", exchange="amq.headers", arguments={"x-match": "some"}))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
-def test_a_queue_gets_a_message_once_even_if_several_bindings_match(world):
+def test_a_queue_gets_one_copy_of_a_message_even_if_several_bindings_match(world):
     client = world.client().channel()
     client.declare()
     for key in ("#", "a", "*"):
@@ -178,7 +178,7 @@ def test_exchanges_can_be_bound_to_exchanges_even_in_a_cycle(world):
     assert world.queue().depth == 1
 
 
-def test_a_headers_exchange_bound_to_another_exchange_sees_the_headers(world):
+def test_a_headers_exchange_that_is_bound_to_another_exchange_routes_by_the_headers_of_the_message(world):
     client = world.client().channel()
     client.declare()
     client.call(1, Exchange.Bind(destination="amq.headers", source="amq.fanout"), Exchange.BindOk)
@@ -188,7 +188,7 @@ def test_a_headers_exchange_bound_to_another_exchange_sees_the_headers(world):
     assert world.queue().depth == 1
 
 
-def test_a_change_of_the_topology_applies_to_the_next_message(world):
+def test_declaring_or_deleting_a_queue_applies_to_the_next_published_message(world):
     client, other = world.client().channel(), world.client().channel()
     client.publish(mandatory=True)
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
@@ -215,7 +215,7 @@ def test_declare_ok_contains_the_depth_and_the_number_of_consumers(world):
     assert (ok.queue, ok.message_count, ok.consumer_count) == ("q", 0, 1)
 
 
-def test_a_queue_without_a_name_gets_one_and_becomes_the_last_queue_of_the_channel(world):
+def test_a_queue_declared_without_a_name_gets_a_generated_name_and_becomes_the_last_queue_of_the_channel(world):
     client = world.client().channel()
     name = client.declare("").queue
     assert name.startswith("amq.gen-")
@@ -262,7 +262,7 @@ def test_a_queue_without_a_name_gets_one_and_becomes_the_last_queue_of_the_chann
     ],
     ids=lambda value: value.name if hasattr(value, "name") else value,
 )
-def test_an_invalid_declaration_closes_the_channel_with_the_code_of_the_standard(world, method, code):
+def test_an_invalid_declaration_closes_the_channel_with_the_reply_code_of_the_standard(world, method, code):
     other, client = world.client().channel(), world.client().channel()
     other.declare()
     other.publish()
@@ -273,7 +273,7 @@ def test_an_invalid_declaration_closes_the_channel_with_the_code_of_the_standard
     assert (close.class_id, close.method_id) == divmod(method.index, 1 << 16)
 
 
-def test_C2_a_stop_below_its_resume_is_refused_with_406_and_the_error_shows_both(world):
+def test_C2_a_stop_threshold_below_the_resume_threshold_is_refused_with_406_and_the_error_shows_both(world):
     client = world.client().channel()
     client.send(1, Queue.Declare(queue="q", arguments={"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 6}))
     close = client.only(CHANNEL_CLOSE)
@@ -337,7 +337,7 @@ def test_an_auto_delete_exchange_is_deleted_with_its_last_binding(world):
     assert "e" not in world.host.topology.exchanges
 
 
-def test_an_exchange_in_use_is_not_deleted_with_if_unused(world):
+def test_exchange_delete_with_if_unused_does_not_delete_an_exchange_that_has_bindings(world):
     client = world.client().channel()
     client.call(1, Exchange.Declare(exchange="e", exchange_type="fanout"), Exchange.DeclareOk)
     client.declare()
@@ -383,7 +383,7 @@ def test_E11_only_the_owner_of_an_exclusive_queue_can_unbind_it(world):
     client.call(1, unbind, Queue.UnbindOk)
 
 
-def test_E11_if_empty_checks_only_ready_messages_as_on_rabbitmq(world):
+def test_E11_queue_delete_with_if_empty_checks_only_ready_messages_as_on_rabbitmq(world):
     client = world.client().channel()
     client.declare()
     client.publish()
@@ -395,7 +395,7 @@ def test_E11_if_empty_checks_only_ready_messages_as_on_rabbitmq(world):
     assert "has 1 ready messages" in client.only(CHANNEL_CLOSE).reply_text
     client.send(1, commands.Channel.CloseOk())
     client.channel()
-    # The closed channel has put both messages back.
+    # Both messages of the closed channel were requeued.
     for _ in range(2):
         client.send(1, Basic.Get(queue="q"))
     client.received()
@@ -450,7 +450,7 @@ def test_purge_ok_and_delete_ok_contain_the_number_of_ready_messages(world):
     assert client.call(1, Queue.Delete(queue="q"), Queue.DeleteOk).message_count == 1
 
 
-def test_arguments_that_are_nested_deeper_than_AMQP_allows_are_refused(world):
+def test_declare_and_bind_arguments_nested_more_than_100_deep_are_refused_with_406(world):
     def nested(depth):
         value: object = 1
         for number in range(depth):

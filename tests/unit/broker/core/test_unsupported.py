@@ -15,7 +15,7 @@ def _client(world):
 
 
 @pytest.mark.parametrize("value", [1, 10, 255, False, True, "x", None])
-def test_a_queue_with_priorities_is_refused_with_406_and_not_created(world, client, value):
+def test_declaring_a_queue_with_x_max_priority_is_refused_with_406(world, client, value):
     client.send(1, Queue.Declare(queue="q", arguments={"x-max-priority": value}))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -59,6 +59,6 @@ def test_a_header_whose_name_only_contains_cc_or_bcc_is_accepted(world, client):
     assert world.queue().depth == 1
 
 
-def test_a_message_that_the_broker_itself_publishes_with_a_CC_header_is_refused(world):
+def test_a_message_with_a_CC_header_that_the_broker_itself_publishes_raises_an_error(world):
     with pytest.raises(ChannelException, match="header 'CC'"):
         world.host.publish("", "q", b"", Basic.Properties(headers={"CC": ["other"]}))

@@ -12,7 +12,7 @@ from qflow_client.flow import Capacity, StopResume
 from ..tools import limits_of
 
 
-def test_C3_thresholds_are_queue_arguments():
+def test_C3_stop_and_resume_thresholds_can_be_set_by_queue_arguments():
     found = limits_of(
         {
             "qpid.flow_stop_count": 100,
@@ -26,7 +26,7 @@ def test_C3_thresholds_are_queue_arguments():
 
 
 @pytest.mark.parametrize(("stop", "resume"), [(1, 1), (8, 7), (100, 87)])
-def test_C3_a_stop_without_a_resume_gets_a_resume_of_seven_eighths(stop, resume):
+def test_C3_a_queue_with_only_a_stop_threshold_gets_a_resume_threshold_of_seven_eighths(stop, resume):
     assert limits_of({"qpid.flow_stop_count": stop}).stop_resume == StopResume(stop, resume)
     assert limits_of({"qpid.flow_stop_size": stop}).stop_resume == StopResume(0, 0, stop, resume)
 
@@ -34,12 +34,12 @@ def test_C3_a_stop_without_a_resume_gets_a_resume_of_seven_eighths(stop, resume)
 @pytest.mark.parametrize(
     ("maximum", "stop", "resume"), [(1, 1, 1), (2, 1, 1), (9, 7, 6), (10, 8, 7), (1000, 800, 700), (999, 799, 699)]
 )
-def test_C4_a_maximum_without_a_stop_gives_80_and_70_percent_rounded_down(maximum, stop, resume):
+def test_C4_a_queue_maximum_without_a_stop_gives_stop_and_resume_thresholds_of_80_and_70_percent(maximum, stop, resume):
     assert limits_of({"qpid.max_count": maximum}).stop_resume == StopResume(stop, resume)
     assert limits_of({"qpid.max_size": maximum}).stop_resume == StopResume(0, 0, stop, resume)
 
 
-def test_C4_the_percentages_are_settings_and_0_for_both_sets_no_thresholds():
+def test_C4_the_default_percentages_of_the_thresholds_can_be_set_and_0_means_no_default_thresholds():
     both = {"qpid.max_count": 1000, "qpid.max_size": 10_000}
     found = limits_of(both, default_flow_stop_threshold=90, default_flow_resume_threshold=75)
     assert found.stop_resume == StopResume(900, 750, 9000, 7500)
@@ -49,24 +49,24 @@ def test_C4_the_percentages_are_settings_and_0_for_both_sets_no_thresholds():
     assert found.stop_resume.stop_count == 10
 
 
-def test_C4_0_for_both_stops_turns_flow_control_off_for_the_queue():
+def test_C4_stop_thresholds_of_0_turn_flow_control_off_for_a_queue_with_a_maximum():
     assert limits_of({"qpid.max_count": 10, "qpid.flow_stop_count": 0, "qpid.flow_stop_size": 0}).thresholds == ()
     assert limits_of({"qpid.max_count": 10, "qpid.flow_stop_count": 0}).thresholds == ()
 
 
-def test_C4_setting_one_stop_leaves_the_other_dimension_without_a_threshold():
+def test_C4_a_queue_with_a_stop_count_but_no_stop_size_has_no_threshold_for_its_size():
     found = limits_of({"qpid.max_count": 10, "qpid.max_size": 1000, "qpid.flow_stop_count": 5})
     assert found.stop_resume == StopResume(5, 4)
 
 
 @pytest.mark.parametrize("policy", ["ring", "ring_strict"])
-def test_C4_ring_queues_have_no_thresholds_unless_they_are_set(policy):
+def test_C4_ring_queues_have_thresholds_only_if_the_arguments_set_them(policy):
     ring = {"qpid.policy_type": policy, "qpid.max_count": 10}
     assert limits_of(ring).thresholds == ()
     assert limits_of({**ring, "qpid.flow_stop_count": 5}).stop_resume == StopResume(5, 4)
 
 
-def test_J2_capacities_are_queue_arguments_with_defaults_from_the_virtual_host():
+def test_J2_capacities_can_be_set_by_queue_arguments_and_have_defaults_from_the_virtual_host():
     assert limits_of({"x-qpid-capacity": 100}).capacity == Capacity(100, 100)
     assert limits_of({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60}).capacity == Capacity(100, 60)
     assert limits_of({}, capacity=100, flow_resume_capacity=60).capacity == Capacity(100, 60)
@@ -89,11 +89,11 @@ def test_J2_capacities_are_queue_arguments_with_defaults_from_the_virtual_host()
         {"x-qpid-capacity": 5, "x-qpid-flow-resume-capacity": 0},
     ],
 )
-def test_C2_J2_consistent_thresholds_at_the_limit_are_accepted(arguments):
+def test_C2_J2_thresholds_that_are_equal_to_each_other_or_to_the_maximum_are_accepted(arguments):
     limits_of(arguments)
 
 
-def test_a_queue_may_have_both_thresholds_and_capacities():
+def test_a_queue_may_have_both_stop_thresholds_and_a_capacity():
     found = limits_of({"x-qpid-capacity": 100, "qpid.flow_stop_count": 5})
     assert found.thresholds == (StopResume(5, 4), Capacity(100, 100))
 
@@ -130,7 +130,7 @@ def test_a_queue_may_have_both_thresholds_and_capacities():
         ({"x-qflow-enforcement": 1}, ("x-qflow-enforcement=1", "channel_flow, completion, both")),
     ],
 )
-def test_C2_J2_contradictory_or_mistyped_arguments_are_refused_with_406(arguments, words):
+def test_C2_J2_contradictory_or_mistyped_queue_arguments_are_refused_with_406(arguments, words):
     with pytest.raises(ChannelException) as caught:
         limits_of(arguments)
     assert caught.value.code == 406
@@ -154,7 +154,7 @@ def test_C2_J2_contradictory_or_mistyped_arguments_are_refused_with_406(argument
         ({"x-dead-letter-exchange": "\ud800"}, ("x-dead-letter-exchange='\\ud800'", "UTF-8")),
     ],
 )
-def test_an_invalid_argument_of_RabbitMQ_is_refused_with_406(arguments, words):
+def test_an_invalid_value_of_a_RabbitMQ_queue_argument_is_refused_with_406(arguments, words):
     with pytest.raises(ChannelException) as caught:
         read_options("q", arguments)
     assert caught.value.code == 406
@@ -168,14 +168,14 @@ def test_a_dead_letter_routing_key_may_have_the_maximum_length():
     assert options.dead_letter_routing_key == key
 
 
-def test_a_RabbitMQ_maximum_sets_no_thresholds_and_unknown_arguments_are_ignored():
+def test_x_max_length_gives_no_stop_thresholds_and_unknown_queue_arguments_are_ignored():
     assert limits_of({"x-max-length": 10, "x-queue-mode": "lazy", "qpid": 1, "x-max-priority": 5}).thresholds == ()
     assert limits_of({"x-max-length": 0}).overflow == DropHead(0, None)
     assert limits_of({"x-max-length-bytes": 9, "x-overflow": "reject-publish"}).overflow == RejectPublish(None, 9)
     assert limits_of({"x-overflow": "reject-publish"}).overflow is None
 
 
-def test_a_queue_uses_the_enforcement_of_the_broker_unless_it_sets_its_own():
+def test_a_queue_uses_the_enforcement_of_the_broker_unless_its_arguments_set_another():
     assert limits_of({}).enforcement is Enforcement.BOTH
     assert limits_of({}, enforcement="completion").enforcement is Enforcement.COMPLETION
     assert limits_of({"x-qflow-enforcement": "channel_flow"}, enforcement="completion").enforcement.flows_channels
@@ -209,7 +209,7 @@ def test_a_queue_uses_the_enforcement_of_the_broker_unless_it_sets_its_own():
         ({"colour": "red"}, TypeError, ("colour",)),
     ],
 )
-def test_a_setting_that_is_not_allowed_is_reported_with_its_value(options, error, words):
+def test_an_invalid_broker_setting_raises_an_error_that_shows_the_value(options, error, words):
     with pytest.raises(error) as caught:
         BrokerSettings(**options)
     for word in words:

@@ -1,4 +1,4 @@
-"""Connections that do not listen (D7 D8), and alarms."""
+"""Connections that ignore `Channel.Flow` (D7 D8), and alarms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOP_1: dict[str, object] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count"
 
 
 def flowed(client, **options):
-    """A client with one channel that has been told to stop, two messages in the queue."""
+    """Open a channel and flow it. Two messages are in the queue."""
     client.channel(1, **options)
     client.declare(arguments=STOP_1)
     for _ in range(2):
@@ -29,21 +29,23 @@ def flowed(client, **options):
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "both"])
 @pytest.mark.parametrize(("more", "all_are_flowed"), [(8, False), (9, False), (11, True)])
-def test_D7_a_backlog_beyond_its_stop_flows_all_publishing_channels(make_world, enforcement, more, all_are_flowed):
+def test_D7_too_many_unsettled_publishes_of_a_connection_flow_all_its_publishing_channels(
+    make_world, enforcement, more, all_are_flowed
+):
     client = flowed(make_world(backlog_count=10, enforcement=enforcement).client())
     client.channel(2, confirms=True).channel(3)
     for _ in range(more):
         client.publish()
     assert connection_snapshot(client.session).backlog == more
     assert flows(client, 2) == ([False] if all_are_flowed else [])
-    # This one does not publish.
+    # Channel 3 does not publish.
     assert not client.session.channels[3].flow.is_blocked
     if all_are_flowed:
         assert channel_snapshot(client.session.channels[2]).blocked_by == ("backlog",)
         assert channel_snapshot(client.session.channels[1]).blocked_by == ("q", "backlog")
 
 
-def test_D7_the_size_of_the_backlog_is_limited(make_world):
+def test_D7_too_many_bytes_in_the_backlog_of_a_connection_flow_its_channels(make_world):
     client = flowed(make_world(backlog_size=10).client())
     client.channel(2, confirms=True)
     client.publish(b"x" * 10)
@@ -53,7 +55,7 @@ def test_D7_the_size_of_the_backlog_is_limited(make_world):
     assert connection_snapshot(client.session).backlog_bytes == 11
 
 
-def test_D7_other_connections_are_not_flowed(make_world):
+def test_D7_the_backlog_of_a_connection_does_not_flow_other_connections(make_world):
     world = make_world(backlog_count=1)
     client, other = flowed(world.client()), world.client().channel(confirms=True)
     for _ in range(5):
@@ -61,7 +63,7 @@ def test_D7_other_connections_are_not_flowed(make_world):
     assert not other.session.channels[1].flow.is_blocked
 
 
-def test_D7_a_channel_that_starts_to_publish_is_flowed_immediately(make_world):
+def test_D7_a_channel_that_starts_to_publish_while_the_backlog_is_too_large_is_flowed_immediately(make_world):
     client = flowed(make_world(backlog_count=1).client())
     for _ in range(3):
         client.publish()
@@ -73,7 +75,7 @@ def test_D7_a_channel_that_starts_to_publish_is_flowed_immediately(make_world):
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
 @pytest.mark.parametrize("confirms", [True, False])
-def test_D7_the_backlog_is_empty_when_the_queue_has_drained(make_world, enforcement, confirms):
+def test_D7_the_backlog_of_a_connection_is_empty_when_the_queue_has_drained(make_world, enforcement, confirms):
     world = make_world(backlog_count=3, enforcement=enforcement)
     client = world.client().channel(1, confirms=confirms).channel(2, confirms=True)
     client.declare(arguments=STOP_1)
@@ -89,7 +91,7 @@ def test_D7_the_backlog_is_empty_when_the_queue_has_drained(make_world, enforcem
     assert client.session.channels[1].flow._owed == [0, 0]
 
 
-def test_D7_a_message_that_waits_for_room_is_in_the_backlog_until_it_is_accepted_or_dropped(make_world):
+def test_D7_a_message_that_waits_for_room_in_a_queue_is_in_the_backlog_until_it_is_accepted_or_dropped(make_world):
     world = make_world(backlog_count=2)
     client = world.client().channel(1, confirms=True).channel(2)
     client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_count": 1})
@@ -107,14 +109,14 @@ def test_D7_a_message_that_waits_for_room_is_in_the_backlog_until_it_is_accepted
 
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
-def test_D7_a_message_that_is_delivered_immediately_is_not_left_in_the_backlog(make_world, enforcement):
+def test_D7_a_message_that_is_delivered_immediately_does_not_stay_in_the_backlog_for_ever(make_world, enforcement):
     world = make_world(backlog_count=5, enforcement=enforcement)
     client, consumer = world.client().channel(confirms=True), world.client().channel(1).channel(2)
     client.declare(arguments=STOP_1)
     consumer.consume()
     for _ in range(2):
         client.publish()
-    # These two stay with the first consumer, and the queue ON.
+    # The first consumer keeps these two messages, so the queue stays ON.
     before = connection_snapshot(client.session).backlog
     consumer.send(1, commands.Channel.Flow(active=False))
     consumer.consume(channel=2, no_ack=True)
@@ -125,7 +127,7 @@ def test_D7_a_message_that_is_delivered_immediately_is_not_left_in_the_backlog(m
     assert connection_snapshot(client.session).backlog == 0
 
 
-def test_D7_a_queue_may_have_the_same_name_as_the_backlog(make_world):
+def test_D7_a_queue_named_backlog_is_not_confused_with_the_backlog_of_a_connection(make_world):
     client = make_world(backlog_count=10, enforcement="channel_flow").client().channel()
     client.declare("backlog", arguments=STOP_1)
     for _ in range(5):
@@ -133,7 +135,7 @@ def test_D7_a_queue_may_have_the_same_name_as_the_backlog(make_world):
     assert connection_snapshot(client.session).backlog == 3
 
 
-def test_D7_a_channel_that_ends_removes_its_part_of_the_backlog(make_world):
+def test_D7_messages_of_a_channel_that_ends_leave_the_backlog_of_the_connection(make_world):
     client = flowed(make_world(backlog_count=3).client(), confirms=False)
     client.channel(2, confirms=True)
     for _ in range(5):
@@ -146,17 +148,17 @@ def test_D7_a_channel_that_ends_removes_its_part_of_the_backlog(make_world):
     assert connection_snapshot(client.session).backlog == 0
 
 
-def test_D7_without_a_limit_no_backlog_is_counted(world):
+def test_D7_without_a_backlog_limit_the_broker_counts_no_backlog(world):
     client = flowed(world.client())
     client.publish()
     assert client.session.discipline is None
     assert connection_snapshot(client.session).backlog == 0
 
 
-# What is done about clients that go on (D8).
+# Sanctions for clients that publish while they are flowed (D8).
 
 
-def test_D8_a_client_has_a_grace_period_before_further_publishing_counts(make_world):
+def test_D8_messages_that_a_flowed_client_publishes_within_the_grace_period_do_not_count_against_it(make_world):
     world = make_world(close_channel_after=1, flow_grace=5)
     client = flowed(world.client())
     for now in (0.0, 4.999):
@@ -173,7 +175,7 @@ def test_D8_a_client_has_a_grace_period_before_further_publishing_counts(make_wo
 
 @pytest.mark.parametrize(("more", "is_closed"), [(3, False), (4, True)])
 @pytest.mark.parametrize("way", ["plain", "confirms", "tx"])
-def test_D8_a_channel_that_keeps_publishing_is_closed_with_311(make_world, more, is_closed, way):
+def test_D8_a_flowed_channel_that_keeps_publishing_is_closed_with_311(make_world, more, is_closed, way):
     world = make_world(close_channel_after=3, flow_grace=0)
     client = flowed(world.client(), confirms=way == "confirms")
     if way == "tx":
@@ -190,7 +192,7 @@ def test_D8_a_channel_that_keeps_publishing_is_closed_with_311(make_world, more,
     assert world.controls.sanctions["channels_closed"] == is_closed
 
 
-def test_D8_the_count_restarts_for_a_client_that_stops_publishing(make_world):
+def test_D8_the_count_of_messages_published_while_flowed_restarts_when_the_channel_is_flowed_again(make_world):
     world = make_world(close_channel_after=3, flow_grace=0)
     client = flowed(world.client())
     for _ in range(5):
@@ -204,7 +206,7 @@ def test_D8_the_count_restarts_for_a_client_that_stops_publishing(make_world):
     assert connection_snapshot(client.session).past_flow == 15
 
 
-def test_D8_messages_to_other_queues_also_count_because_the_channel_is_flowed(make_world):
+def test_D8_messages_that_a_flowed_channel_publishes_to_other_queues_also_count_against_it(make_world):
     client = flowed(make_world(close_channel_after=1, flow_grace=0).client())
     client.declare("free")
     client.publish(routing_key="free")
@@ -213,12 +215,12 @@ def test_D8_messages_to_other_queues_also_count_because_the_channel_is_flowed(ma
 
 
 @pytest.mark.parametrize(("more", "is_closed"), [(5, False), (6, True)])
-def test_D8_a_connection_whose_channels_keep_publishing_is_closed(make_world, more, is_closed):
+def test_D8_a_connection_whose_flowed_channels_keep_publishing_is_closed(make_world, more, is_closed):
     world = make_world(close_channel_after=2, close_connection_after=5, flow_grace=0)
     client = world.client().channel(9)
     client.declare(channel=9, arguments=STOP_1)
     world.host.publish("", "q", b"")
-    # Two channels that are closed for their third message, and a third channel.
+    # Two channels are closed at their third message. A third channel follows.
     for number, count in ((1, 3), (2, more - 3)):
         client.channel(number)
         for _ in range(1 + count):
@@ -231,7 +233,7 @@ def test_D8_a_connection_whose_channels_keep_publishing_is_closed(make_world, mo
     assert world.controls.sanctions == {"tarpits": 0, "channels_closed": 1, "connections_closed": is_closed}
 
 
-def test_D8_a_tarpit_pauses_reading_for_a_limited_time(make_world):
+def test_D8_a_tarpit_stops_reading_from_the_connection_for_a_limited_time(make_world):
     world = make_world(tarpit_after=3, tarpit_time=2, flow_grace=0)
     client = flowed(world.client(heartbeat=1))
     for number in range(1, 8):
@@ -243,7 +245,7 @@ def test_D8_a_tarpit_pauses_reading_for_a_limited_time(make_world):
         world.now = now
         client.session.tick(now)
         assert (client.session.deadlines.tarpit_until is None) is is_read
-    # It could not be heard, so it was not silent; from now on it is.
+    # The broker did not read, so the client did not count as silent. From now on it does.
     assert connection_snapshot(client.session).is_open
     for now in (3.0, 4.0):
         world.now = now
@@ -251,7 +253,7 @@ def test_D8_a_tarpit_pauses_reading_for_a_limited_time(make_world):
     assert client.session.state is State.ENDED
 
 
-def test_D8_each_step_can_be_disabled_and_the_steps_come_in_order(make_world):
+def test_D8_a_client_that_publishes_while_flowed_gets_the_tarpit_before_its_channel_is_closed(make_world):
     world = make_world(tarpit_after=2, close_channel_after=4, close_connection_after=6, flow_grace=0)
     client = flowed(world.client())
     seen = []
@@ -273,7 +275,7 @@ def test_D8_each_step_can_be_disabled_and_the_steps_come_in_order(make_world):
         ({"close_connection_after": True}, TypeError),
     ],
 )
-def test_D8_invalid_settings_are_refused(options, error):
+def test_D8_invalid_settings_for_clients_that_ignore_channel_flow_raise_an_error(options, error):
     (name,) = options
     with pytest.raises(error, match=name):
         BrokerSettings(**options)
@@ -282,7 +284,7 @@ def test_D8_invalid_settings_are_refused(options, error):
 # Alarms.
 
 
-def test_a_client_is_unblocked_when_the_last_alarm_ends(world):
+def test_a_client_gets_connection_unblocked_when_the_last_alarm_ends(world):
     client = world.client()
     client.session.block("memory", "no memory")
     assert client.only(commands.Connection.Blocked, 0).reason == "no memory"
@@ -295,7 +297,7 @@ def test_a_client_is_unblocked_when_the_last_alarm_ends(world):
     client.only(commands.Connection.Unblocked, 0)
 
 
-def test_D11_acks_are_accepted_from_a_connection_whose_channels_are_all_flowed(make_world):
+def test_D11_acks_on_a_connection_whose_publishing_channels_are_flowed_are_handled(make_world):
     world = make_world(backlog_count=1, close_channel_after=100)
     client = flowed(world.client(), confirms=True)
     for _ in range(3):

@@ -22,7 +22,7 @@ def tick(world, now):
     world.host.timers.tick(now)
 
 
-# Publishers that come back one after the other.
+# Publishers that are unflowed one after the other.
 
 
 def three_flowed(world):
@@ -36,14 +36,14 @@ def three_flowed(world):
     return clients
 
 
-def test_F4_without_an_interval_all_publishers_are_unflowed_together(world):
+def test_F4_without_a_resume_interval_a_drained_queue_unflows_all_publishers_together(world):
     clients = three_flowed(world)
     world.queue().purge()
     assert [flows(client) for client in clients] == [[True]] * 3
 
 
 class Source(CountedSource):
-    """A publisher that tells when it is let go."""
+    """A publisher that records when it is unflowed."""
 
     def __init__(self, name, published, let_go):
         super().__init__(name)
@@ -54,7 +54,7 @@ class Source(CountedSource):
         self.let_go.append(self.name)
 
 
-def test_F4_the_least_served_publisher_is_first_when_all_publishers_are_unflowed_together():
+def test_F4_a_queue_that_unflows_all_publishers_together_begins_with_the_publisher_of_fewest_messages():
     let_go: list[str] = []
     flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
     for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
@@ -67,7 +67,9 @@ def test_F4_the_least_served_publisher_is_first_when_all_publishers_are_unflowed
 
 
 @pytest.mark.parametrize(("now", "back"), [(0.0, 1), (0.0999, 1), (0.1, 2), (0.1999, 2), (0.2, 3)])
-def test_F4_publishers_are_unflowed_one_by_one_and_the_oldest_first_if_an_interval_is_set(make_world, now, back):
+def test_F4_with_a_resume_interval_publishers_are_unflowed_one_by_one_beginning_with_the_longest_flowed(
+    make_world, now, back
+):
     world = make_world(resume_interval=0.1)
     clients = three_flowed(world)
     world.queue().purge()
@@ -78,7 +80,7 @@ def test_F4_publishers_are_unflowed_one_by_one_and_the_oldest_first_if_an_interv
     assert len(queue_snapshot(world.queue()).blocked) == 3 - back
 
 
-def test_F4_a_publisher_that_is_still_flowed_when_the_queue_is_full_again_is_unflowed_first_next_time(make_world):
+def test_F4_a_publisher_that_was_not_unflowed_before_the_queue_filled_again_is_the_first_next_time(make_world):
     world = make_world(resume_interval=0.1)
     first, *_ = clients = three_flowed(world)
     world.queue().purge()
@@ -95,14 +97,14 @@ def test_F4_a_publisher_that_is_still_flowed_when_the_queue_is_full_again_is_unf
     assert [flows(client) for client in clients] == [[True], [], []]
 
 
-def test_F4_deleting_the_queue_unflows_all_publishers_together(make_world):
+def test_F4_deleting_a_queue_with_a_resume_interval_unflows_all_its_publishers_together(make_world):
     world = make_world(resume_interval=10)
     clients = three_flowed(world)
     world.host.delete_queue(world.queue())
     assert [flows(client) for client in clients] == [[True]] * 3
 
 
-def test_F4_a_publisher_that_ends_is_skipped(make_world):
+def test_F4_a_publisher_that_ends_is_skipped_when_publishers_are_unflowed_one_by_one(make_world):
     world = make_world(resume_interval=0.1)
     first, second, third = three_flowed(world)
     second.send(1, commands.Channel.Close(200, "", 0, 0))
@@ -112,10 +114,10 @@ def test_F4_a_publisher_that_ends_is_skipped(make_world):
 
 
 def flap(make_world, interval, rounds, publishers=10, burst=20):
-    """Simulate equal publishers that send bursts whenever they may, and a consumer that takes 30 messages a round.
+    """Simulate equal publishers that send bursts while they are not flowed, and a consumer of 30 messages a round.
 
     Returns:
-        How much each was let publish, and the highest depth.
+        The number of messages that each publisher sent, and the highest depth.
     """
     world = make_world(resume_interval=interval)
     clients = [world.client().channel(confirms=True) for _ in range(publishers)]
@@ -124,10 +126,10 @@ def flap(make_world, interval, rounds, publishers=10, burst=20):
     may = [True] * publishers
     network = random.Random(1)
     for round_number in range(rounds):
-        # Nobody is always the first to be heard.
+        # The order of the publishers changes, so that none is always the first.
         for number in network.sample(range(publishers), publishers):
             client = clients[number]
-            # What is read decides over the next burst; the one that is on its way comes all the same.
+            # A flow that is read stops the next burst. A burst that has begun still arrives.
             told = [each.active for _, each in client.received() if each.name == "Channel.Flow"]
             may[number] = told[-1] if told else may[number]
             if may[number]:
@@ -138,13 +140,13 @@ def flap(make_world, interval, rounds, publishers=10, burst=20):
             world.queue().take(no_ack=True)
         tick(world, float(round_number))
         if round_number == 20:
-            # In the beginning nobody is flowed, whatever the interval.
+            # In the beginning no publisher is flowed, whatever the interval.
             world.queue().contents.peak_depth = 0
     return served, world.queue().contents.peak_depth
 
 
 @pytest.mark.parametrize(("interval", "highest", "times"), [(0.0, 270, rounds(500, least=150)), (1.0, 150, 500)])
-def test_F4_equal_publishers_are_served_equally_and_overflow_the_queue_less_if_they_take_turns(
+def test_F4_publishers_that_are_unflowed_in_turn_publish_equal_shares_and_overfill_the_queue_less(
     make_world, interval, highest, times
 ):
     served, peak = flap(make_world, interval, times)
@@ -181,7 +183,7 @@ def limit(world, *args, **options):
         ("user", "ann", "", False),
     ],
 )
-def test_F6_a_publisher_above_the_rate_is_flowed_until_it_owes_nothing(
+def test_F6_a_publisher_that_exceeds_the_rate_limit_is_flowed_until_the_average_is_within_the_limit(
     world, client, scope, name, exchange, is_limited
 ):
     limit(world, scope, name, messages=10)
@@ -200,7 +202,7 @@ def test_F6_a_publisher_above_the_rate_is_flowed_until_it_owes_nothing(
     assert flows(client) == [True]
 
 
-def test_F6_a_rate_limit_in_bytes_blocks_the_channel(world, client):
+def test_F6_a_channel_that_exceeds_a_rate_limit_in_bytes_is_flowed(world, client):
     limit(world, "queue", "q", bytes=1000, burst=1)
     client.publish(b"x" * 1000)
     assert flows(client) == []
@@ -212,7 +214,7 @@ def test_F6_a_rate_limit_in_bytes_blocks_the_channel(world, client):
     assert flows(client) == [True]
 
 
-def test_F6_a_burst_is_allowed_after_idle_time(world, client):
+def test_F6_a_publisher_may_send_a_burst_after_idle_time_without_exceeding_the_rate_limit(world, client):
     limit(world, "queue", "q", messages=10, burst=0.5)
     for _ in range(5):
         client.publish()
@@ -221,7 +223,7 @@ def test_F6_a_burst_is_allowed_after_idle_time(world, client):
     assert flows(client) == [False]
 
 
-def test_F6_a_user_has_one_rate_limit_for_all_connections(world, client):
+def test_F6_the_rate_limit_of_a_user_applies_to_all_connections_of_the_user_together(world, client):
     other = world.client().channel()
     limit(world, "user", "guest", messages=10)
     client.publish()
@@ -229,12 +231,12 @@ def test_F6_a_user_has_one_rate_limit_for_all_connections(world, client):
     assert (flows(client), flows(other)) == ([], [False])
 
 
-def test_F6_a_limit_can_be_changed_while_the_broker_runs_and_the_debt_remains(world, client):
+def test_F6_a_rate_limit_can_be_changed_while_the_broker_runs_and_still_counts_earlier_messages(world, client):
     limit(world, "queue", "q", messages=1)
     for _ in range(3):
         client.publish()
     assert flows(client) == [False]
-    # Two are owed.
+    # Two messages exceeded the limit.
     limit(world, "queue", "q", messages=10)
     tick(world, 0.1999)
     assert flows(client) == []
@@ -243,7 +245,7 @@ def test_F6_a_limit_can_be_changed_while_the_broker_runs_and_the_debt_remains(wo
 
 
 @pytest.mark.parametrize("way", ["delete", "only bytes"])
-def test_F6_removing_a_limit_unflows_the_publishers_that_it_held(world, client, way):
+def test_F6_removing_a_rate_limit_unflows_the_publishers_that_exceeded_it(world, client, way):
     limit(world, "queue", "q", messages=1, bytes=1e9)
     client.publish()
     client.publish()
@@ -256,7 +258,7 @@ def test_F6_removing_a_limit_unflows_the_publishers_that_it_held(world, client, 
     assert bool(world.rates) is (way != "delete")
 
 
-def test_F6_a_transaction_counts_when_it_commits(world, client):
+def test_F6_messages_of_a_transaction_count_for_the_rate_limit_when_it_commits(world, client):
     limit(world, "queue", "q", messages=1)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     for _ in range(3):
@@ -266,7 +268,7 @@ def test_F6_a_transaction_counts_when_it_commits(world, client):
     assert sorted(client.names()) == ["Channel.Flow", "Tx.CommitOk"]
 
 
-def test_F6_a_refused_message_does_not_count(world, client):
+def test_F6_a_message_that_the_queue_refuses_does_not_count_for_the_rate_limit(world, client):
     client.declare("small", arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
     limit(world, "exchange", "", messages=1)
     for _ in range(3):
@@ -274,7 +276,7 @@ def test_F6_a_refused_message_does_not_count(world, client):
     assert client.received() == []
 
 
-def test_J4_a_channel_held_by_a_rate_and_a_queue_resumes_when_both_release_it(world, client):
+def test_J4_a_channel_flowed_by_a_rate_limit_and_a_full_queue_resumes_when_both_release_it(world, client):
     limit(world, "exchange", "", messages=1)
     client.declare("narrow", arguments=STOP_2)
     for _ in range(3):
@@ -298,18 +300,18 @@ def test_J4_a_channel_held_by_a_rate_and_a_queue_resumes_when_both_release_it(wo
         ({"messages": 1, "name": None}, TypeError, "name=None"),
     ],
 )
-def test_F6_an_invalid_limit_is_refused(options, error, word):
+def test_F6_an_invalid_rate_limit_raises_an_error(options, error, word):
     with pytest.raises(error, match=word):
         RateLimit(**{"apply_to": "queue", "name": "q", **options})
 
 
-def test_F6_a_limit_that_does_not_exist_cannot_be_deleted(world):
+def test_F6_deleting_a_rate_limit_that_does_not_exist_raises_lookup_error(world):
     with pytest.raises(LookupError, match="rate limit of queue 'q'"):
         world.rates.delete(RateScope.QUEUE, "q")
     assert list(Rates(lambda *_: None)) == []
 
 
 @pytest.mark.parametrize("interval", [-1, "1"])
-def test_F4_an_invalid_interval_is_refused(interval):
+def test_F4_an_invalid_resume_interval_raises_an_error(interval):
     with pytest.raises((TypeError, ValueError), match="resume_interval"):
         BrokerSettings(resume_interval=interval)

@@ -1,4 +1,4 @@
-"""What full queues do: policies changed live, queues that hold for too long, conflation, publishes that wait."""
+"""Full queues: live changes of policies, queues that are ON for too long, conflation, and messages that wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def set_policy(world, name="p", **definition):
 
 
 def settled(client):
-    """Publishes that were acked and nacked, one by one."""
+    """Return the tags of acked and of nacked messages."""
     acked, nacked = [], []
     for _, each in client.received():
         if each.name == "Basic.Ack":
@@ -34,14 +34,14 @@ def tick(world, now):
     world.host.timers.tick(now)
 
 
-# Changed live (D4).
+# Live changes (D4).
 
 
 @pytest.mark.parametrize(
     ("stop", "resume", "told"),
     [(2, 2, []), (3, 3, []), (4, 4, [True]), (3, 4, None), (10, 1, []), (10, 3, []), (10, 4, [True]), (0, 0, [True])],
 )
-def test_D4_J6_raising_the_thresholds_unflows_publishers_that_may_continue(world, stop, resume, told):
+def test_D4_J6_raising_the_thresholds_of_a_queue_unflows_its_publishers(world, stop, resume, told):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_D4_D12_recent_publishers_are_flowed_when_a_lower_threshold_turns_the_qu
     assert flows(client) == [False]
 
 
-def test_D4_C5_removing_thresholds_releases_the_confirms_that_they_withheld(world):
+def test_D4_C5_removing_the_thresholds_of_a_queue_releases_all_withheld_confirms(world):
     client = world.client().channel(confirms=True)
     client.declare()
     set_policy(world, capacity=2)
@@ -95,7 +95,7 @@ def test_D4_C5_removing_thresholds_releases_the_confirms_that_they_withheld(worl
 @pytest.mark.parametrize(
     ("enforcement", "left"), [("completion", ["Channel.Flow"]), ("channel_flow", ["Basic.Ack"]), ("both", [])]
 )
-def test_D4_the_enforcement_can_be_changed_while_producers_are_held(world, enforcement, left):
+def test_D4_the_enforcement_of_a_queue_can_be_changed_while_publishers_are_flowed(world, enforcement, left):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_D4_the_enforcement_can_be_changed_while_producers_are_held(world, enfor
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(1, [b"3"]), (2, [b"2", b"3"]), (3, [b"1", b"2", b"3"])])
-def test_D4_lowering_the_maximum_of_a_ring_drops_the_oldest_messages_immediately(world, maximum, left):
+def test_D4_lowering_the_maximum_of_a_ring_queue_drops_the_oldest_messages_immediately(world, maximum, left):
     client = world.client().channel()
     client.declare()
     for body in (b"1", b"2", b"3"):
@@ -118,7 +118,7 @@ def test_D4_lowering_the_maximum_of_a_ring_drops_the_oldest_messages_immediately
     assert world.queue().contents.dropped == 3 - len(left)
 
 
-def test_D4_lowering_the_maximum_of_a_reject_queue_drops_no_messages(world):
+def test_D4_lowering_the_maximum_of_a_queue_with_policy_reject_drops_no_messages(world):
     client = world.client().channel(confirms=True)
     client.declare()
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_D4_setting_the_same_policy_again_changes_nothing(world):
 
 
 @pytest.mark.parametrize(("now", "is_overdue"), [(9.999, False), (10.0, True)])
-def test_D10_a_queue_that_is_ON_for_max_flow_wait_unflows_its_producers(world, now, is_overdue, caplog):
+def test_D10_a_queue_whose_state_is_ON_for_max_flow_wait_unflows_its_publishers(world, now, is_overdue, caplog):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_D10_a_queue_that_is_ON_for_max_flow_wait_unflows_its_producers(world, n
     assert ("has been ON for 10 s" in caplog.text) is is_overdue
 
 
-def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_beyond_its_stop_threshold_until_it_is_OFF(world):
+def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_until_it_has_drained(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_beyond_its_stop
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
 
 
-def test_D10_after_max_flow_wait_a_ring_queue_drops_the_oldest_messages_and_holds_no_producer(world):
+def test_D10_after_max_flow_wait_a_queue_that_becomes_a_ring_drops_the_oldest_messages_and_flows_no_publisher(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
     for body in (b"1", b"2", b"3"):
@@ -210,7 +210,7 @@ def test_D10_after_max_flow_wait_a_ring_queue_drops_the_oldest_messages_and_hold
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
 
 
-def test_D10_the_time_of_max_flow_wait_restarts_after_the_queue_was_OFF(world):
+def test_D10_max_flow_wait_counts_from_zero_each_time_the_queue_turns_ON(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for now in (0.0, 5.0):
@@ -226,7 +226,7 @@ def test_D10_the_time_of_max_flow_wait_restarts_after_the_queue_was_OFF(world):
     assert flows(client) == [True]
 
 
-def test_D10_a_queue_without_consumers_stops_an_exchange_only_for_max_flow_wait(world):
+def test_D10_a_full_queue_without_consumers_stops_publishers_of_its_exchange_only_for_max_flow_wait(world):
     client = world.client().channel(confirms=True)
     client.declare("dead")
     client.declare("alive")
@@ -248,7 +248,7 @@ def test_D10_a_queue_without_consumers_stops_an_exchange_only_for_max_flow_wait(
     assert not client.session.channels[1].flow.is_blocked
 
 
-def test_D10_max_flow_wait_counts_from_the_time_the_queue_turned_ON_even_if_it_is_set_later(world):
+def test_D10_a_max_flow_wait_set_on_a_full_queue_counts_from_the_time_when_the_queue_turned_ON(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -271,7 +271,7 @@ def keyed(client, key, body, **options):
     client.publish(body, properties=commands.Basic.Properties(headers={"k": key} if key is not None else {}), **options)
 
 
-def test_D9_conflate_keeps_the_last_message_of_each_key(world):
+def test_D9_a_queue_with_policy_conflate_keeps_only_the_last_message_of_each_key(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"x-qflow-policy": "conflate", "x-qflow-conflate-key": "k"})
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), (None, b"4"), (None, b"5"), ("a", b"6"), (7, b"7")):
@@ -281,7 +281,7 @@ def test_D9_conflate_keeps_the_last_message_of_each_key(world):
     assert tags(client) == [(7, True)]
 
 
-def test_D9_without_a_header_the_routing_key_is_the_conflation_key(world):
+def test_D9_without_a_conflate_key_a_message_replaces_the_last_message_with_the_same_routing_key(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     bind = commands.Queue.Bind(queue="q", exchange="amq.topic", routing_key="#")
@@ -291,7 +291,7 @@ def test_D9_without_a_header_the_routing_key_is_the_conflation_key(world):
     assert bodies(world.queue()) == [b"2", b"3"]
 
 
-def test_D9_an_unacked_message_is_not_conflated_and_not_requeued_after_a_newer_value(world):
+def test_D9_an_unacked_message_is_dropped_only_when_it_is_requeued_after_a_newer_message_with_its_key(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
@@ -305,7 +305,7 @@ def test_D9_an_unacked_message_is_not_conflated_and_not_requeued_after_a_newer_v
     assert bodies(world.queue()) == [b"2"]
 
 
-def test_D9_an_unacked_value_is_requeued_if_its_newer_value_was_consumed(world):
+def test_D9_an_unacked_message_is_requeued_if_the_newer_message_with_its_key_was_already_consumed(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
@@ -316,7 +316,7 @@ def test_D9_an_unacked_value_is_requeued_if_its_newer_value_was_consumed(world):
     assert bodies(world.queue()) == [b"1"]
 
 
-def test_D9_conflation_frees_room_before_the_oldest_message_is_dropped_for_the_maximum(world):
+def test_D9_a_full_conflate_queue_replaces_a_message_with_the_same_key_before_it_drops_the_oldest(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate", "x-qflow-conflate-key": "k", "qpid.max_count": 2})
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
@@ -325,7 +325,7 @@ def test_D9_conflation_frees_room_before_the_oldest_message_is_dropped_for_the_m
     assert world.queue().contents.drops == {DropReason.CONFLATED: 1, DropReason.MAXLEN: 1}
 
 
-def test_D9_J6_conflation_releases_confirms_and_turns_the_queue_OFF(world):
+def test_D9_J6_replacing_older_messages_with_the_same_key_releases_confirms_and_turns_the_queue_OFF(world):
     client = world.client().channel(confirms=True)
     marks = {"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 5}
     client.declare(arguments={"x-qflow-policy": "conflate", **marks})
@@ -336,7 +336,7 @@ def test_D9_J6_conflation_releases_confirms_and_turns_the_queue_OFF(world):
     assert world.queue().flows.is_on is False
 
 
-def test_D9_D4_a_queue_that_switches_to_conflate_drops_older_values_of_each_key(world):
+def test_D9_D4_a_queue_whose_policy_changes_to_conflate_keeps_only_the_last_message_of_each_key(world):
     client = world.client().channel()
     client.declare()
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
@@ -354,7 +354,7 @@ def test_D9_D4_a_queue_that_switches_to_conflate_drops_older_values_of_each_key(
 WAIT_1: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
 
 
-def test_A4_a_message_to_a_full_queue_waits_for_room_and_is_then_acked(world):
+def test_A4_a_message_to_a_full_queue_with_policy_wait_is_acked_once_there_is_room(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
@@ -374,7 +374,7 @@ def test_A4_a_message_to_a_full_queue_waits_for_room_and_is_then_acked(world):
 
 
 @pytest.mark.parametrize(("now", "nacked"), [(59.999, []), (60.0, [2])])
-def test_A4_a_message_that_has_waited_too_long_is_nacked(world, now, nacked):
+def test_A4_a_message_that_has_waited_too_long_for_room_in_its_queue_is_nacked(world, now, nacked):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -389,7 +389,7 @@ def test_A4_a_message_that_has_waited_too_long_is_nacked(world, now, nacked):
     assert world.queue().depth == 1 - len(nacked)
 
 
-def test_A4_the_maximum_wait_is_a_setting(make_world):
+def test_A4_the_maximum_wait_for_room_in_a_queue_can_be_set(make_world):
     world = make_world(max_producer_flow_control_wait=2)
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
@@ -403,7 +403,7 @@ def test_A4_the_maximum_wait_is_a_setting(make_world):
     assert settled(client) == ([], [2, 3])
 
 
-def test_A4_without_confirms_a_channel_whose_message_waits_too_long_is_closed(world):
+def test_A4_without_confirms_a_channel_whose_message_waits_too_long_for_room_is_closed(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -416,7 +416,7 @@ def test_A4_without_confirms_a_channel_whose_message_waits_too_long_is_closed(wo
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_A4_a_message_published_before_confirm_mode_gets_no_confirm(world, is_taken):
+def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_room_gets_no_confirm(world, is_taken):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -434,12 +434,12 @@ def test_A4_a_message_published_before_confirm_mode_gets_no_confirm(world, is_ta
         other = world.client().channel(confirms=True)
         other.publish()
         tick(world, 60.0)
-        # As without confirms; and what waits behind it is not forgotten.
+        # The channel is closed as without confirms. The message that waits behind it is nacked.
         assert client.close_of(commands.Channel.Close).reply_code == 506
         assert settled(other) == ([], [1])
 
 
-def test_A4_a_message_that_can_never_fit_is_refused_immediately(world):
+def test_A4_a_message_larger_than_the_maximum_of_the_queue_is_refused_without_waiting(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
     client.publish(b"xxx")
@@ -449,14 +449,14 @@ def test_A4_a_message_that_can_never_fit_is_refused_immediately(world):
     assert queue_snapshot(world.queue()).waiting == 1
 
 
-def test_A4_F4_waiting_messages_are_accepted_in_order_of_arrival(world):
+def test_A4_F4_messages_that_wait_for_room_in_a_queue_are_accepted_in_order_of_arrival(world):
     first, second = world.client().channel(confirms=True), world.client().channel(confirms=True)
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
     first.publish(b"4444")
     first.publish(b"333")
     second.publish(b"1")
     world.queue().take(no_ack=True)
-    # There is room for it, but somebody was here before.
+    # There is room for this message, but an older message waits.
     second.publish(b"2")
     assert bodies(world.queue()) == []
     tick(world, 0.0)
@@ -466,7 +466,7 @@ def test_A4_F4_waiting_messages_are_accepted_in_order_of_arrival(world):
     assert bodies(world.queue()) == [b"1", b"2"]
 
 
-def test_A4_a_message_to_several_queues_is_accepted_by_all_or_none_and_keeps_its_position(world):
+def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_or_by_none(world):
     client = world.client().channel(confirms=True)
     client.declare("narrow", arguments=WAIT_1)
     client.declare("wide")
@@ -484,7 +484,7 @@ def test_A4_a_message_to_several_queues_is_accepted_by_all_or_none_and_keeps_its
     assert client.session.channels[1].unconfirmed == 1 + 1 + 1 + 1
 
 
-def test_A4_a_message_does_not_wait_for_room_if_one_of_its_other_queues_refuses_it(world):
+def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses_it(world):
     client = world.client().channel(confirms=True)
     client.declare("waits", arguments=WAIT_1)
     client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
@@ -496,7 +496,7 @@ def test_A4_a_message_does_not_wait_for_room_if_one_of_its_other_queues_refuses_
     world.queue("rejects").purge()
     client.publish(exchange="amq.fanout")
     assert settled(client) == ([], [])
-    # It fills up while that one waits, which then waits for it, too.
+    # This queue fills up while the message waits. Then the message waits for it, too.
     world.host.publish("", "rejects", b"")
     world.queue("waits").purge()
     tick(world, 0.0)
@@ -506,7 +506,7 @@ def test_A4_a_message_does_not_wait_for_room_if_one_of_its_other_queues_refuses_
     assert (settled(client), world.queue("waits").depth) == (([3], []), 1)
 
 
-def test_A4_deleting_a_queue_ends_the_wait_for_it(world):
+def test_A4_a_message_stops_waiting_for_room_in_a_queue_that_is_deleted(world):
     client = world.client().channel(confirms=True)
     client.declare("narrow", arguments=WAIT_1)
     client.declare("wide")
@@ -521,7 +521,9 @@ def test_A4_deleting_a_queue_ends_the_wait_for_it(world):
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_A4_a_channel_that_ends_drops_its_waiting_messages_only_with_confirms(world, confirms):
+def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_the_channel_has_confirms(
+    world, confirms
+):
     client, other = world.client().channel(confirms=confirms), world.client().channel()
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2"):
@@ -534,7 +536,7 @@ def test_A4_a_channel_that_ends_drops_its_waiting_messages_only_with_confirms(wo
     assert world.queue().contents.drops == ({DropReason.REFUSED: 1} if confirms else {})
 
 
-def test_A4_waiting_messages_of_a_closed_channel_are_dropped_after_the_maximum_wait_and_counted(world):
+def test_A4_messages_of_a_closed_channel_that_wait_too_long_for_room_are_dropped_and_counted(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish(b"1")
@@ -555,7 +557,9 @@ def test_A4_waiting_messages_of_a_closed_channel_are_dropped_after_the_maximum_w
     ],
     ids=repr,
 )
-def test_A4_D4_a_waiting_message_is_handled_by_the_new_policy_after_a_change(world, definition, in_queue, outcome):
+def test_A4_D4_a_message_that_waits_for_room_is_handled_by_the_new_policy_when_the_policy_changes(
+    world, definition, in_queue, outcome
+):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
@@ -572,7 +576,7 @@ def test_A4_D4_a_waiting_message_is_handled_by_the_new_policy_after_a_change(wor
     )
 
 
-def test_A4_D9_a_commit_does_not_wait(world):
+def test_A4_D9_a_commit_for_which_a_queue_has_no_room_is_refused_with_406_and_does_not_wait(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -584,7 +588,7 @@ def test_A4_D9_a_commit_does_not_wait(world):
     assert "queue full" in close.reply_text
 
 
-def test_A4_a_commit_does_not_overtake_a_waiting_message(world):
+def test_A4_a_commit_does_not_overtake_a_message_that_waits_for_room(world):
     first, second = world.client().channel(confirms=True), world.client().channel()
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
     first.publish(b"4444")
@@ -599,7 +603,7 @@ def test_A4_a_commit_does_not_overtake_a_waiting_message(world):
 
 
 @pytest.mark.parametrize("policy", ["reject", "wait", "ring_strict"])
-def test_D9_a_commit_that_does_not_fit_is_rolled_back_in_all_queues(world, policy):
+def test_D9_a_commit_for_which_one_queue_has_no_room_is_rolled_back_in_all_queues(world, policy):
     client = world.client().channel()
     client.declare("wide")
     client.declare(arguments={"x-qflow-policy": policy, "qpid.max_count": 2, "qpid.flow_stop_count": 0})

@@ -1,4 +1,4 @@
-"""Patterns of policies: what `re` says, in linear time."""
+"""Patterns of policies: the same matches as with `re`, in linear time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATTERNS = st.recursive(st.tuples(ATOMS, REPEATS).map("".join), combined, max_le
 @example(r"a\Z", "a\n", False)
 @example("(a*)*", "", False)
 @example("[^a]", "A", True)
-def test_a_pattern_matches_the_same_text_as_re(text, name, ignores_case):
+def test_a_policy_pattern_matches_the_same_names_as_the_re_module(text, name, ignores_case):
     text = f"(?i){text}" if ignores_case else text
     try:
         expected = re.compile(text)
@@ -42,7 +42,7 @@ def test_a_pattern_matches_the_same_text_as_re(text, name, ignores_case):
 
 
 @pytest.mark.parametrize("text", ["(a+)+$", "^(a|aa)+$", "(a*)*b", ".*.*.*.*.*.*b", "(a?){200}a{200}"])
-def test_a_pattern_takes_at_most_one_step_for_each_node_and_character(text):
+def test_the_number_of_steps_to_match_a_policy_pattern_is_linear_in_the_length_of_the_name(text):
     name = "a" * 254 + "!"
     pattern = Pattern(text)
     tests = 0
@@ -86,16 +86,16 @@ def reachable(node):
         ("(", "unterminated"),
     ],
 )
-def test_a_pattern_without_a_bound_on_its_steps_is_refused_with_a_clear_error(text, why):
+def test_a_policy_pattern_that_has_unsupported_syntax_or_is_too_large_raises_an_error_with_the_reason(text, why):
     with pytest.raises(ValueError, match=why):
         Policy("p", PolicyDefinition(max_count=1), pattern=text)
 
 
-def test_repeating_an_empty_group_costs_nothing():
+def test_a_policy_pattern_may_repeat_an_empty_group_any_number_of_times():
     assert Pattern("(?:){4000000000}a").search("ba")
 
 
-def test_the_number_of_remembered_steps_is_bounded(monkeypatch):
+def test_the_cache_of_a_policy_pattern_is_bounded(monkeypatch):
     monkeypatch.setattr(Pattern, "MAX_STEPS", 3)
     pattern = Pattern("abc$")
     assert [pattern.search(name) for name in ("abc", "xyz", "xabc", "abcd")] == [True, False, True, False]

@@ -29,7 +29,7 @@ def limits(definition, arguments=None, **settings):
 # Definitions.
 
 
-def test_a_definition_accepts_names_of_policies_and_enforcements():
+def test_a_policy_definition_accepts_the_names_of_queue_policies_and_enforcements():
     found = Definition.from_mapping({"policy": "ring", "max_count": 5, "enforcement": "completion"})
     assert found == Definition(policy=QueuePolicy.RING, max_count=5, enforcement=Enforcement.COMPLETION)
     assert found.to_json() == {"policy": "ring", "max_count": 5, "enforcement": "completion"}
@@ -64,7 +64,7 @@ def test_a_definition_accepts_names_of_policies_and_enforcements():
         ({"drop_transient": 1}, TypeError, ("drop_transient=1", "true or false")),
     ],
 )
-def test_an_invalid_definition_is_refused_with_the_reason(definition, error, words):
+def test_an_invalid_policy_definition_raises_an_error_with_the_reason(definition, error, words):
     with pytest.raises(error) as caught:
         Definition.from_mapping(definition)
     for word in words:
@@ -87,7 +87,7 @@ def test_an_invalid_definition_is_refused_with_the_reason(definition, error, wor
         ({"priority": "1"}, TypeError, ("priority='1'",)),
     ],
 )
-def test_an_invalid_policy_is_refused_with_the_reason(options, error, words):
+def test_an_invalid_policy_raises_an_error_with_the_reason(options, error, words):
     given: dict[str, Any] = {"name": "p", "definition": {"max_count": 1}, **options}
     with pytest.raises(error) as caught:
         Policy(**given)
@@ -95,7 +95,7 @@ def test_an_invalid_policy_is_refused_with_the_reason(options, error, words):
         assert word in str(caught.value)
 
 
-def test_a_policy_is_written_as_a_name_and_pairs():
+def test_a_policy_can_be_parsed_from_a_text_with_its_name_and_key_value_pairs():
     assert Policy.parse("small pattern='^a b' max_count=9 policy=ring priority=2") == Policy(
         "small", Definition(max_count=9, policy=QueuePolicy.RING), "^a b", priority=2
     )
@@ -122,14 +122,14 @@ def test_a_policy_is_written_as_a_name_and_pairs():
         ("p", ("sets nothing",)),
     ],
 )
-def test_a_mistyped_policy_is_refused_with_the_reason(text, words):
+def test_a_policy_text_with_a_mistake_raises_an_error_with_the_reason(text, words):
     with pytest.raises(ValueError) as caught:
         Policy.parse(text)
     for word in words:
         assert word in str(caught.value)
 
 
-# What they come to.
+# The limits that result from definitions.
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_mistyped_policy_is_refused_with_the_reason(text, words):
         ("conflate", Conflate(10), StopResume()),
     ],
 )
-def test_C4_a_maximum_sets_thresholds_only_with_policies_that_refuse_or_flow(policy, overflow, stop_resume):
+def test_C4_a_maximum_sets_default_thresholds_only_with_the_policies_reject_and_flow(policy, overflow, stop_resume):
     found = limits(Definition.from_mapping({"policy": policy, "max_count": 10}))
     assert (found.overflow, found.stop_resume) == (overflow, stop_resume)
     assert found.policy == (policy or "reject")
@@ -152,7 +152,7 @@ def test_C4_a_maximum_sets_thresholds_only_with_policies_that_refuse_or_flow(pol
     assert limits(Definition(), arguments) == found
 
 
-def test_a_policy_for_queues_overrides_arguments_only_for_the_settings_that_it_has():
+def test_a_policy_replaces_only_the_queue_arguments_for_which_it_has_a_value():
     arguments = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 90, "qpid.max_count": 200, "qpid.max_size": 50}
     found = limits(Definition(flow_stop_count=20), arguments)
     assert found.stop_resume == StopResume(20, 17)
@@ -167,14 +167,14 @@ def test_a_policy_for_queues_overrides_arguments_only_for_the_settings_that_it_h
     assert (found.stop_resume, found.policy) == (StopResume(5, 4), "drop-head")
 
 
-def test_D10_after_max_flow_wait_a_queue_uses_its_maximum_or_else_its_stop_thresholds():
+def test_D10_after_max_flow_wait_the_maximum_or_else_the_stop_thresholds_limit_the_queue():
     assert limits(Definition(flow_stop_count=9, max_flow_wait=1)).overdue_overflow == Reject(9)
     assert limits(Definition(capacity=9, max_flow_wait=1, then=QueuePolicy.RING)).overdue_overflow == Ring(None, 9)
     found = limits(Definition(flow_stop_size=9, max_size=20, max_flow_wait=1, then=QueuePolicy.WAIT))
     assert found.overdue_overflow == Wait(None, 20)
 
 
-def test_the_strictest_value_of_each_setting_applies():
+def test_several_policies_are_combined_to_the_strictest_value_of_each_setting():
     found = Definition.strictest(
         [
             Definition(flow_stop_count=100, flow_resume_count=10, max_size=1000, policy=QueuePolicy.RING),
@@ -207,13 +207,13 @@ def test_the_strictest_value_of_each_setting_applies():
         ((False, False), False),
     ],
 )
-def test_A1_a_policy_that_allows_drops_counts_as_stricter(said, strictest):
+def test_A1_of_two_policies_the_one_that_allows_dropping_transient_messages_counts_as_stricter(said, strictest):
     found = Definition.strictest(Definition(policy=QueuePolicy.FLOW, drop_transient=each) for each in said)
     assert found.drop_transient is strictest
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False)])
-def test_A1_allowing_drops_is_written_as_true_or_false(word, value):
+def test_A1_drop_transient_in_the_text_of_a_policy_must_be_true_or_false(word, value):
     policy = Policy.parse(f"p drop_transient={word}")
     assert policy.definition == Definition(drop_transient=value)
     assert policy.to_json()["definition"] == {"drop_transient": value}
@@ -231,7 +231,7 @@ def test_A1_allowing_drops_is_written_as_true_or_false(word, value):
         (["conflate", "flow"], "conflate"),
     ],
 )
-def test_policies_are_ordered_by_strictness(policies, strictest):
+def test_of_several_queue_policies_the_strictest_applies(policies, strictest):
     found = Definition.strictest(Definition.from_mapping({"policy": each}) for each in policies)
     assert found.policy == strictest
 
@@ -252,7 +252,7 @@ def test_policies_are_ordered_by_strictness(policies, strictest):
         ({"x-qflow-polcy": "ring"}, ("x-qflow-polcy", "did you mean x-qflow-policy")),
     ],
 )
-def test_errors_about_policy_arguments_use_the_names_of_the_arguments(arguments, words):
+def test_an_error_about_a_policy_in_queue_arguments_shows_the_names_of_the_queue_arguments(arguments, words):
     with pytest.raises(ChannelException) as caught:
         QueueArguments.read("q", arguments)
     assert caught.value.code == 406
@@ -260,7 +260,7 @@ def test_errors_about_policy_arguments_use_the_names_of_the_arguments(arguments,
         assert word in caught.value.text
 
 
-# Which applies (D3).
+# The policy that applies (D3).
 
 
 def bind(client, queue, exchange, routing_key=""):
@@ -293,7 +293,7 @@ ALL = (
 )
 
 
-def test_D3_policies_apply_in_the_order_queue_then_routing_key_then_exchange_then_virtual_host(world, client):
+def test_D3_a_policy_for_a_queue_precedes_one_for_a_routing_key_an_exchange_or_the_virtual_host(world, client):
     for each, count in zip(ALL, (1, 2, 3, 4), strict=True):
         world.set_policy(each)
         assert in_force(world) == (count, (each.name,))
@@ -328,7 +328,9 @@ def test_D3_the_arguments_of_a_queue_override_inherited_settings(world, client):
     ],
     ids=repr,
 )
-def test_D3_exchange_and_routing_key_must_match_in_the_same_binding(world, client, exchange, routing_key, applies):
+def test_D3_a_policy_with_an_exchange_and_a_routing_key_applies_only_if_one_binding_matches_both(
+    world, client, exchange, routing_key, applies
+):
     bind(client, "q", "amq.direct", "other")
     world.set_policy(policy("p", exchange, "routing_keys", routing_key, max_count=5))
     assert in_force(world) == ((5, ("p",)) if applies else (None, ()))
@@ -345,7 +347,7 @@ def test_D3_queues_inherit_the_policies_of_exchanges_that_are_bound_to_their_exc
     assert in_force(world) == (None, ())
 
 
-def test_D3_the_strictest_policy_of_all_bound_exchanges_applies_and_changes_with_the_bindings(world, client):
+def test_D3_a_queue_gets_the_strictest_policy_of_the_exchanges_to_which_it_is_currently_bound(world, client):
     world.set_policy(policy("a", "^amq.topic$", "exchanges", max_count=7, policy="ring"))
     world.set_policy(policy("b", "^amq.fanout$", "exchanges", max_count=5))
     assert (in_force(world), world.queue().overflow) == ((7, ("a",)), Ring(7))
@@ -355,7 +357,7 @@ def test_D3_the_strictest_policy_of_all_bound_exchanges_applies_and_changes_with
     assert (in_force(world), world.queue().overflow) == ((5, ("b",)), Reject(5))
 
 
-def test_the_policy_with_the_highest_priority_applies_and_the_strictest_one_if_priorities_are_equal(world, client):
+def test_the_policy_with_the_highest_priority_applies_and_the_strictest_if_several_have_this_priority(world, client):
     world.set_policy(policy("a", max_count=3))
     world.set_policy(policy("b", max_count=9, priority=1))
     world.set_policy(policy("c", max_count=8, priority=1))
@@ -366,7 +368,7 @@ def test_the_policy_with_the_highest_priority_applies_and_the_strictest_one_if_p
     assert in_force(world) == (9, ("b", "c"))
 
 
-def test_policies_from_the_settings_apply_to_new_queues(make_world):
+def test_policies_in_the_broker_settings_apply_to_new_queues(make_world):
     world = make_world(policies=[policy("p", "^q", max_count=5)])
     client = world.client().channel()
     client.declare("q1")
@@ -378,12 +380,12 @@ def test_policies_from_the_settings_apply_to_new_queues(make_world):
 @pytest.mark.parametrize(
     ("policies", "error"), [([1], TypeError), ([policy("p", max_count=1), policy("p", max_count=2)], ValueError)]
 )
-def test_settings_accept_policies_with_different_names(policies, error):
+def test_the_broker_settings_reject_two_policies_with_the_same_name_and_values_that_are_not_policies(policies, error):
     with pytest.raises(error, match="policies"):
         BrokerSettings(policies=policies)
 
 
-def test_a_policy_that_does_not_exist_cannot_be_deleted(world, client):
+def test_deleting_a_policy_that_does_not_exist_raises_an_error(world, client):
     world.set_policy(policy("there", max_count=1))
     with pytest.raises(LookupError, match=r"'gone'.*there"):
         world.delete_policy("gone")

@@ -1,4 +1,4 @@
-"""The broker against a plain model of its rules: by hypothesis, which shrinks, and by seeds, for many steps."""
+"""The broker against a plain model of its rules: short sequences from hypothesis, and long ones from seeds."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def drive_all(seeds, **options):
             raise
 
 
-def test_the_broker_and_the_model_agree_for_many_steps():
+def test_the_broker_and_a_plain_model_of_its_rules_agree_over_many_random_actions():
     drive_all(SEEDS)
 
 
 @pytest.mark.parametrize("limit", [0, 12, 40])
-def test_A2_decisions_for_flow_to_disk_queues_are_the_same_as_in_memory(limit):
+def test_A2_the_broker_and_a_plain_model_agree_also_for_queues_that_flow_to_disk(limit):
     drive_all(SEEDS, limit=limit)
 
 
 @given(st.data())
 @settings(max_examples=rounds(30))
-def test_the_broker_and_the_model_agree_on_all_sequences_generated_by_hypothesis(data):
+def test_the_broker_and_a_plain_model_of_its_rules_agree_on_all_sequences_drawn_by_hypothesis(data):
     drive(lambda values: data.draw(st.sampled_from(list(values))), 30)
 
 
-#: Of each, what is wrong with it, and where; every one must be caught.
+#: Planted errors: what is wrong, the function, the right code, and the wrong code. Each error must be found.
 BUGS = [
     ("J6: confirms stay held when the queue turns OFF", queueflow.QueueFlows.left, "not family.limiter.on", "False"),
     (
@@ -133,7 +133,7 @@ BUGS = [
 ]
 
 
-#: The same of what flows to disk.
+#: The same for queues that flow to disk.
 DISK_BUGS = [
     (
         "A2: what has left its queues stays on disk",
@@ -159,19 +159,19 @@ DISK_BUGS = [
 ]
 
 
-#: What is caught by few seeds is looked for from one of them on; those before it take seconds.
+#: Few seeds show these errors. The search begins at one of them, because the seeds before it take seconds.
 FIRST_SEEDS = {"D9: an older value comes back": 21}
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *DISK_BUGS], ids=lambda bug: bug[0])
-def test_the_model_catches_planted_errors(bug, monkeypatch):
+def test_each_bug_that_is_planted_in_the_broker_is_found_by_the_comparison_with_the_model(bug, monkeypatch):
     _, function, right, wrong = bug
     options = {"limit": 12} if bug in DISK_BUGS else {}
     source = textwrap.dedent(inspect.getsource(function))
     assert right in source
     mutant: dict[str, Any] = {}
     exec(compile(source.replace(right, wrong), "<mutant>", "exec"), function.__globals__, mutant)
-    # The code, not the name: others have imported the function by its name.
+    # The code of the function is replaced, because other modules have imported the function.
     monkeypatch.setattr(function, "__code__", mutant[function.__name__].__code__)
     with pytest.raises((AssertionError, AttributeError, KeyError, ValueError)):
         drive_all(range(FIRST_SEEDS.get(bug[0], 0), 200), **options)

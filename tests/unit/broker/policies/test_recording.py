@@ -1,4 +1,4 @@
-"""What the broker writes into a flow log, and that it costs nothing where there is none."""
+"""The records that the broker writes to a flow log. Without a flow log recording costs nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _get(client, count=1):
     client.raw_output()
 
 
-def test_a_queue_without_a_recorder_is_not_watched(make_world) -> None:
+def test_a_queue_is_observed_only_if_the_broker_writes_a_flow_log(make_world) -> None:
     world = make_world()
     world.client().channel().declare()
     assert not world.queue().is_watched
@@ -47,7 +47,9 @@ def test_a_queue_without_a_recorder_is_not_watched(make_world) -> None:
     assert recorded.queue().is_watched
 
 
-def test_J4_the_recording_shows_which_channel_waits_for_which_queue_and_which_channel_filled_it(make_world) -> None:
+def test_J4_the_flow_log_shows_which_channel_waits_for_which_queue_and_which_channel_filled_the_queue(
+    make_world,
+) -> None:
     world, lines = _recorded(make_world)
     one, two = world.client().channel(), world.client().channel()
     one.declare(arguments=ARGUMENTS)
@@ -72,7 +74,7 @@ def test_J4_the_recording_shows_which_channel_waits_for_which_queue_and_which_ch
     assert sum(lifted["causes"].values()) == 1_000_000
     (off,) = _of(lines, "off")
     assert (off["since"], off["peak"], off["overshoot"], off["peak_bytes"]) == (1_001_000_000, 3, 1, 8)
-    # Who fills it next is another matter.
+    # Messages that are published later do not change the recorded wait.
     for _ in range(3):
         two.publish(b"ab")
     world.now = 5.0
@@ -80,7 +82,7 @@ def test_J4_the_recording_shows_which_channel_waits_for_which_queue_and_which_ch
     assert _of(lines, "lifted")[-1]["causes"] == {"client-2/p": 1_000_000}
 
 
-def test_C5_withheld_confirms_are_recorded_as_a_separate_wait(make_world) -> None:
+def test_C5_withheld_confirms_are_recorded_in_the_flow_log_as_a_wait_of_their_own(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
@@ -93,7 +95,7 @@ def test_C5_withheld_confirms_are_recorded_as_a_separate_wait(make_world) -> Non
     assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
 
 
-def test_C5_D4_confirms_released_by_a_change_of_enforcement_are_recorded_as_released(make_world) -> None:
+def test_C5_D4_the_flow_log_records_the_release_of_confirms_by_a_change_of_enforcement(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
@@ -108,13 +110,13 @@ def test_C5_D4_confirms_released_by_a_change_of_enforcement_are_recorded_as_rele
     assert _of(lines, "off") == []
 
 
-def test_a_broker_accepts_only_one_observer(make_world) -> None:
+def test_a_broker_accepts_only_one_flow_log_recorder(make_world) -> None:
     world, _ = _recorded(make_world)
     with pytest.raises(RuntimeError, match="already has an observer, a FlowRecorder"):
         world.host.observe(FlowRecorder(print, lambda: 0.0, lambda: 0.0))
 
 
-def test_two_exceeded_thresholds_of_one_queue_are_recorded_as_one_wait(make_world) -> None:
+def test_the_flow_log_records_one_wait_if_two_thresholds_of_one_queue_block_a_channel(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments={**ARGUMENTS, "x-qpid-capacity": 4, "x-qpid-flow-resume-capacity": 0})
@@ -125,7 +127,7 @@ def test_two_exceeded_thresholds_of_one_queue_are_recorded_as_one_wait(make_worl
     assert [line["kind"] for line in lines if line.get("reason")] == ["raised", "lifted"]
 
 
-def test_samples_add_up_to_the_messages_that_were_enqueued_and_dequeued(make_world) -> None:
+def test_the_recorded_depth_samples_add_up_to_the_messages_that_were_enqueued_and_dequeued(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments=ARGUMENTS)
@@ -145,7 +147,7 @@ def test_samples_add_up_to_the_messages_that_were_enqueued_and_dequeued(make_wor
     assert {(line["stop"], line["resume"]) for line in samples} == {(2, 1)}
 
 
-def test_an_empty_idle_queue_is_not_recorded(make_world) -> None:
+def test_no_depth_samples_are_recorded_for_an_empty_idle_queue(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare()
@@ -157,7 +159,7 @@ def test_an_empty_idle_queue_is_not_recorded(make_world) -> None:
     assert len(_of(lines, "depth")) == 1
 
 
-def test_a_channel_that_ends_and_a_queue_that_is_deleted_end_their_recorded_waits(make_world) -> None:
+def test_the_flow_log_records_the_end_of_a_wait_when_its_channel_ends_or_its_queue_is_deleted(make_world) -> None:
     world, lines = _recorded(make_world)
     one, two = world.client().channel(confirms=True), world.client().channel(confirms=True)
     one.declare(arguments=ARGUMENTS)
@@ -177,7 +179,7 @@ def test_a_channel_that_ends_and_a_queue_that_is_deleted_end_their_recorded_wait
     assert len(lines) == count
 
 
-def test_D5_a_hold_by_an_operator_is_recorded_without_a_queue(make_world) -> None:
+def test_D5_a_channel_stopped_by_an_operator_is_recorded_in_the_flow_log_without_a_queue(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare()

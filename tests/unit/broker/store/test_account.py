@@ -1,4 +1,4 @@
-"""The account of memory (E9): what a message takes counts from its first byte on, whether a queue has it or not."""
+"""The memory account (E9): a message counts from its first byte on, even before it is in a queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def held(world):
     return world.host.journal.held
 
 
-def test_headers_count_as_memory(world):
+def test_the_headers_of_a_message_count_for_the_memory_of_the_broker(world):
     world.host.declare_queue("q")
     client = world.client(frame_max=131072).channel()
     large = commands.Basic.Properties(headers={"x": "y" * 100_000})
@@ -32,7 +32,7 @@ def test_headers_count_as_memory(world):
     assert held(world) == 0
 
 
-def test_E9_a_message_uses_a_little_memory_for_each_queue_that_holds_it(world):
+def test_E9_for_each_queue_that_contains_a_message_a_little_memory_is_counted(world):
     queues = [world.host.declare_queue(f"q{number}") for number in range(100)]
     for queue in queues:
         world.host.topology.bind(queue, "amq.fanout", "", None)
@@ -53,7 +53,7 @@ def begin(client, size, sent, channel=1):
 
 
 @pytest.mark.parametrize("end", ["message", "channel", "connection"])
-def test_a_partly_received_body_counts_as_memory(world, end):
+def test_a_partly_received_body_counts_for_the_memory_of_the_broker(world, end):
     world.host.declare_queue("q")
     client = world.client(frame_max=131072).channel()
     begin(client, 200_000, 100_000)
@@ -70,7 +70,7 @@ def test_a_partly_received_body_counts_as_memory(world, end):
 
 
 @pytest.mark.parametrize("end", ["Commit", "Rollback", "Close"])
-def test_an_open_transaction_counts_as_memory(world, end):
+def test_the_messages_of_an_open_transaction_count_for_the_memory_of_the_broker(world, end):
     world.host.declare_queue("q")
     client = world.client(frame_max=131072).channel()
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -84,7 +84,7 @@ def test_an_open_transaction_counts_as_memory(world, end):
     assert held(world) == 0
 
 
-def test_messages_that_wait_for_room_count_as_memory(world):
+def test_messages_that_wait_for_room_in_a_queue_count_for_the_memory_of_the_broker(world):
     world.host.declare_queue("q", arguments={"qpid.max_count": 1, "x-qflow-policy": "wait"})
     client = world.client(frame_max=131072).channel(confirms=True)
     for _ in range(3):

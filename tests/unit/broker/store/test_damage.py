@@ -1,4 +1,4 @@
-"""A damaged store (E10): every message is right or reported, and every start succeeds or says what to do."""
+"""A damaged store (E10): every message is correct or reported. Every start succeeds, or its error says what to do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def change(path: Path, statement: str) -> None:
 
 
 def found(path: Path) -> tuple[World, dict[int, bytes], list[str]]:
-    """What a broker finds there: itself, all bodies by number, and what is damaged."""
+    """Start a broker with the store. Return the broker, all bodies by number, and the damaged objects."""
     store = Store(path, synchronous="normal")
     try:
         world = World(journal=Journal(float))
@@ -63,7 +63,7 @@ def found(path: Path) -> tuple[World, dict[int, bytes], list[str]]:
 
 
 def check(path: Path, messages: int = 40) -> None:
-    """Every message is right, or is reported."""
+    """Check that every message is correct or reported."""
     try:
         _, bodies, damaged = found(path)
     except StoreError:
@@ -85,7 +85,7 @@ def check(path: Path, messages: int = 40) -> None:
         ("UPDATE message SET number = 500 WHERE number = 5", "message 500"),
     ],
 )
-def test_a_damaged_message_is_set_aside_and_all_other_messages_are_kept(tmp_path, statement, named):
+def test_a_damaged_message_in_the_store_is_moved_aside_and_all_other_messages_are_kept(tmp_path, statement, named):
     path = tmp_path / "store"
     filled(path)
     change(path, statement)
@@ -94,7 +94,7 @@ def test_a_damaged_message_is_set_aside_and_all_other_messages_are_kept(tmp_path
     assert (world.queue().depth, world.queue("r").depth) == (38, 19)
     (why,) = damaged
     assert named in why
-    # It is set aside once, and reported each time.
+    # The message is moved aside once, and reported at each start.
     _, again, reported = found(path)
     assert (again, reported) == (bodies, damaged)
 
@@ -109,14 +109,16 @@ def test_a_damaged_message_is_set_aside_and_all_other_messages_are_kept(tmp_path
         ("UPDATE binding SET routing_key = 'other' WHERE destination = 'q'", {"q", "r"}, 1),
     ],
 )
-def test_bindings_and_messages_of_a_damaged_queue_or_exchange_are_set_aside_with_it(tmp_path, statement, left, count):
+def test_the_bindings_and_messages_of_a_damaged_queue_or_exchange_are_moved_aside_with_it(
+    tmp_path, statement, left, count
+):
     path = tmp_path / "store"
     filled(path)
     change(path, statement)
     world, _, damaged = found(path)
     assert set(world.host.queues) == left
     assert len(damaged) == count
-    # What is declared anew is kept.
+    # Objects that are declared again are kept.
     store = Store(path, synchronous="normal")
     store.write(Batch(changes=[Change("queue", (9, "other", False, bytes(4)))]))
     assert "other" in [queue[1] for queue in store.topology().queues]
@@ -124,7 +126,7 @@ def test_bindings_and_messages_of_a_damaged_queue_or_exchange_are_set_aside_with
 
 
 @pytest.mark.parametrize("seed", range(rounds(60)))
-def test_a_flipped_bit_never_changes_a_body_without_an_error(tmp_path, seed):
+def test_a_flipped_bit_in_the_store_never_changes_a_body_without_an_error(tmp_path, seed):
     path = tmp_path / "store"
     filled(path)
     content = bytearray(path.read_bytes())
@@ -139,7 +141,7 @@ def test_a_flipped_bit_never_changes_a_body_without_an_error(tmp_path, seed):
             other.unlink()
 
 
-def test_damage_in_the_text_of_the_schema_is_reported(tmp_path):
+def test_a_store_whose_sql_schema_is_damaged_raises_an_error_that_says_to_restore_it(tmp_path):
     path = tmp_path / "store"
     filled(path)
     content = path.read_bytes()
@@ -157,7 +159,7 @@ def test_damage_in_the_text_of_the_schema_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])
-def test_a_truncated_store_is_an_error_and_does_not_count_as_empty(tmp_path, size):
+def test_opening_a_truncated_store_raises_an_error_instead_of_starting_with_an_empty_store(tmp_path, size):
     path = tmp_path / "store"
     filled(path)
     path.write_bytes(path.read_bytes()[:size])
@@ -165,7 +167,7 @@ def test_a_truncated_store_is_an_error_and_does_not_count_as_empty(tmp_path, siz
         found(path)
 
 
-def test_a_damaged_body_is_reported_when_it_is_read(tmp_path):
+def test_a_body_that_was_damaged_on_disk_is_reported_when_it_is_read(tmp_path):
     path = tmp_path / "store"
     filled(path)
     change(path, "UPDATE message SET body = CAST('5 !' AS BLOB) WHERE number = 5")
@@ -175,7 +177,7 @@ def test_a_damaged_body_is_reported_when_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["consume", "get", "get_no_ack", "reject"])
-def test_a_message_whose_body_is_lost_leaves_its_queue_and_blocks_nothing(way):
+def test_a_message_whose_body_cannot_be_read_from_disk_leaves_the_queue_and_blocks_no_other_message(way):
     journal = Journal(float)
     world, disk = World(journal=journal), Disk(journal)
     journal.on_lost = world.host.lost
@@ -206,6 +208,6 @@ def test_a_message_whose_body_is_lost_leaves_its_queue_and_blocks_nothing(way):
         client.send(1, commands.Basic.Nack(0, multiple=True, requeue=False))
         disk.read()
         assert world.queue("dead").depth == 1
-    # A message that was taken without an ack has left its queue before.
+    # A message that is consumed without acks has already left its queue.
     assert world.queue().contents.drops.get(DropReason.DAMAGED, 0) == (way != "get_no_ack")
     assert journal.damaged == 1

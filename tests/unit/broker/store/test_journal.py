@@ -1,4 +1,4 @@
-"""What goes to disk, and who waits for it; without a disk."""
+"""The changes that are written to disk, and the answers that wait for them. There is no real disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def durable_world(**options):
 
 
 def write(world):
-    """Everything that is noted is on disk now."""
+    """Report all noted changes as written. Return the batches."""
     journal = world.host.journal
     batches = []
     while journal.is_dirty:
@@ -76,7 +76,7 @@ def test_a_message_is_confirmed_only_after_it_is_on_disk(world):
     assert client.only(commands.Basic.Ack).delivery_tag == 2
 
 
-def test_one_commit_contains_all_messages_that_arrived_during_the_previous_commit(world):
+def test_all_messages_that_arrive_during_a_disk_commit_are_written_by_the_next_commit(world):
     client = declared(world, "q")
     client.publish(properties=PERSISTENT)
     world.host.journal.take()
@@ -103,7 +103,7 @@ def test_transient_messages_do_not_wait_for_the_disk(world, properties, durable)
     assert write(world) == []
 
 
-def test_a_message_with_delivery_mode_2_is_persistent_even_if_other_properties_come_before_the_mode(world):
+def test_delivery_mode_2_makes_a_message_persistent_even_if_other_properties_precede_it_on_the_wire(world):
     client = declared(world, "q")
     for properties in (
         commands.Basic.Properties(content_type="text/plain", content_encoding="x", headers={"a": 1}, delivery_mode=2),
@@ -115,7 +115,7 @@ def test_a_message_with_delivery_mode_2_is_persistent_even_if_other_properties_c
     assert len(batch.puts) == 1
 
 
-def test_a_message_that_is_acked_before_its_batch_is_written_is_confirmed_and_never_written_to_disk(world):
+def test_a_message_that_is_consumed_before_it_is_written_to_disk_is_confirmed_and_never_written(world):
     client = declared(world, "q")
     client.consume(no_ack=True)
     client.publish(properties=PERSISTENT)
@@ -123,7 +123,7 @@ def test_a_message_that_is_acked_before_its_batch_is_written_is_confirmed_and_ne
     assert write(world) == []
 
 
-def test_a_message_in_two_durable_queues_is_written_once_and_removed_after_it_left_both(world):
+def test_a_message_in_two_durable_queues_is_written_once_and_removed_when_it_has_left_both_queues(world):
     client = declared(world, "a", "b", "other")
     for queue in ("a", "b"):
         client.send(1, commands.Queue.Bind(queue=queue, exchange="amq.fanout"))
@@ -141,7 +141,7 @@ def test_a_message_in_two_durable_queues_is_written_once_and_removed_after_it_le
 
 
 @pytest.mark.parametrize("how", ["purge", "delete", "ring", "expire", "reject"])
-def test_a_message_that_leaves_its_queue_in_any_way_is_removed_from_disk(world, how):
+def test_a_persistent_message_that_leaves_its_queue_in_any_way_is_removed_from_disk(world, how):
     arguments = {"qpid.max_count": 1, "qpid.policy_type": "ring", "x-message-ttl": 1000}
     client = declared(world, "q", arguments=arguments)
     client.publish(properties=PERSISTENT)
@@ -173,11 +173,11 @@ def test_a_dead_letter_is_written_in_the_same_batch_that_removes_the_original(wo
     assert [put.queues for put in second.puts] == [[world.queue("dead").number]]
 
 
-def test_declare_ok_for_a_durable_queue_is_sent_after_it_is_on_disk(world):
+def test_declare_ok_for_a_durable_queue_is_sent_after_the_queue_is_on_disk(world):
     client = world.client().channel()
     client.send(1, commands.Queue.Declare(queue="q", durable=True), commands.Basic.Qos(prefetch_count=1))
     assert client.received() == [], "what comes after it waits, too"
-    # Whoever declares it again is not told before either.
+    # A second declare of the queue is also not answered before.
     other = world.client().channel()
     other.send(1, commands.Queue.Declare(queue="q", durable=True))
     assert other.received() == []
@@ -199,7 +199,7 @@ def test_heartbeats_do_not_wait_for_the_disk(world):
     assert client.names() == ["Queue.DeclareOk"]
 
 
-def test_a_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
+def test_tx_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_a_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
     client.only(commands.Tx.CommitOk)
 
 
-def test_a_commit_of_transient_messages_waits_only_for_changes_noted_before_it(world):
+def test_tx_commit_of_transient_messages_waits_only_for_earlier_changes_to_be_on_disk(world):
     client = world.client().channel()
     client.declare("q")
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -239,7 +239,7 @@ def test_exclusive_queues_and_bindings_to_transient_objects_are_not_written(worl
     assert write(world) == []
 
 
-def test_objects_that_cannot_be_stored_cannot_be_durable(world):
+def test_a_durable_queue_or_exchange_that_cannot_be_stored_is_refused(world):
     client = world.client().channel()
     arguments: dict[str, Any] = {"strange": float("inf")}
     client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
@@ -257,7 +257,7 @@ def test_objects_that_cannot_be_stored_cannot_be_durable(world):
     assert world.host.topology.exchanges["amq.direct"].bindings == {}
 
 
-def test_refused_definitions_leave_nothing_on_disk(world):
+def test_definitions_that_cannot_be_loaded_leave_nothing_on_disk(world):
     wrong = Definitions(
         exchanges=(ExchangeDefinition("e", "direct", durable=True),),
         queues=(QueueDefinition("q", durable=True), QueueDefinition("r", arguments={"qpid.nonsense": 1})),
@@ -269,7 +269,7 @@ def test_refused_definitions_leave_nothing_on_disk(world):
 
 
 class Stored:
-    """A world whose journal is written to a file, and what another finds there."""
+    """A world whose journal is written to a file, and the state that another broker restores from it."""
 
     def __init__(self, world):
         self._folder = tempfile.TemporaryDirectory()
@@ -313,7 +313,7 @@ def test_the_time_to_live_of_a_message_keeps_running_while_the_broker_is_down(wo
         for at in (0.0, 4.0):
             world.now = at
             client.publish(properties=PERSISTENT)
-        # The first batches were written nowhere but in the test's head.
+        # The first batches were only reported as written.
         world.host.delete_queue(world.queue("nothing"))
         stored.write()
         world.now = 11.0
@@ -325,7 +325,7 @@ def test_the_time_to_live_of_a_message_keeps_running_while_the_broker_is_down(wo
         assert after.queue().depth == 0
 
 
-# What is much goes to disk in several batches.
+# Many changes are written in several batches.
 
 
 def small_batches(size, **options):
@@ -335,7 +335,7 @@ def small_batches(size, **options):
     return World(journal=journal)
 
 
-def test_many_changes_are_written_in_order_in_batches_and_each_batch_releases_its_own_confirms():
+def test_many_changes_are_written_in_several_batches_and_each_batch_releases_its_own_confirms():
     world = small_batches(1000)
     journal = world.host.journal
     client = declared(world, "q")
@@ -353,7 +353,7 @@ def test_many_changes_are_written_in_order_in_batches_and_each_batch_releases_it
     assert (journal.backlog, journal.backlog_size, journal.written, journal.batches) == (0, 0, 7, 3 + 1)
 
 
-def test_messages_that_waited_for_room_are_written_in_several_batches():
+def test_many_messages_that_waited_for_room_in_a_queue_are_written_to_disk_in_several_batches():
     world = small_batches(1000)
     client = declared(world, "q", arguments={"x-qflow-policy": "wait", "qpid.max_count": 6})
     for _ in range(12):
@@ -364,7 +364,7 @@ def test_messages_that_waited_for_room_are_written_in_several_batches():
     assert [len(batch.puts) for batch in write(world)] == [3, 3]
 
 
-def test_a_batch_holds_about_16_MiB_by_default():
+def test_the_broker_writes_about_16_MiB_to_disk_in_one_batch_by_default():
     world = durable_world()
     world.host.declare_queue("q", durable=True)
     for _ in range(40):
@@ -374,7 +374,7 @@ def test_a_batch_holds_about_16_MiB_by_default():
     assert [len(batch.changes) for batch in batches] == [1, 0, 0]
 
 
-def test_a_message_that_leaves_before_its_batch_is_written_is_removed_from_disk_in_a_later_batch():
+def test_a_message_that_leaves_its_queue_while_its_batch_is_written_is_removed_by_a_later_batch():
     world = small_batches(10)
     client = declared(world, "q", "r")
     for queue in ("q", "r"):
@@ -392,7 +392,7 @@ def test_a_message_that_leaves_before_its_batch_is_written_is_removed_from_disk_
     assert (first.moves, second.moves, third.moves) == ({}, {}, {y.number: [world.queue("r").number]})
 
 
-def test_an_answer_waits_for_all_changes_noted_before_it():
+def test_an_answer_that_waits_for_the_disk_waits_for_all_earlier_changes():
     world = small_batches(10)
     client = declared(world, "q")
     journal = world.host.journal
@@ -414,7 +414,7 @@ def test_an_answer_waits_for_all_changes_noted_before_it():
     assert client.received() == []
 
 
-def test_a_transaction_is_one_batch_and_a_message_to_several_queues_is_one_batch():
+def test_a_transaction_is_written_to_disk_in_one_batch_and_the_next_message_in_another():
     world = small_batches(10)
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -426,7 +426,7 @@ def test_a_transaction_is_one_batch_and_a_message_to_several_queues_is_one_batch
     client.only(commands.Tx.CommitOk)
 
 
-def test_a_callback_that_fails_after_a_commit_does_not_stop_the_other_callbacks(world, caplog):
+def test_a_callback_that_raises_after_a_disk_commit_does_not_prevent_the_other_callbacks(world, caplog):
     client = declared(world, "q")
     world.host.declare_queue("other", durable=True)
     told: list[int] = []
@@ -440,7 +440,7 @@ def test_a_callback_that_fails_after_a_commit_does_not_stop_the_other_callbacks(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_A2_a_callback_that_fails_after_a_read_does_not_stop_the_other_callbacks(world, caplog):
+def test_A2_a_callback_that_raises_after_a_read_from_disk_does_not_prevent_the_other_callbacks(world, caplog):
     client = declared(world, "q")
     journal = world.host.journal
     client.publish(b"body", properties=PERSISTENT)
@@ -465,7 +465,7 @@ def test_A2_a_callback_that_fails_after_a_read_does_not_stop_the_other_callbacks
     assert told == [2, 2], "who waits is told again, who could not be told is not, nor who waits no more"
 
 
-def test_A2_evicted_bodies_are_written_in_batches():
+def test_A2_bodies_that_are_evicted_from_memory_are_written_to_disk_in_batches():
     world = small_batches(1000, limit=100)
     world.host.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk"})
     for _ in range(100):
@@ -475,7 +475,7 @@ def test_A2_evicted_bodies_are_written_in_batches():
     assert world.host.journal.memory == 0
 
 
-def test_A2_a_message_that_leaves_while_its_body_is_read_uses_no_memory(world):
+def test_A2_a_message_that_leaves_its_queue_while_its_body_is_read_from_disk_uses_no_memory(world):
     client = declared(world, "q")
     client.publish(b"body", properties=PERSISTENT)
     journal = world.host.journal
@@ -490,7 +490,7 @@ def test_A2_a_message_that_leaves_while_its_body_is_read_uses_no_memory(world):
     assert (entry.message.body, journal.memory) == (None, 0)
 
 
-def test_sqlite_gets_no_value_larger_than_its_limit(world, monkeypatch):
+def test_a_transaction_larger_than_the_sqlite_value_limit_is_written_in_smaller_portions(world, monkeypatch):
     monkeypatch.setattr(store, "_PORTION_BYTES", 50_000)
     client = declared(world, confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -507,7 +507,7 @@ def test_sqlite_gets_no_value_larger_than_its_limit(world, monkeypatch):
         assert [len(each.body) for each in stored.store.messages()] == [20_000] * 20 + [80_000]
 
 
-def test_a_max_message_size_that_is_larger_than_a_row_is_refused_if_there_is_a_store(tmp_path):
+def test_a_max_message_size_larger_than_a_row_of_the_store_can_hold_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"max_message_size must be at most 900000000 with a store.*, not 900000001"):
         BrokerSettings(store=tmp_path / "store", max_message_size=900_000_001)
     BrokerSettings(max_message_size=900_000_001)
@@ -517,7 +517,7 @@ def test_a_max_message_size_that_is_larger_than_a_row_is_refused_if_there_is_a_s
 
 
 @pytest.mark.parametrize("seed", range(rounds(25)))
-def test_a_crash_between_two_batches_loses_no_confirmed_message_and_duplicates_none(seed):
+def test_a_crash_between_two_disk_batches_loses_no_confirmed_message_and_duplicates_none(seed):
     chance = random.Random(seed)
     world = small_batches(50)
     confirmed, acked = set[int](), list[int]()
@@ -549,7 +549,7 @@ def test_a_crash_between_two_batches_loses_no_confirmed_message_and_duplicates_n
                     last = ack.delivery_tag
                     confirmed |= set(range(max(confirmed, default=0) + 1, last + 1)) if ack.multiple else {last}
                     settled_for_sure = max(settled_for_sure, acked_before[last])
-        # What was noted since is lost.
+        # Changes noted since then are lost.
         stored.world = durable_world()
         after = stored.recovered().host
         kept, q, dead = (
@@ -568,11 +568,11 @@ def number_of(content):
     return int(content.split(b" ")[0])
 
 
-# What dies on disk.
+# Messages on disk that are dead-lettered.
 
 
 def read(stored):
-    """Bodies that are wanted are read from the file."""
+    """Read all requested bodies from the file."""
     reader = BodyReader(Path(stored.path))
     journal = stored.world.host.journal
     while journal.wants:
@@ -628,7 +628,7 @@ def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_mome
         after = stored.recovered()
         match when:
             case "before its letter is read" if how == "expire":
-                # It has died once more, in memory.
+                # The message was dead-lettered once more, in memory.
                 assert depths(after) == {"dead": 1, "q": 0}
             case "before its letter is read":
                 assert depths(after) == {"dead": 0, "q": 1}
@@ -637,7 +637,7 @@ def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_mome
             case "when its queue is deleted":
                 assert depths(after) == {"dead": 1}
             case _:
-                # Who deletes a queue deletes what is in it.
+                # A deleted queue takes its messages with it.
                 assert depths(after) == {"dead": 0}
         stored.write()
         assert len(list(stored.store.messages())) == sum(depths(after).values())
@@ -660,7 +660,7 @@ def test_a_dead_letter_that_fills_memory_does_not_evict_the_body_of_the_next_dea
         client.publish(content, "a", exchange="amq.fanout", properties=PERSISTENT)
     disk.write()
     assert [entry.message.body for entry in q.contents.oldest_first()] == [b"1", b"2", b"3"]
-    # The first letter needs the place of one that follows it.
+    # The first dead letter needs the room of a message behind it.
     world.now = 2.0
     host.timers.tick(world.now)
     assert q.depth == 0
@@ -672,7 +672,7 @@ def test_a_dead_letter_that_fills_memory_does_not_evict_the_body_of_the_next_dea
 
 
 def survivors(world):
-    """What of a world is to survive."""
+    """Return the state of a world that must survive a restart."""
     host = world.host
     queues = {
         name: (
@@ -702,8 +702,8 @@ def survivors(world):
 
 
 @pytest.mark.parametrize("seed", range(rounds(25)))
-def test_the_journal_restores_the_same_state_after_any_sequence_of_changes(world, seed):
-    """A broker that ends between two commits restores the state of the last commit."""
+def test_after_any_sequence_of_changes_a_restarted_broker_restores_the_state_of_the_last_disk_commit(world, seed):
+    """A broker that was killed between two commits restores the state of the last commit."""
     chance = random.Random(seed)
     names, exchanges = "abc", ("e", "amq.direct", "amq.fanout")
     world = durable_world()
@@ -744,7 +744,7 @@ def test_the_journal_restores_the_same_state_after_any_sequence_of_changes(world
                     case "take":
                         snapshot = survivors(world)
                         stored.write()
-            # What was noted since is lost.
+            # Changes noted since then are lost.
             journal = world.host.journal
             if journal.is_dirty and chance.random() < 0.5:
                 stored.world = durable_world()

@@ -1,4 +1,4 @@
-"""Beyond the limit of memory, messages are dropped where the policy says so, and nowhere else (A1)."""
+"""Above the memory limit, messages are dropped from queues whose policy allows it, and from no others (A1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DROPS = {"x-qflow-drop-transient": True}
 
 @pytest.fixture(name="world")
 def _world():
-    """A broker without a store, whose messages may take 100 bytes."""
+    """Make a broker without a store, with a memory limit of 100 bytes."""
     return small_world()
 
 
@@ -43,7 +43,7 @@ def publish(world, numbers, queue="q", *, exchange="", properties=None):
         world.host.publish(exchange, queue, b"%010d" % number, properties)
 
 
-def test_A1_the_oldest_messages_are_dropped_and_counted_until_memory_is_below_the_limit(world):
+def test_A1_when_memory_is_full_the_oldest_messages_are_dropped_and_counted(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     world.host.relieve()
@@ -57,14 +57,14 @@ def test_A1_the_oldest_messages_are_dropped_and_counted_until_memory_is_below_th
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
-def test_A1_no_message_is_dropped_unless_a_policy_allows_drops(world, arguments):
+def test_A1_no_message_is_dropped_for_lack_of_memory_unless_a_policy_allows_it(world, arguments):
     world.host.declare_queue("q", arguments=arguments)
     publish(world, range(20))
     world.host.relieve()
     assert (bodies(world), world.queue().contents.drops) == (list(range(20)), {})
 
 
-def test_A1_persistent_and_unacked_messages_are_not_dropped(world):
+def test_A1_persistent_and_unacked_messages_are_not_dropped_for_lack_of_memory(world):
     world.host.declare_queue("q", arguments=DROPS)
     client = world.client().channel()
     client.call(1, commands.Basic.Qos(prefetch_count=2), commands.Basic.QosOk)
@@ -73,7 +73,7 @@ def test_A1_persistent_and_unacked_messages_are_not_dropped(world):
     publish(world, range(3, 6), properties=PERSISTENT)
     publish(world, range(6, 15))
     world.host.relieve()
-    # 0 and 1 are with the consumer, 3 to 5 persistent.
+    # The consumer has messages 0 and 1. Messages 3 to 5 are persistent.
     assert bodies(world) == [0, 1, 3, 4, 5, 10, 11, 12, 13, 14]
     client.received()
     client.send(1, commands.Basic.Ack(2, multiple=True))
@@ -83,7 +83,7 @@ def test_A1_persistent_and_unacked_messages_are_not_dropped(world):
     assert bodies(world) == [3, 4, 5, *range(15, 40)], "no more can be dropped"
 
 
-def test_A1_the_queue_with_the_most_memory_drops_first(world):
+def test_A1_when_memory_is_full_the_queue_that_uses_the_most_memory_drops_messages_first(world):
     for queue, count in (("small", 4), ("q", 9), ("large", 12)):
         world.host.declare_queue(queue, arguments=DROPS)
         publish(world, range(count), queue)
@@ -91,7 +91,7 @@ def test_A1_the_queue_with_the_most_memory_drops_first(world):
     assert [world.queue(name).depth for name in ("small", "q", "large")] == [3, 3, 4]
 
 
-def test_A1_a_message_is_not_dropped_from_a_queue_if_another_queue_must_keep_it(world):
+def test_A1_a_message_in_two_queues_is_not_dropped_if_the_policy_of_one_queue_does_not_allow_it(world):
     for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
         world.host.declare_queue(queue, arguments=arguments)
         world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
@@ -108,7 +108,7 @@ def test_A1_a_message_is_not_dropped_from_a_queue_if_another_queue_must_keep_it(
     assert world.queue("keeps").contents.drops == {}
 
 
-def test_A1_a_policy_can_allow_and_forbid_drops_while_the_broker_runs(world):
+def test_A1_a_policy_can_allow_and_forbid_dropping_messages_while_the_broker_runs(world):
     world.host.declare_queue("q")
     publish(world, range(12))
     world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^amq.fanout$", "exchanges"))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_A1_a_policy_can_allow_and_forbid_drops_while_the_broker_runs(world):
     assert world.queue().depth == 15
 
 
-def test_A1_messages_of_flow_to_disk_queues_are_not_dropped_while_the_disk_accepts_them():
+def test_A1_messages_of_queues_with_policy_flow_to_disk_are_not_dropped_while_the_disk_accepts_them():
     world = small_world(has_store=True)
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk"})
@@ -135,7 +135,7 @@ def test_A1_messages_of_flow_to_disk_queues_are_not_dropped_while_the_disk_accep
     assert world.host.journal.held <= 100
 
 
-def test_A1_messages_on_disk_are_not_dropped_when_another_queue_fills_memory():
+def test_A1_messages_whose_bodies_are_on_disk_are_not_dropped_when_another_queue_fills_memory():
     world = small_world(400, has_store=True)
     journal = world.host.journal
     disk = Disk(journal)
@@ -154,7 +154,7 @@ def test_A1_messages_on_disk_are_not_dropped_when_another_queue_fills_memory():
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_A1_messages_on_disk_are_not_dropped_after_their_queue_stops_flowing_to_disk(is_written):
+def test_A1_messages_whose_bodies_are_on_disk_are_not_dropped_after_their_queue_leaves_flow_to_disk(is_written):
     world = small_world(100, has_store=True)
     disk = Disk(world.host.journal)
     world.host.declare_queue("q", arguments=DROPS)
@@ -167,7 +167,7 @@ def test_A1_messages_on_disk_are_not_dropped_after_their_queue_stops_flowing_to_
     assert world.queue().pager is None
     publish(world, range(20, 40))
     world.host.relieve()
-    # 0 to 6 were kept in memory; 7 to 19 are the oldest now.
+    # Messages 0 to 6 were kept in memory. Messages 7 to 19 are the oldest now.
     assert world.queue().contents.drops == {DropReason.MEMORY: 7 + 10}
     assert world.host.journal.held == 100
     disk.write()
@@ -179,7 +179,7 @@ def test_A1_messages_on_disk_are_not_dropped_after_their_queue_stops_flowing_to_
 
 
 class Looks:
-    """How many entries are looked at that a queue may give."""
+    """Counts how many entries are checked in the search for droppable messages."""
 
     def __init__(self, monkeypatch):
         self._count = 0
@@ -193,19 +193,19 @@ class Looks:
         monkeypatch.setattr(Droppable, "oldest_first", look)
 
     def count(self):
-        """Since it was asked last."""
+        """Return the number of entries that were checked since the last call."""
         count, self._count = self._count, 0
         return count
 
 
 class Untouched(deque[QueueEntry]):
-    """Entries that nobody looks through."""
+    """Entries over which no code may iterate."""
 
     def __iter__(self):
         raise AssertionError("all entries are looked through")
 
 
-def test_A1_persistent_messages_are_not_scanned_at_all(world):
+def test_A1_dropping_messages_for_memory_takes_no_time_for_persistent_messages(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(100), properties=PERSISTENT)
     world.queue().contents.ready = Untouched(world.queue().contents.ready)
@@ -216,7 +216,7 @@ def test_A1_persistent_messages_are_not_scanned_at_all(world):
     assert (world.queue().contents.drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
 
 
-def test_A1_messages_that_cannot_be_dropped_are_scanned_again_only_after_a_change(world, monkeypatch):
+def test_A1_messages_that_cannot_be_dropped_are_checked_again_only_after_a_change(world, monkeypatch):
     looks = Looks(monkeypatch)
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("keeps")
@@ -233,7 +233,7 @@ def test_A1_messages_that_cannot_be_dropped_are_scanned_again_only_after_a_chang
     publish(world, [25])
     world.host.relieve()
     assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
-    # They are those that come first, which a consumer has had.
+    # These are the first messages. A consumer has had them.
     taken = [world.queue().take(no_ack=False) for _ in range(3)]
     publish(world, [26, 27], "keeps")
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_A1_messages_that_cannot_be_dropped_are_scanned_again_only_after_a_chang
     assert world.host.journal.held == 100
 
 
-def test_A1_a_requeued_message_still_counts_as_the_oldest(world):
+def test_A1_a_message_that_was_requeued_is_still_dropped_as_the_oldest_message(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     taken = [world.queue().take(no_ack=False) for _ in range(4)]
@@ -259,7 +259,7 @@ def test_A1_a_requeued_message_still_counts_as_the_oldest(world):
     assert bodies(world) == list(range(2, 12))
 
 
-def test_A1_a_drop_unflows_publishers_that_the_queue_holds_and_is_not_dead_lettered(world):
+def test_A1_dropping_a_message_for_memory_unflows_publishers_and_the_message_is_not_dead_lettered(world):
     client = world.client().channel(confirms=True)
     client.declare("dead")
     letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
@@ -278,7 +278,7 @@ def test_A1_a_drop_unflows_publishers_that_the_queue_holds_and_is_not_dead_lette
 
 
 @pytest.mark.parametrize("seed", range(rounds(10)))
-def test_A1_for_any_sequence_of_changes_memory_is_limited_if_possible_and_every_message_is_accounted_for(seed):
+def test_A1_after_any_sequence_of_changes_messages_are_dropped_until_memory_is_below_the_limit(seed):
     chance = random.Random(seed)
     world = small_world(300)
     names = ("a", "b", "keeps")
@@ -312,7 +312,7 @@ def test_A1_for_any_sequence_of_changes_memory_is_limited_if_possible_and_every_
 
 @pytest.mark.parametrize("has_store", [False, True])
 @pytest.mark.parametrize("seed", range(rounds(10)))
-def test_A1_no_droppable_message_is_missed_after_requeues_copies_and_policy_changes(seed, has_store):
+def test_A1_every_droppable_message_is_found_after_requeues_copies_and_policy_changes(seed, has_store):
     chance = random.Random(seed)
     world = small_world(200, has_store=has_store)
     host, journal = world.host, world.host.journal

@@ -1,4 +1,4 @@
-"""Bodies that are on disk and not in memory; without a disk."""
+"""Bodies that are on disk and not in memory. There is no real disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Evicting:
             self.client.declare(queue, arguments=TO_DISK | arguments)
 
     def turn(self):
-        """The end of a turn of the loop, and all that the disk does then."""
+        """End a turn of the event loop, and let the disk do all its work."""
         self.world.host.relieve()
         self.disk.write()
         self.disk.read()
@@ -53,17 +53,17 @@ def body(number, size=10):
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 1000))
-def test_A3_memory_is_shared_fairly_and_small_queues_keep_their_messages_in_memory(sizes, total):
+def test_A3_queues_share_memory_fairly_and_small_queues_keep_their_messages_in_memory(sizes, total):
     share = level(sizes, total)
     taken = [min(size, share) for size in sizes]
     assert sum(taken) <= total or not sizes
     if sum(sizes) > total:
-        # Nothing but a remainder is left, and nobody has more than one who was cut.
+        # Only a remainder of the limit is unused. No queue has more memory than one whose bodies were evicted.
         assert total - sum(taken) < len(sizes)
         assert all(each == share for each, size in zip(taken, sizes, strict=True) if each < size)
 
 
-def test_A2_above_three_quarters_of_the_limit_the_newest_bodies_are_evicted():
+def test_A2_above_three_quarters_of_the_memory_limit_the_newest_bodies_are_evicted_to_disk():
     it = Evicting(100)
     it.declare("q")
     for number in range(20):
@@ -75,7 +75,7 @@ def test_A2_above_three_quarters_of_the_limit_the_newest_bodies_are_evicted():
     assert it.client.only(commands.Basic.Ack).delivery_tag == 20, "nobody waits for the disk who need not"
 
 
-def test_A2_a_queue_with_a_maximum_keeps_only_that_many_messages_in_memory_and_accepts_all_messages():
+def test_A2_a_flow_to_disk_queue_with_a_maximum_accepts_all_messages_and_keeps_that_many_in_memory():
     it = Evicting()
     it.declare("size", **{"qpid.max_size": 30})
     it.declare("count", **{"qpid.max_count": 2})
@@ -88,7 +88,7 @@ def test_A2_a_queue_with_a_maximum_keeps_only_that_many_messages_in_memory_and_a
     assert it.world.queue("count").contents.dropped == 0
 
 
-def test_A2_bodies_are_read_ahead_in_batches_and_delivered_in_order():
+def test_A2_bodies_on_disk_are_read_ahead_in_batches_and_delivered_in_order():
     it = Evicting(800)
     it.declare("q")
     for number in range(500):
@@ -109,7 +109,7 @@ def test_A2_bodies_are_read_ahead_in_batches_and_delivered_in_order():
     assert it.disk.bodies == {}
 
 
-def test_A3_each_subscription_may_read_ahead_the_same_amount():
+def test_A3_the_memory_for_reading_ahead_from_disk_is_shared_equally_by_all_consumers():
     it = Evicting(8000)
     it.declare("a", "b", "c")
     assert it.world.host.window == 1000
@@ -128,7 +128,7 @@ def test_A3_the_queue_that_uses_the_most_memory_evicts_the_most_bodies():
     assert [it.world.queue(name).pager.size for name in ("small", "large", "other")] == [10, 30, 30]
 
 
-def test_A2_a_message_delivered_before_it_is_written_never_goes_to_disk():
+def test_A2_a_message_delivered_before_its_body_is_written_to_disk_is_never_written():
     it = Evicting(20)
     it.declare("q")
     for number in range(5):
@@ -142,7 +142,7 @@ def test_A2_a_message_delivered_before_it_is_written_never_goes_to_disk():
     assert it.journal.memory == 0
 
 
-def test_A2_unacked_messages_are_evicted_first_and_read_again_if_they_are_requeued():
+def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_if_the_messages_are_requeued():
     it = Evicting(40)
     it.declare("q")
     it.client.declare("elsewhere")
@@ -166,7 +166,7 @@ def test_A2_unacked_messages_are_evicted_first_and_read_again_if_they_are_requeu
 
 
 @pytest.mark.parametrize("no_ack", [True, False])
-def test_A2_an_answer_to_get_waits_for_the_disk_and_later_answers_wait_too(no_ack):
+def test_A2_basic_get_of_a_body_on_disk_waits_for_the_disk_and_so_do_later_answers_on_the_channel(no_ack):
     it = Evicting(1)
     it.declare("q")
     it.client.publish(body(1))
@@ -187,7 +187,7 @@ def test_A2_an_answer_to_get_waits_for_the_disk_and_later_answers_wait_too(no_ac
 
 
 @pytest.mark.parametrize("how", ["reject", "expire"])
-def test_A2_a_dead_letter_is_read_before_its_original_is_removed_from_disk(how):
+def test_A2_the_body_of_a_dead_letter_is_read_before_the_original_message_is_removed_from_disk(how):
     it = Evicting(1)
     it.client.declare("dead")
     it.declare("q", **{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 1000})
@@ -209,7 +209,7 @@ def test_A2_a_dead_letter_is_read_before_its_original_is_removed_from_disk(how):
     assert it.disk.bodies == {}
 
 
-def test_A5_a_message_to_many_non_durable_subscribers_is_spooled_once():
+def test_A5_a_message_to_many_non_durable_subscribers_is_written_to_disk_once():
     it = Evicting(100)
     spool = Policy("spool", PolicyDefinition.from_mapping({"policy": "flow_to_disk"}), "^amq.fanout$", "exchanges")  # type: ignore[arg-type]
     it.world.set_policy(spool)
@@ -254,7 +254,7 @@ def test_A2_flow_to_disk_can_be_switched_on_and_off_for_a_queue():
     assert found == [body(number) for number in range(20)]
 
 
-def test_A2_without_a_store_nothing_flows_to_disk(world):
+def test_A2_without_a_store_no_body_is_written_to_disk(world):
     words = "flow_to_disk: this broker has no message store"
     with pytest.raises(ChannelException, match=words):
         world.host.declare_queue("q", arguments=TO_DISK)
@@ -267,7 +267,7 @@ def test_A2_without_a_store_nothing_flows_to_disk(world):
 
 
 @pytest.mark.parametrize("seed", range(rounds(30)))
-def test_A2_all_messages_arrive_whole_and_in_order_for_any_sequence_of_calls_and_any_disk_speed(seed):
+def test_A2_bodies_evicted_to_disk_are_delivered_whole_and_in_order_at_any_speed_of_the_disk(seed):
     chance = random.Random(seed)
     it = Evicting(chance.choice((30, 200, 2000)))
     it.declare("q", "r")

@@ -1,4 +1,4 @@
-"""Answers that wait for the disk, and what does not wait for them."""
+"""Answers that wait for the disk, and frames that do not wait for these answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _world():
 
 
 @pytest.mark.parametrize("channel", [1, 2])
-def test_J3_a_channel_is_stopped_without_waiting_for_answers_that_wait_for_the_disk(world, channel):
+def test_J3_channel_flow_is_sent_before_earlier_answers_that_wait_for_the_disk(world, channel):
     client = world.client().channel(1).channel(2)
     client.declare(arguments=STOP_2)
     for _ in range(2):
@@ -37,7 +37,7 @@ def test_J3_a_channel_is_stopped_without_waiting_for_answers_that_wait_for_the_d
     assert client.names() == ["Queue.DeclareOk"]
 
 
-def test_D8_an_alarm_does_not_wait_for_answers_that_wait_for_the_disk(world):
+def test_D8_connection_blocked_is_sent_before_earlier_answers_that_wait_for_the_disk(world):
     client = world.client().channel()
     client.send(1, DECLARE)
     client.session.block("disk", "no room")
@@ -49,7 +49,7 @@ def test_D8_an_alarm_does_not_wait_for_answers_that_wait_for_the_disk(world):
 
 
 @pytest.mark.parametrize("who", ["client", "broker"])
-def test_the_end_of_a_connection_does_not_wait_for_the_disk(world, who):
+def test_a_connection_is_closed_without_waiting_for_answers_that_wait_for_the_disk(world, who):
     client = world.client().channel()
     client.send(1, DECLARE)
     if who == "client":
@@ -63,7 +63,7 @@ def test_the_end_of_a_connection_does_not_wait_for_the_disk(world, who):
     assert client.received() == []
 
 
-def test_answers_and_confirms_of_other_channels_do_not_wait_for_the_disk(world):
+def test_an_answer_that_waits_for_the_disk_does_not_delay_answers_and_confirms_of_other_channels(world):
     client = world.client().channel(1, confirms=True).channel(2, confirms=True)
     client.declare()
     client.send(1, DECLARE)
@@ -75,7 +75,7 @@ def test_answers_and_confirms_of_other_channels_do_not_wait_for_the_disk(world):
     assert client.names() == ["Queue.DeclareOk", "Basic.QosOk", "Basic.Ack"]
 
 
-def test_a_stop_is_sent_before_the_answer_to_get_and_not_in_the_middle_of_it():
+def test_channel_flow_is_sent_before_a_get_ok_that_waits_for_the_disk_and_not_between_its_frames():
     it = Evicting(1)
     it.declare("q")
     it.client.declare("narrow", arguments=STOP_2)
@@ -92,7 +92,7 @@ def test_a_stop_is_sent_before_the_answer_to_get_and_not_in_the_middle_of_it():
     assert content.value == body(1)
 
 
-def test_consumers_that_do_not_wait_for_the_disk_get_deliveries_and_no_deliveries_pile_up(world):
+def test_a_channel_whose_answer_waits_for_the_disk_gets_no_deliveries_and_other_channels_do(world):
     client = world.client().channel(1).channel(2)
     client.declare()
     client.send(1, DECLARE)
@@ -114,7 +114,7 @@ def test_consumers_that_do_not_wait_for_the_disk_get_deliveries_and_no_deliverie
     assert received[-1].value == b"then"
 
 
-def test_a_client_that_has_stopped_the_flow_gets_no_deliveries_when_the_disk_has_answered(world):
+def test_a_client_that_stopped_the_flow_gets_no_delivery_when_answers_that_waited_for_the_disk_are_sent(world):
     client = world.client().channel()
     client.declare()
     client.consume(no_ack=True)
@@ -130,7 +130,7 @@ def test_a_client_that_has_stopped_the_flow_gets_no_deliveries_when_the_disk_has
 
 
 @given(st.lists(st.tuples(st.sampled_from(("write", "promise", "keep", "take")), st.integers(0, 7)), max_size=60))
-def test_the_frames_of_each_channel_are_sent_in_the_order_in_which_they_were_written(steps):
+def test_the_frames_of_each_channel_are_sent_in_order_even_if_some_wait_for_the_disk(steps):
     client = World(journal=Journal(float)).client()
     for number in (1, 2):
         client.channel(number)
