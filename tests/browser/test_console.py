@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a Producer that waits blocks the
 
 ORDERS = {"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}
 ON = "253,231,229"
-# How much of the chart is of a colour.
+# Return the share of the chart's pixels that have a colour.
 _SHARE = """(colour => {
     const canvas = document.querySelector("#chart canvas");
     if (canvas === null) return 0;
@@ -26,7 +26,7 @@ _SHARE = """(colour => {
     for (let at = 0; at < data.length; at += 4) found += `${data[at]},${data[at + 1]},${data[at + 2]}` === colour;
     return found / (data.length / 4);
 })"""
-# Whether the small series of the first row has a colour; what the model has drawn can only be copied.
+# Return whether the small chart of the first row contains a colour. The worker draws it, so the page must copy it.
 _SPARK_HAS = """(colour => {
     const sparks = document.querySelector("#sparks");
     if (!sparks.width || !sparks.height) return false;
@@ -39,11 +39,11 @@ _SPARK_HAS = """(colour => {
     return false;
 })"""
 HELD = re.compile(r"\bheld\b")
-#: Of a table, which a window of 600 pixels does not show when it is at the top; each takes an update to be written.
+#: Number of rows of a table. A window of 600 pixels that is at the top does not show them. Each row needs one update.
 ROWS = 8
 
 
-def test_F5_the_graph_and_the_charts_of_a_queue_show_when_it_turns_ON_and_OFF(page: Page, broker: Broker) -> None:
+def test_F5_the_graph_and_the_charts_show_when_a_queue_turns_ON_and_OFF(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     with Producer(broker.url, routing_key="orders", capacity=50) as producer:
         for _ in range(11):
@@ -59,13 +59,13 @@ def test_F5_the_graph_and_the_charts_of_a_queue_show_when_it_turns_ON_and_OFF(pa
         page.wait_for_function(f"on => {_SPARK_HAS}(on)", arg=ON)
         row.get_by_role("button").click()
         expect(page.locator("#detail-words")).to_contain_text("ON at 11 messages, 55 bytes, ON above 10, OFF below 5")
-        # The background of the chart is another while it is ON.
+        # The chart has a different background while the queue is ON.
         page.wait_for_function(f"on => {_SHARE}(on) > 0.5", arg=ON)
         broker.purge("orders")
         expect(row.get_by_role("cell").nth(0)).to_have_text("OFF")
         expect(page.locator("#graph .held")).to_have_count(0)
         expect(page.locator("#announcer")).to_have_text("queue orders is OFF at 0 messages")
-        # It has to be OFF for as long as all before has taken.
+        # The queue must be OFF for as long as all earlier steps took, because the chart shows the whole time.
         page.wait_for_function(f"on => {_SHARE}(on) < 0.4", arg=ON, timeout=4 * PATIENCE * 1000)
         producer.flush(PATIENCE)
 
@@ -80,7 +80,7 @@ def test_D5_the_page_stops_all_producers_within_a_second_and_starts_them_again(p
         expect(rows).to_have_count(2)
         stop = page.get_by_role("button", name="Stop all producers")
         stop.click()
-        # How long the page takes is for the machine to say.
+        # Do not measure the time of the page, because it depends on the machine.
         broker.wait_until(lambda broker: broker.producers_stopped, PATIENCE)
         with Stopwatch() as watch:
             for each in events:
@@ -126,14 +126,14 @@ def test_D4_thresholds_can_be_edited_on_the_page_and_invalid_values_are_marked(p
     broker.wait_until(
         lambda broker: broker.queue("orders").thresholds == ThresholdsSnapshot(0, 0, 0, 0, 100, 100), PATIENCE
     )
-    # What somebody else changes meanwhile stays.
+    # Changes that another user makes at the same time stay.
     stop.fill("20")
     broker.set_thresholds("orders", capacity=50, flow_resume_capacity=None)
     page.get_by_role("button", name="Set thresholds").click()
     broker.wait_until(
         lambda broker: broker.queue("orders").thresholds == ThresholdsSnapshot(20, 17, 0, 0, 50, 50), PATIENCE
     )
-    # So does what is typed while the answer is on its way.
+    # Text that the user types before the answer arrives also stays.
     expect(stop).to_have_value("20")
     with page.expect_request("**/thresholds") as request:
         held: list[Route] = []
@@ -154,14 +154,12 @@ def test_D4_thresholds_can_be_edited_on_the_page_and_invalid_values_are_marked(p
     broker.wait_until(lambda broker: not broker.queue("orders").depth, PATIENCE)
 
 
-def test_each_small_chart_is_beside_its_queue_and_long_names_are_cut_off_but_numbers_are_not(
-    page: Page, broker: Broker
-) -> None:
+def test_each_small_chart_is_in_the_row_of_its_queue_and_only_names_are_cut_off(page: Page, broker: Broker) -> None:
     broker.declare_queue("q" * 200)
     rows, sparks = page.locator("#queue-rows tr"), page.locator("#sparks")
     for count in (1, 4):
         expect(rows).to_have_count(count)
-        # As high as the rows, and within the last column.
+        # The charts are as high as the rows, and within the last column.
         page.wait_for_function(
             """() => {
                 const place = (name) => document.querySelector(name).getBoundingClientRect();
@@ -177,7 +175,7 @@ def test_each_small_chart_is_beside_its_queue_and_long_names_are_cut_off_but_num
     assert header.evaluate("each => each.scrollWidth > each.clientWidth")
     assert depth.evaluate("each => each.scrollWidth <= each.clientWidth")
     assert sparks.get_attribute("aria-hidden") == "true"
-    # Words take as many lines as they need.
+    # The text takes as many lines as it needs.
     page.set_viewport_size({"width": 320, "height": 800})
     for number in range(3):
         broker.set_thresholds(f"queue {number}", flow_stop_count=1)
@@ -193,14 +191,16 @@ def test_each_small_chart_is_beside_its_queue_and_long_names_are_cut_off_but_num
     )
 
 
-def test_invisible_rows_are_updated_one_at_a_time_and_visible_rows_together(page: Page, broker: Broker) -> None:
+def test_rows_outside_the_window_are_updated_one_at_a_time_and_visible_rows_together(
+    page: Page, broker: Broker
+) -> None:
     page.set_viewport_size({"width": 1400, "height": 600})
     for number in range(ROWS):
         broker.declare_queue(f"queue {number:02}")
     rows = page.locator("#queue-rows tr")
     expect(rows).to_have_count(ROWS)
     expect(rows.first).not_to_be_in_viewport()
-    # How many rows are written together. The page has been told what is out of sight when this one is.
+    # Count the rows that are written together. When the first row is reported as invisible, the page knows all of them.
     page.evaluate(
         """() => new Promise((resolve) => {
             const rows = document.querySelector("#queue-rows");
@@ -219,7 +219,7 @@ def test_invisible_rows_are_updated_one_at_a_time_and_visible_rows_together(page
     for row in rows.all():
         expect(row.get_by_role("cell").nth(1)).to_have_text("1")
     assert page.evaluate("window.most") == 1
-    # What a screen reader reads.
+    # Get the text that a screen reader reads.
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     read = [each["name"]["value"] for each in tree if each["role"]["value"] in ("rowheader", "cell")]
     last = f"queue {ROWS - 1:02}"
@@ -235,7 +235,7 @@ def test_invisible_rows_are_updated_one_at_a_time_and_visible_rows_together(page
 def test_a_graph_node_shows_current_values_when_it_is_scrolled_into_view(page: Page, broker: Broker) -> None:
     for number in range(20):
         broker.declare_queue(f"queue {number:02}")
-        # It is in the graph once somebody may publish to it.
+        # A queue is in the graph after a first publish to it.
         broker.publish(b"x", f"queue {number:02}")
     with Producer(broker.url, routing_key="queue 00") as producer:
         producer.send(b"x").result(20)
@@ -273,7 +273,7 @@ def test_the_thresholds_of_a_queue_can_be_set_with_the_keyboard_alone(page: Page
     broker.wait_until(lambda broker: broker.queue("orders").thresholds.flow_stop_count == 20, PATIENCE)
 
 
-def test_lists_are_filtered_sorted_and_paged(page: Page, broker: Broker) -> None:
+def test_the_list_of_queues_can_be_filtered_sorted_and_paged(page: Page, broker: Broker) -> None:
     for number in range(60):
         broker.declare_queue(f"queue {number:02}", arguments=ORDERS)
     for _ in range(11):
@@ -292,12 +292,12 @@ def test_lists_are_filtered_sorted_and_paged(page: Page, broker: Broker) -> None
     expect(rows.first).to_contain_text("queue 42")
     queues.get_by_label("only those that are ON").check()
     expect(rows).to_have_count(1)
-    # What is not drawn is told.
+    # The page says how many queues the graph does not show.
     expect(page.locator("#graph-words")).to_contain_text("Not drawn: 36 more queues.")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_accessibility_problem(page: Page, broker: Broker, scheme: str) -> None:
+def test_axe_finds_no_accessibility_problem_on_the_page(page: Page, broker: Broker, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     broker.declare_queue("orders", arguments=ORDERS)
     broker.declare_queue("other")
@@ -317,7 +317,7 @@ def test_axe_finds_no_accessibility_problem(page: Page, broker: Broker, scheme: 
         broker.purge("orders")
 
 
-def test_the_theme_can_be_chosen(page: Page) -> None:
+def test_the_user_can_choose_a_theme_and_the_page_keeps_the_choice(page: Page) -> None:
     def back() -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
@@ -334,7 +334,7 @@ def test_the_theme_can_be_chosen(page: Page) -> None:
     assert back() == "rgb(13, 17, 23)"
 
 
-def test_the_page_asks_for_the_token_until_it_is_correct(browser: Browser) -> None:
+def test_the_page_asks_for_the_token_until_the_user_enters_the_correct_token(browser: Browser) -> None:
     with Broker(http_port=0, http_token="correct-horse") as broker:
         broker.declare_queue("orders")
         page = browser.new_page()
@@ -349,16 +349,18 @@ def test_the_page_asks_for_the_token_until_it_is_correct(browser: Browser) -> No
         expect(dialog).to_be_hidden()
         page.get_by_role("button", name="Stop all producers").click()
         broker.wait_until(lambda broker: broker.producers_stopped, PATIENCE)
-        # For as long as the tab is open.
+        # The page keeps the token while the tab is open.
         page.reload()
         expect(page.get_by_role("button", name="orders")).to_be_visible()
         page.context.close()
 
 
-def test_the_page_reports_that_the_broker_has_ended_and_connects_again_when_it_runs(browser: Browser) -> None:
+def test_the_page_reports_that_the_broker_has_stopped_and_reconnects_when_the_broker_runs_again(
+    browser: Browser,
+) -> None:
     context = browser.new_context()
     page = context.new_page()
-    # One that no outgoing connection is given while nobody listens there.
+    # The system gives this port to no outgoing connection while the broker does not listen on it.
     port = free_port(set())
     with Broker(http_port=port) as broker:
         broker.declare_queue("before")

@@ -16,7 +16,7 @@ from tests.browser.conftest import PATIENCE
 SMALL, LARGE = 40, 240
 CONNECTIONS = 4
 
-# Before the page's own scripts. An update is one message of the worker; what it has written is told at its end.
+# This script runs before the page's scripts. An update is one message of the worker. The observer is called after it.
 _COUNT_UPDATES = """
 window.told = [];
 window.writes = [];
@@ -38,7 +38,7 @@ new MutationObserver((all) => window.writes.push(all.length))
     .observe(document, { subtree: true, childList: true, attributes: true, characterData: true });
 """
 
-# Before the worker's own script: how often something in its maps and sets, or in a list, is looked at for one message.
+# This script runs before the worker's script. It counts the accesses to maps, sets and arrays for each message.
 _COUNT_STEPS = """
 let steps = 0;
 const counted = (type, names, size) => {
@@ -71,7 +71,7 @@ self.postMessage = (message, ...more) => {
 
 @contextmanager
 def producers(broker: Broker, count: int) -> Iterator[None]:
-    """Declare queues, and publish to each by a producer of its own."""
+    """Declare queues, and publish to each queue with a separate producer."""
     for number in range(count):
         broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 4})
     connections = [pika.BlockingConnection(pika.URLParameters(broker.url)) for _ in range(CONNECTIONS)]
@@ -88,16 +88,16 @@ def producers(broker: Broker, count: int) -> Iterator[None]:
 
 
 def shows(page: Page, messages: int) -> None:
-    """Wait until the page shows so many messages in all queues."""
+    """Wait until the page shows this number of messages in all queues."""
     expect(page.locator("#counters div").filter(has_text="messages").locator("dd")).to_have_text(f"{messages:,}")
 
 
 def an_update(browser: Browser, count: int) -> dict[str, Any]:
-    """The most that an update does with so many queues and producers."""
+    """Return the maximum work of one update with `count` queues and producers."""
 
     def add_counting(route: Route) -> None:
         answer = route.fetch()
-        # What a module imports, it has before the rest of it runs.
+        # The imports of a module run before the counting starts.
         route.fulfill(response=answer, body=_COUNT_STEPS + answer.text())
 
     context = browser.new_context(viewport={"width": 1400, "height": 4000})
@@ -107,7 +107,7 @@ def an_update(browser: Browser, count: int) -> dict[str, Any]:
             page.add_init_script(_COUNT_UPDATES)
             page.route("**/model.js", add_counting)
             page.goto(broker.http_url, timeout=PATIENCE * 1000)
-            # The first queue has one more than the others from the beginning, so that the graph stays where it is.
+            # The first queue has one more message than the others from the beginning, so that the graph's layout stays.
             broker.publish(b"x", "queue 0")
             shows(page, count + 1)
             expect(page.locator("#queue-pages")).to_contain_text(f"{count} queues")
@@ -115,7 +115,7 @@ def an_update(browser: Browser, count: int) -> dict[str, Any]:
             page.get_by_role("button", name="queue 0", exact=True).click()
             expect(page.get_by_role("heading", name="Queue queue 0")).to_be_visible()
             page.evaluate("() => { window.writes.length = window.told.length = 0; }")
-            # Something is in each queue and each row of the page that was not there before, and the first is ON.
+            # Each queue gets a new message, each row of the page changes, and the first queue turns ON.
             for number in range(count):
                 broker.publish(b"x", f"queue {number}")
             broker.publish(b"x", "queue 0")
@@ -124,7 +124,7 @@ def an_update(browser: Browser, count: int) -> dict[str, Any]:
             expect(page.locator("#graph .node.held")).to_have_count(1)
             writes = page.evaluate("() => Math.max(...window.writes)")
             values = page.evaluate("() => Math.max(...window.told.map((each) => each.values))")
-            # One more message: everything is counted and put together again, and nothing is laid out anew.
+            # After one more message the worker counts and assembles everything again, without a new layout.
             page.evaluate("() => { window.told.length = 0; }")
             broker.publish(b"x", "queue 0")
             shows(page, 2 * count + 4)
@@ -138,11 +138,13 @@ def an_update(browser: Browser, count: int) -> dict[str, Any]:
     return {"writes": writes, "values": values, "steps": steps, "elements": elements}
 
 
-def test_an_update_writes_only_what_the_page_shows_and_the_steps_of_the_worker_grow_linearly(browser: Browser) -> None:
+def test_an_update_writes_only_visible_parts_of_the_page_and_its_cost_grows_linearly_with_the_queues(
+    browser: Browser,
+) -> None:
     small, large = an_update(browser, SMALL), an_update(browser, LARGE)
     assert 0 < large["elements"] <= 1.2 * small["elements"]
-    # The page is told what it shows, and writes that at most, however much there is in the broker.
+    # The page gets and writes at most what it shows, for any number of queues in the broker.
     assert 0 < large["writes"] <= large["elements"]
     assert 0 < large["values"] <= 1.2 * small["values"]
-    # With six times as much, the worker does six times as much at most: each with each would be thirty-six times.
+    # With six times as many queues, the work grows at most six times. A quadratic algorithm would need 36 times.
     assert LARGE < large["steps"] <= LARGE / SMALL * small["steps"]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.brokerj
 
 @pytest.fixture
 def queue(brokerj: BrokerJ) -> Iterator[str]:
-    """A queue that stops its producers beyond ten thousand bytes."""
+    """A queue that stops its producers above ten thousand bytes."""
     name = f"qflow-{uuid4().hex}"
     with original.BlockingConnection(original.URLParameters(brokerj.url)) as connection:
         channel = connection.channel()
@@ -36,7 +36,7 @@ def queue(brokerj: BrokerJ) -> Iterator[str]:
 
 
 def program(module: Any, url: str, queue: str) -> None:
-    """Publishes until that fails; the broker closes a channel that goes on after a stop, here after one second."""
+    """Publish until an error. The broker closes a channel that publishes for more than one second after a stop."""
     with module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
         end = time.monotonic() + PATIENCE
@@ -45,10 +45,10 @@ def program(module: Any, url: str, queue: str) -> None:
             connection.sleep(0.01)
 
 
-def test_J7_the_broker_closes_the_channel_of_pika_and_not_that_of_the_drop_in(
+def test_J7_after_a_stop_Broker_J_closes_the_channel_of_pika_and_not_the_channel_of_the_drop_in(
     brokerj: BrokerJ, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Which of the two depends on where pika reads of it.
+    # The error depends on the call in which pika reads the close.
     with pytest.raises((original.exceptions.ChannelClosedByBroker, original.exceptions.ChannelWrongStateError)):
         program(original, brokerj.url, queue)
     assert "Channel.Close (311)" in caplog.text
@@ -63,7 +63,7 @@ def test_J7_the_broker_closes_the_channel_of_pika_and_not_that_of_the_drop_in(
     assert "Channel.Close" not in caplog.text
 
 
-def test_J7_plain_aio_pika_cannot_open_a_channel_and_a_fixed_one_loses_its_channel(
+def test_J7_aio_pika_fails_without_server_capabilities_and_loses_its_channel_if_a_relay_adds_them(
     brokerj: BrokerJ, queue: str
 ) -> None:
     async def publish(url: str) -> None:
@@ -81,7 +81,7 @@ def test_J7_plain_aio_pika_cannot_open_a_channel_and_a_fixed_one_loses_its_chann
             asyncio.run(publish(relay.url))
         (close,) = relay.methods("in", CHANNEL_CLOSE)
         assert int.from_bytes(close[4:6], "big") == 311
-        # It was told once, said nothing to that, and went on.
+        # aio-pika got one stop, did not answer, and continued to publish.
         assert [each[4] for each in relay.methods("in", CHANNEL_FLOW)] == [0]
         assert not relay.methods("out", CHANNEL_FLOW_OK)
 
@@ -94,7 +94,7 @@ def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_continues_when_the_qu
             channel = await connection.channel(publisher_confirms=False)
             message = qflow_client.aio_pika.Message(bytes(1_000))
             count = 0
-            # Longer than the broker bears with who does not listen: here, one second.
+            # The timeout of 3 s is longer than the second after which the broker closes a channel that still publishes.
             while not channel.flow_state.flowed:
                 await channel.default_exchange.publish(message, queue, timeout=PATIENCE)
                 count += 1
@@ -109,7 +109,7 @@ def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_continues_when_the_qu
     assert asyncio.run(program()) * 1_000 > 5_000
 
 
-def test_J7_the_drop_in_continues_when_the_queue_is_empty(brokerj: BrokerJ, queue: str) -> None:
+def test_J7_the_drop_in_for_pika_continues_when_the_queue_is_empty(brokerj: BrokerJ, queue: str) -> None:
     with drop_in.BlockingConnection(drop_in.URLParameters(brokerj.url)) as connection:
         channel = connection.channel()
         while not channel.flow_state.flowed:

@@ -1,4 +1,4 @@
-"""Private Broker-J brokers."""
+"""Broker-J nodes that belong to one test run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tool(path: Path, script: str) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a PATH that has Java and nothing else."""
+    """An empty cache, and a PATH that contains only a program named java."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("QFLOW_BROKERJ_CACHE", str(folder))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.brokerj
-def test_a_queue_can_be_created_changed_and_queried(brokerj: BrokerJ) -> None:
+def test_a_queue_of_Broker_J_can_be_created_changed_and_queried(brokerj: BrokerJ) -> None:
     brokerj.make_queue("a queue: its name", maximumQueueDepthMessages=5)
     assert brokerj.queue("a queue: its name")["maximumQueueDepthMessages"] == 5
     brokerj.change_queue("a queue: its name", maximumQueueDepthMessages=6)
@@ -37,7 +37,7 @@ def test_a_queue_can_be_created_changed_and_queried(brokerj: BrokerJ) -> None:
 
 
 @pytest.mark.brokerj
-def test_a_refusal_by_the_broker_is_an_error(brokerj: BrokerJ) -> None:
+def test_a_management_request_that_Broker_J_refuses_raises_BrokerJError(brokerj: BrokerJ) -> None:
     with pytest.raises(BrokerJError, match=r"answered PUT .*refused with 422"):
         brokerj.make_queue("refused", overflowPolicy="NO_SUCH_POLICY")
     with pytest.raises(BrokerJError, match=r"answered GET .* with 404"):
@@ -45,7 +45,9 @@ def test_a_refusal_by_the_broker_is_an_error(brokerj: BrokerJ) -> None:
 
 
 @pytest.mark.brokerj
-def test_a_broker_runs_from_start_to_stop_can_run_again_and_leaves_nothing_behind(own_brokerj: BrokerJNode) -> None:
+def test_a_Broker_J_node_can_be_stopped_and_started_again_and_close_deletes_its_folder(
+    own_brokerj: BrokerJNode,
+) -> None:
     node = own_brokerj
     directory = node._directory
     pid = node.pid
@@ -73,14 +75,14 @@ def test_without_maven_the_error_says_what_to_install(cache: Path) -> None:
         BrokerJNode("1.2.3")
 
 
-def test_the_output_of_a_failed_maven_run_is_reported_and_no_file_is_kept(cache: Path) -> None:
+def test_if_maven_fails_the_error_contains_its_output_and_no_file_is_kept(cache: Path) -> None:
     tool(cache.parent / "mvn", "echo no such release; exit 1")
     with pytest.raises(BrokerJNotInstalled, match=r"1\.2\.3:\n  no such release"):
         BrokerJNode("1.2.3")
     assert list(cache.iterdir()) == []
 
 
-def test_jars_are_downloaded_once_and_kept_complete(cache: Path) -> None:
+def test_the_jars_of_a_release_are_downloaded_only_once(cache: Path) -> None:
     mkdir = shutil.which("mkdir", path=os.defpath)
     tool(cache.parent / "mvn", f'for each; do case $each in *outputDirectory=*) {mkdir} "${{each#*=}}";; esac; done')
     BrokerJNode("1.2.3").close()
@@ -89,14 +91,14 @@ def test_jars_are_downloaded_once_and_kept_complete(cache: Path) -> None:
     BrokerJNode("1.2.3").close()
 
 
-def test_a_broker_that_ends_while_it_starts_is_an_error_with_its_last_output(cache: Path) -> None:
+def test_if_Broker_J_ends_while_it_starts_the_error_contains_its_last_output(cache: Path) -> None:
     (cache / "1.2.3").mkdir(parents=True)
     node = BrokerJNode("1.2.3")
     with pytest.raises(BrokerJError, match="exit code 3 as it started:\n  this is no broker"), node:
         pytest.fail("it started")
 
 
-def test_a_broker_that_never_becomes_ready_is_stopped_after_a_timeout(cache: Path) -> None:
+def test_if_Broker_J_is_not_ready_at_the_timeout_it_is_stopped(cache: Path) -> None:
     (cache / "1.2.3").mkdir(parents=True)
     tool(cache.parent / "java", f"exec {shutil.which('sleep', path=os.defpath)} 60")
     node = BrokerJNode("1.2.3", start_timeout=0.2)

@@ -33,7 +33,7 @@ from tests.interop.relay import Relay
 pytestmark = pytest.mark.brokerj
 
 PATIENCE = 100.0
-# What the broker counts of a message of 1,000 bytes with a header of ours.
+# Maximum bytes that the broker counts for a message with a body of 1,000 bytes and the producer's header.
 MESSAGE = 1_100
 FLOW = HoldKind.CHANNEL_FLOW
 RAISED = FlowEventKind.FLOWED, FlowEventKind.HOLD_RAISED
@@ -52,7 +52,7 @@ def channel(brokerj: BrokerJ) -> Iterator[BlockingChannel]:
 
 @pytest.fixture
 def queue(channel: BlockingChannel) -> Iterator[Callable[..., str]]:
-    """Declares queues with the arguments that are given, and deletes them in the end."""
+    """A function that declares queues with the given arguments. The queues are deleted at the end."""
     names: list[str] = []
 
     def declare(**arguments: object) -> str:
@@ -66,7 +66,7 @@ def queue(channel: BlockingChannel) -> Iterator[Callable[..., str]]:
 
 
 class Flows:
-    """What a producer tells of the hold `channel_flow`: False when it is raised, True when it is lifted."""
+    """Records the events of the hold `channel_flow`: False when it is raised, True when it is lifted."""
 
     def __init__(self, producer: Producer) -> None:
         self.seen: list[bool] = []
@@ -93,7 +93,7 @@ def held(producer: Producer) -> bool:
 
 
 def fill(producer: Producer, *, limit: int = 1_000) -> int:
-    """Send until the broker flows the producer and has all that was written; return how many were admitted."""
+    """Send until the broker stops the producer and has all written messages. Return the number of admitted messages."""
     number = 0
     end = time.monotonic() + PATIENCE
     while number < limit and time.monotonic() < end:
@@ -101,10 +101,10 @@ def fill(producer: Producer, *, limit: int = 1_000) -> int:
             producer.send(body(number), timeout=0.5)
             number += 1
         except FlowControlTimeout:
-            # Confirms alone may be late, on a slow machine.
+            # On a slow machine, the send may also time out because confirms are late.
             if held(producer):
                 break
-    # What was written before may still be on its way.
+    # Messages that were written before may still be in flight.
     eventually(lambda: producer.in_flight == 0, "the broker has what was written", timeout=PATIENCE)
     assert held(producer)
     return number
@@ -115,7 +115,7 @@ def depth_of(brokerj: BrokerJ, queue: str) -> int:
 
 
 def take(channel: BlockingChannel, queue: str, count: int, *, wait: Callable[[], object] = lambda: None) -> list[bytes]:
-    """The bodies of the next so many messages, each acked after a wait, and a check that there are no more."""
+    """Consume `count` messages, call `wait` before each ack, check that the queue is empty, and return the bodies."""
     bodies: list[bytes] = []
     channel.basic_qos(prefetch_count=5)
     for method, _properties, content in channel.consume(queue, inactivity_timeout=PATIENCE):
@@ -150,7 +150,7 @@ def test_J7_with_a_slow_consumer_the_broker_stops_the_producer_and_every_message
             publisher.start()
 
             def wait() -> None:
-                # Three times until the producer is flowed, however slow it is.
+                # Three times, wait until the producer is stopped, even if it is slow.
                 if flows.seen.count(True) < 3:
                     eventually(lambda: held(producer), "it is flowed", timeout=PATIENCE)
 
@@ -158,15 +158,15 @@ def test_J7_with_a_slow_consumer_the_broker_stops_the_producer_and_every_message
             publisher.join(PATIENCE)
             assert not publisher.is_alive()
             producer.flush(timeout=PATIENCE)
-            # The queue is empty, so the last that the broker says is that the producer may continue.
+            # The queue is empty, so the broker's last Channel.Flow lets the producer continue.
             assert producer.wait_unflowed(PATIENCE)
             said = [bool(each[4]) for each in relay.methods("in", CHANNEL_FLOW)]
             flows.wait_for(len(said))
-            # The hold of the events is the frame of the wire, one to one.
+            # Each frame on the wire has exactly one event.
             assert flows.seen == said
             assert said == [number % 2 == 1 for number in range(len(said))]
             assert said.count(True) >= 3, "it was hardly ever flowed: what is to be shown did not happen"
-            # The last answer may still be on its way.
+            # The last answer may still be in flight.
             relay.wait_for_method("out", CHANNEL_FLOW_OK, len(said))
             assert [bool(each[4]) for each in relay.methods("out", CHANNEL_FLOW_OK)] == said
         stopped = False
@@ -177,18 +177,18 @@ def test_J7_with_a_slow_consumer_the_broker_stops_the_producer_and_every_message
                 stopped = False
             assert not (stopped and payload[:4] == PUBLISH), "published after Flow-Ok"
         assert not relay.methods("in", CHANNEL_CLOSE)
-    # The broker looks at the socket, takes all there is, acks it, and then says Flow: one window that it took, and one
-    # that its acks let go.
+    # The broker reads the whole socket, acks the messages, and then sends Channel.Flow. So it gets one window before
+    # the acks, and one window that the acks release.
     peak = int(brokerj.queue(name)["statistics"]["queueDepthBytesHighWatermark"])
     assert capacity < peak <= capacity + 2 * window * MESSAGE
     if isinstance(brokerj, BrokerJNode):
-        # It counts crossings of the queue's marks. One that is crossed back before the connection's turn is not said.
+        # The log has all crossings of the thresholds. The broker sends no Channel.Flow if the depth crosses back.
         words = [line for line in brokerj.log.splitlines() if f"qu({name})" in line]
         assert sum("QUE-1003" in line for line in words) >= said.count(False)
         assert sum("QUE-1004" in line for line in words) >= said.count(True)
 
 
-def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_waits(
+def test_after_a_stop_pika_publishes_and_loses_its_channel_and_our_producer_waits(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
@@ -216,9 +216,9 @@ def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_wa
         assert [each[4] for each in relay.methods("in", CHANNEL_FLOW)] == [0]
         assert not relay.methods("out", CHANNEL_FLOW_OK)
         connection.close()
-        # Ours has been flowed for longer, and has its channel still.
+        # Our producer has been stopped for longer, and still has its channel.
         assert held(producer)
-        # The queue was full when pika began: its first message was taken and stopped it, and it published on.
+        # The queue was full when pika began. The first message of pika was accepted, and pika published after the stop.
         assert depth_of(brokerj, name) > before
         assert len(relay.methods("out", PUBLISH)) > 1
         channel.queue_purge(name)
@@ -228,10 +228,10 @@ def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_wa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
-def test_C6_two_producers_never_overshoot_by_more_than_twice_the_sum_of_their_capacities(
+def test_C6_two_producers_exceed_the_capacity_of_a_queue_by_at_most_twice_their_own_capacities(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
-    """It needs many rounds, because the result of a round depends on how much the broker reads at once."""
+    """This needs many rounds, because the result of a round depends on how much the broker reads at once."""
     capacity, windows, count = 20_000, (50, 15), rounds(4)
     worst = 0.0
     with make(brokerj.url, capacity=windows[0]) as one, make(brokerj.url, capacity=windows[1]) as other:
@@ -244,7 +244,7 @@ def test_C6_two_producers_never_overshoot_by_more_than_twice_the_sum_of_their_ca
                     try:
                         producer.send(body(0), routing_key=name, timeout=0.2)  # noqa: B023 - called at once
                     except FlowControlTimeout:
-                        # Confirms alone may be late, on a slow machine.
+                        # On a slow machine, the send may also time out because confirms are late.
                         if held(producer):
                             return
                 raise AssertionError("it was not held")
@@ -255,17 +255,17 @@ def test_C6_two_producers_never_overshoot_by_more_than_twice_the_sum_of_their_ca
             peak = int(brokerj.queue(name)["statistics"]["queueDepthBytesHighWatermark"])
             assert capacity < peak <= capacity + 2 * sum(windows) * MESSAGE
             worst = max(worst, (peak - capacity) / sum(windows) / MESSAGE)
-            # What was admitted and held leaves then, and may overfill the queue again.
+            # After a purge, messages that were admitted and held are sent, and may fill the queue again.
             end = time.monotonic() + PATIENCE
             while one.flow_state.flowed or other.flow_state.flowed or one.unsettled or other.unsettled:
                 assert time.monotonic() < end, (one.flow_state, other.flow_state)
                 channel.queue_purge(name)
-                # Broker-J may leave one blocked for nothing until something happens to the queue again (J5).
+                # Broker-J may leave a producer stopped until the queue changes again (J5).
                 channel.basic_publish("", name, b"look again")
     print(f"at most {worst:.2f} windows in {count} rounds")
 
 
-def test_J4_a_producer_held_by_two_queues_is_unflowed_when_both_release_it(
+def test_J4_a_producer_that_two_queues_have_stopped_continues_when_both_queues_have_room(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     arguments = {"x_qpid_capacity": 20_000, "x_qpid_flow_resume_capacity": 10_000}
@@ -277,7 +277,7 @@ def test_J4_a_producer_held_by_two_queues_is_unflowed_when_both_release_it(
         flows = Flows(producer)
         fill(producer)
         channel.queue_purge(names[0])
-        # A connection of its own, and its reply comes after what the purge let loose; the producer hears nothing.
+        # The purge uses another connection. Its reply follows the effects of the purge. The producer must stay stopped.
         with pytest.raises(FlowControlTimeout):
             producer.send(b"held by the other", timeout=0.5)
         assert flows.seen == [False]
@@ -296,7 +296,7 @@ def overflow_over_rest(brokerj: BrokerJ, channel: BlockingChannel, name: str) ->
 
 
 @pytest.mark.parametrize("make", [overflow_argument, overflow_over_rest])
-def test_the_overflow_policy_called_producer_flow_control_flows_the_producer(
+def test_a_queue_with_the_overflow_policy_PRODUCER_FLOW_CONTROL_stops_and_starts_the_producer(
     brokerj: BrokerJ, channel: BlockingChannel, make: Callable[[BrokerJ, BlockingChannel, str], None]
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -305,7 +305,7 @@ def test_the_overflow_policy_called_producer_flow_control_flows_the_producer(
     with Producer(brokerj.url, routing_key=name, capacity=5) as producer:
         flows = Flows(producer)
         assert 10 < fill(producer) <= 10 + 2 * 5
-        # Lifted by hand, without a message taken.
+        # Raise the limit, without removing a message.
         brokerj.change_queue(name, maximumQueueDepthMessages=1_000)
         assert producer.wait_unflowed(PATIENCE)
         producer.send(b"through").result(PATIENCE)
@@ -315,7 +315,7 @@ def test_the_overflow_policy_called_producer_flow_control_flows_the_producer(
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_full_queue_with_the_policy_reject_nacks_mandatory_messages_and_confirms_and_drops_others(
+def test_a_full_queue_with_the_policy_REJECT_nacks_mandatory_messages_and_drops_other_messages(
     brokerj: BrokerJ, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -367,7 +367,7 @@ def test_J3_J6_the_message_that_overfills_a_queue_is_accepted_and_the_resume_cap
         count, size = int(found["queueDepthMessages"]), int(found["queueDepthBytes"])
         assert size > 2 * resume, "the one past the mark is there"
         taken = 0
-        # What was admitted and is held comes as soon as it may: what is counted is what was there.
+        # Admitted messages that are held arrive later, so count only the messages that were in the queue.
         while size * (count - taken) / count > resume:
             assert held(producer), "let go too early"
             assert take_one(channel, name) == body(taken)
@@ -378,7 +378,7 @@ def test_J3_J6_the_message_that_overfills_a_queue_is_accepted_and_the_resume_cap
     channel.queue_purge(name)
 
 
-def test_heartbeats_continue_while_the_producer_is_flowed(
+def test_heartbeats_continue_while_the_producer_is_stopped(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
@@ -387,7 +387,7 @@ def test_heartbeats_continue_while_the_producer_is_flowed(
         Producer(f"{relay.url}?heartbeat=2", routing_key=name, capacity=10) as producer,
     ):
         fill(producer)
-        # Longer than either side waits before it takes the other for dead.
+        # This is longer than the time after which each side closes a silent connection.
         for way in ("in", "out"):
             relay.wait_for(way, HEARTBEAT_FRAME, relay.count(way, HEARTBEAT_FRAME) + 3)
         assert held(producer)
@@ -396,7 +396,7 @@ def test_heartbeats_continue_while_the_producer_is_flowed(
         producer.send(b"still there").result(PATIENCE)
 
 
-# Where it differs from our broker (docs/decisions/0021-broker-j-differences.md).
+# Differences between Broker-J and our broker (docs/decisions/0021-broker-j-differences.md).
 
 
 def test_J1_a_capacity_without_a_resume_capacity_holds_no_producer(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
@@ -408,7 +408,7 @@ def test_J1_a_capacity_without_a_resume_capacity_holds_no_producer(brokerj: Brok
         assert FLOW not in producer.flow_state.seconds_flowed
 
 
-def test_J1_a_capacity_of_0_stops_at_the_first_message(
+def test_J1_a_queue_with_capacity_0_stops_the_producer_at_the_first_message(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=0, x_qpid_flow_resume_capacity=0)
@@ -421,7 +421,7 @@ def test_J1_a_capacity_of_0_stops_at_the_first_message(
         assert flows.seen == [False, True]
 
 
-def test_J2_the_capacity_of_a_virtual_host_is_the_default_of_its_queues(own_brokerj: BrokerJNode) -> None:
+def test_J2_the_capacity_of_a_virtual_host_is_the_default_capacity_of_its_queues(own_brokerj: BrokerJNode) -> None:
     own_brokerj.set_context(
         {"queue.defaultMaximumQueueDepthBytes": 10_000, "queue.defaultOverflowPolicy": FLOW_CONTROL}
     )
@@ -442,21 +442,21 @@ def test_J2_a_resume_capacity_above_the_capacity_ends_the_connection(brokerj: Br
         )
 
 
-def test_J6_a_consumer_that_gets_a_message_from_an_overfull_queue_is_flowed(
+def test_J6_the_channel_of_a_consumer_that_gets_a_message_from_an_overfull_queue_is_stopped(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=10_000, x_qpid_flow_resume_capacity=5_000)
-    # Only the last is beyond the capacity, so nothing is published on the channel that this stops.
+    # Only the last message exceeds the capacity, so this channel publishes nothing after the stop.
     messages = [body(0), body(1), bytes(20_000)]
     for each in messages:
         channel.basic_publish("", name, each)
-    # The answer means that they are in the queue.
+    # After this answer all messages are in the queue.
     assert channel.queue_declare(name, passive=True).method.message_count == len(messages)
     with Relay(brokerj.url, brokerj.port) as relay:
         connection = pika.BlockingConnection(pika.URLParameters(relay.url))
         assert take_one(connection.channel(), name) == body(0)
         relay.wait_for_method("in", CHANNEL_FLOW)
-        # Its acks are taken all the same.
+        # The broker still accepts the acks of the consumer.
         assert take_one(connection.channel(), name) == body(1)
         connection.close()
 
@@ -470,7 +470,9 @@ def take_one(channel: BlockingChannel, queue: str) -> bytes:
     return content
 
 
-def test_the_depth_includes_the_headers_of_messages(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+def test_the_depth_in_bytes_that_Broker_J_reports_includes_the_headers_of_messages(
+    brokerj: BrokerJ, queue: Callable[..., str]
+) -> None:
     name = queue()
     with Producer(brokerj.url, routing_key=name) as producer:
         producer.send(body(0)).result(PATIENCE)

@@ -34,7 +34,7 @@ def test_without_a_container_engine_the_error_says_how_to_get_one(monkeypatch: p
 
 @pytest.mark.rabbitmq
 @pytest.mark.timeout(400)
-def test_without_an_image_the_error_says_which_one_is_missing_and_how_to_get_it(
+def test_without_an_image_of_RabbitMQ_the_error_names_the_image_and_how_to_get_it(
     session_container: Callable[[str], RabbitMQ], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session_container("4")
@@ -45,7 +45,7 @@ def test_without_an_image_the_error_says_which_one_is_missing_and_how_to_get_it(
 
 @pytest.mark.rabbitmq
 @pytest.mark.timeout(400)
-def test_a_killed_process_leaves_no_container_behind(session_container: Callable[[str], RabbitMQ]) -> None:
+def test_the_container_of_a_killed_process_is_removed(session_container: Callable[[str], RabbitMQ]) -> None:
     session_container("4")
     engine = docker.from_env()
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

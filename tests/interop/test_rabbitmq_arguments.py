@@ -17,19 +17,19 @@ from qflow_client.testing.rabbitmq import RabbitMQNode
 
 pytestmark = pytest.mark.rabbitmq
 
-# Far more than anything takes on a busy machine.
+# Maximum seconds of any wait. Even a busy machine needs far less.
 PATIENCE = 60.0
 
 
 class Desk:
-    """A channel, and names of its own for what it declares."""
+    """A channel, and unique names for its queues and exchanges."""
 
     def __init__(self, url: str) -> None:
         self.parameters = pika.URLParameters(url)
         self.connection = pika.BlockingConnection(self.parameters)
-        # pika's types have a None for everything that an empty queue has not.
+        # In pika's types, each result may be None, because the queue may be empty.
         self.channel: Any = self.connection.channel()
-        # What is published is in its queue when `publish` returns.
+        # With confirms, a message is in its queue when `publish` returns.
         self.channel.confirm_delivery()
         self._suffix = uuid4().hex
         self._names: list[str] = []
@@ -38,7 +38,7 @@ class Desk:
         return f"{name}-{self._suffix}"
 
     def plain(self, name: str) -> str:
-        """The name without what makes it unique."""
+        """Return a name without the unique suffix."""
         return name.removesuffix(f"-{self._suffix}")
 
     def declare(self, name: str, **arguments: Any) -> str:
@@ -52,7 +52,7 @@ class Desk:
             self.channel.basic_publish("", self.name(name), body.encode(), pika.BasicProperties(**properties))
 
     def outcomes(self, name: str, *bodies: str) -> list[str]:
-        """Whether each was acked or nacked."""
+        """Publish messages, and return "ack" or "nack" for each."""
         outcomes = []
         for body in bodies:
             try:
@@ -74,7 +74,7 @@ class Desk:
             time.sleep(0.01)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Consume until something is true."""
+        """Consume until a condition is true."""
         end = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < end, "it did not become true"
@@ -87,7 +87,7 @@ class Desk:
         return bodies
 
     def deaths(self, name: str) -> list[Any]:
-        """Body, first death and all deaths of each message, without times, and with plain names."""
+        """Get all messages. Return the body, first death and all deaths of each, without times and suffixes."""
         seen: list[Any] = []
         while True:
             method, properties, body = self.channel.basic_get(self.name(name), auto_ack=True)
@@ -108,7 +108,7 @@ class Desk:
         return self.plain(value) if isinstance(value, str) else value
 
     def error(self, call: Callable[[], object]) -> int:
-        """The code with which a call closes the channel; there is a new one then."""
+        """Check that a call closes the channel, open a new channel, and return the reply code."""
         with pytest.raises(ChannelClosedByBroker) as caught:
             call()
         self.channel = self.connection.channel()
@@ -154,19 +154,19 @@ def test_with_x_max_length_bytes_as_many_messages_as_necessary_are_dropped_at_th
     assert desk.drain("q") == left
 
 
-def test_a_message_that_is_larger_than_the_maximum_is_dropped_together_with_all_messages_before_it(desk: Desk) -> None:
+def test_a_message_larger_than_x_max_length_bytes_is_dropped_with_all_messages_before_it(desk: Desk) -> None:
     desk.declare("q", x_max_length_bytes=5)
     assert desk.outcomes("q", "1", "22", "666666") == ["ack"] * 3
     assert desk.drain("q") == []
 
 
-def test_a_queue_with_a_maximum_of_0_keeps_no_message(desk: Desk) -> None:
+def test_a_queue_with_x_max_length_0_keeps_no_message(desk: Desk) -> None:
     desk.declare("q", x_max_length=0)
     assert desk.outcomes("q", "1") == ["ack"]
     assert desk.depth("q") == 0
 
 
-def test_only_ready_messages_count_towards_the_maximum(desk: Desk) -> None:
+def test_only_ready_messages_count_towards_x_max_length(desk: Desk) -> None:
     desk.declare("q", x_max_length=1)
     desk.publish("q", "1")
     method, _, body = desk.channel.basic_get(desk.name("q"))
@@ -237,7 +237,7 @@ def test_an_unacked_message_does_not_expire_before_it_is_requeued(desk: Desk) ->
     desk.declare("q", x_message_ttl=50)
     tags: list[int] = []
     desk.channel.basic_qos(prefetch_count=1)
-    # It waits for the first, which would expire before anybody could ask for it, on a slow machine.
+    # Start the consumer before publishing, because on a slow machine the first message could expire before a `get`.
     desk.channel.basic_consume(desk.name("q"), lambda _channel, method, *_: tags.append(method.delivery_tag))
     desk.publish("q", "1", "2")
     desk.wait_for(lambda: tags)
@@ -262,7 +262,7 @@ def test_an_expiration_that_is_not_a_number_closes_the_channel(desk: Desk, expir
 
 
 def look_until_gone(desk: Desk) -> None:
-    # A look uses the queue, so there is time between two of them in which it expires: more each time.
+    # Each declaration uses the queue, so wait longer and longer between two of them until the queue expires.
     pause = 0.5
     while pause < PATIENCE:
         time.sleep(pause)
@@ -283,7 +283,7 @@ def test_a_consumer_prevents_the_expiry_of_a_queue(desk: Desk) -> None:
         try:
             tag = desk.channel.basic_consume(desk.name("q"), lambda *_: None)
         except ChannelClosedByBroker:
-            # It has expired before, on a slow machine.
+            # On a slow machine the queue may have expired before.
             desk.channel = desk.connection.channel()
     time.sleep(0.6)
     assert desk.depth("q") == 0
@@ -291,7 +291,7 @@ def test_a_consumer_prevents_the_expiry_of_a_queue(desk: Desk) -> None:
     assert desk.error(lambda: look_until_gone(desk)) == 404
 
 
-def test_removed_messages_go_to_the_dead_letter_exchange_with_the_reason(desk: Desk) -> None:
+def test_rejected_expired_and_overflowing_messages_go_to_the_dead_letter_exchange_with_the_reason(desk: Desk) -> None:
     desk.declare("dead")
     to_dead = {"x_dead_letter_exchange": "", "x_dead_letter_routing_key": desk.name("dead")}
     desk.declare("rejected", **to_dead)
@@ -317,7 +317,7 @@ def test_removed_messages_go_to_the_dead_letter_exchange_with_the_reason(desk: D
     ]
 
 
-def test_a_dead_letter_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -> None:
+def test_a_dead_letter_keeps_its_routing_key_and_x_death_counts_its_deaths(desk: Desk) -> None:
     exchange = desk.name("x")
     desk.channel.exchange_declare(exchange, "fanout", auto_delete=True)
     desk.declare("work", x_dead_letter_exchange=exchange)
@@ -335,13 +335,13 @@ def test_a_dead_letter_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -
         desk.channel.basic_reject(method.delivery_tag, requeue=False)
 
 
-def test_a_message_that_expires_in_a_dead_letter_cycle_is_dropped(desk: Desk) -> None:
+def test_a_message_that_expires_again_in_a_dead_letter_cycle_is_dropped(desk: Desk) -> None:
     desk.declare("a", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("b"))
     desk.declare("b", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("a"))
     desk.declare("self", x_message_ttl=10, x_dead_letter_exchange="")
     desk.publish("a", "1")
     desk.publish("self", "2")
-    # One that went round would be seen; one on its way to the other queue is in neither, for a moment.
+    # Check several times, because a message that moves between two queues is in no queue for a moment.
     empty, end = 0, time.monotonic() + PATIENCE
     while empty < 5:
         assert time.monotonic() < end, "it goes round"
@@ -387,18 +387,20 @@ def test_with_a_single_active_consumer_only_the_oldest_consumer_is_served_until_
         {"x_single_active_consumer": 1},
     ],
 )
-def test_an_invalid_argument_is_refused_with_406(desk: Desk, arguments: dict[str, Any]) -> None:
+def test_declaring_a_queue_with_an_invalid_argument_closes_the_channel_with_406(
+    desk: Desk, arguments: dict[str, Any]
+) -> None:
     assert desk.error(lambda: desk.declare("q", **arguments)) == 406
 
 
-def test_counts_in_x_death_have_64_bits(desk: Desk) -> None:
+def test_the_counts_in_x_death_are_64_bit_integers(desk: Desk) -> None:
     desk.declare("dead")
     desk.declare("q", x_max_length=1, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("dead"))
     desk.publish("q", "1", "2")
     desk.wait_depth("dead", 1)
     _, properties, _ = desk.channel.basic_get(desk.name("dead"), auto_ack=True)
     (death,) = properties.headers["x-death"]
-    # pika has a type of its own for these.
+    # pika has a special type for 64-bit integers.
     assert isinstance(death["count"], pika.compat.long)
 
 
@@ -430,12 +432,12 @@ def test_unroutable_messages_go_to_the_alternate_exchange(desk: Desk) -> None:
     assert desk.error(lambda: desk.channel.exchange_declare(main, "direct", auto_delete=True)) == 406
 
 
-def test_an_alternate_exchange_must_be_a_name(desk: Desk) -> None:
+def test_an_alternate_exchange_that_is_not_a_string_closes_the_channel_with_406(desk: Desk) -> None:
     arguments = {"alternate-exchange": 1}
     assert desk.error(lambda: desk.channel.exchange_declare(desk.name("e"), arguments=arguments)) == 406
 
 
-def test_an_exclusive_queue_of_another_connection_is_locked(desk: Desk) -> None:
+def test_using_an_exclusive_queue_of_another_connection_closes_the_channel_with_405(desk: Desk) -> None:
     name = desk.name("mine")
     other = pika.BlockingConnection(desk.parameters)
     other.channel().queue_declare(name, exclusive=True)
@@ -452,7 +454,7 @@ def test_an_exclusive_queue_of_another_connection_is_locked(desk: Desk) -> None:
     other.close()
 
 
-def test_replies_arrive_without_a_reply_queue(desk: Desk) -> None:
+def test_direct_reply_to_delivers_a_reply_without_a_reply_queue(desk: Desk) -> None:
     desk.declare("requests")
     replies: list[tuple[str, bytes]] = []
 
@@ -472,7 +474,7 @@ def test_replies_arrive_without_a_reply_queue(desk: Desk) -> None:
     desk.wait_for(lambda: replies == [("1", b"answer")])
 
 
-def test_invalid_direct_replies_are_refused(desk: Desk) -> None:
+def test_an_invalid_use_of_direct_reply_to_closes_the_channel(desk: Desk) -> None:
     def consume(*, auto_ack: bool) -> None:
         desk.channel.basic_consume("amq.rabbitmq.reply-to", lambda *_: None, auto_ack=auto_ack)
 

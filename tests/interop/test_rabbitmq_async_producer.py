@@ -34,7 +34,7 @@ pytestmark = pytest.mark.rabbitmq
 
 @asynccontextmanager
 async def own_queue(url: str, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """A connection from `connect_async`, and a queue with a name of its own."""
+    """A connection from `connect_async`, and a queue with a unique name."""
     async with await connect_async(url) as connection:
         channel = await connection.channel()
         queue = await channel.declare_queue(f"qflow-{uuid4().hex}", durable=True, **options)
@@ -43,7 +43,7 @@ async def own_queue(url: str, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
 
 
 async def drain(queue: Any, count: int) -> list[bytes]:
-    """The bodies of the next so many messages, and a check that there are no more."""
+    """Consume `count` messages, check that the queue is empty, and return the bodies."""
     bodies: list[bytes] = []
     enough = asyncio.Event()
 
@@ -55,7 +55,7 @@ async def drain(queue: Any, count: int) -> list[bytes]:
     tag = await queue.consume(take, no_ack=True)
     while len(bodies) < count:
         before = len(bodies)
-        # How long all of them take is for the machine to say.
+        # Do not limit the total time, because it depends on the machine.
         with suppress(TimeoutError):
             await asyncio.wait_for(enough.wait(), PATIENCE)
         assert len(bodies) > before, f"{before} of {count} messages came"
@@ -65,14 +65,14 @@ async def drain(queue: Any, count: int) -> list[bytes]:
 
 
 async def held(producer: AsyncProducer, kind: HoldKind, is_held: bool = True) -> None:
-    """Wait on flow events until a hold is there, or is gone."""
+    """Wait for flow events until the producer has a hold, or has it no longer."""
     events = producer.flow_events()
     async with asyncio.timeout(PATIENCE):
         while any(hold.kind == kind for hold in producer.flow_state.holds) != is_held:
             await anext(events)
 
 
-def test_a_thousand_tasks_on_a_shared_connection_each_await_their_receipt(rabbitmq: RabbitMQNode) -> None:
+def test_a_thousand_tasks_on_a_shared_connection_get_a_confirm_for_each_message(rabbitmq: RabbitMQNode) -> None:
     each = rounds(5)
 
     async def main() -> None:
@@ -94,16 +94,16 @@ def test_a_thousand_tasks_on_a_shared_connection_each_await_their_receipt(rabbit
     asyncio.run(main())
 
 
-def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_the_producer_waits_and_no_message_is_lost(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
-        # Its publishing is blocked, so what consumes has a connection of its own.
+        # Consume on another connection, because RabbitMQ blocks the connection that publishes.
         async with (
             own_queue(own_rabbitmq.url) as (_connection, queue),
             AsyncProducer(own_rabbitmq.url, routing_key=queue.name) as producer,
         ):
             await (await producer.send(b"before")).result(PATIENCE)
             await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
-            # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
+            # RabbitMQ blocks a connection when it publishes. This message is admitted, but not confirmed.
             first = await producer.send(b"first under the alarm")
             await held(producer, HoldKind.CONNECTION_BLOCKED)
             assert "memory" in producer.flow_state.holds[0].detail
@@ -132,14 +132,16 @@ def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: Rab
     asyncio.run(main())
 
 
-def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own_rabbitmq: RabbitMQNode) -> None:
+def test_closing_during_a_memory_alarm_ends_in_time_and_the_error_contains_the_messages(
+    own_rabbitmq: RabbitMQNode,
+) -> None:
     async def main() -> None:
         producer = await AsyncProducer(own_rabbitmq.url, routing_key="orders", mandatory=False).connect()
         await (await producer.send(b"before")).result(PATIENCE)
         await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
         await producer.send(b"in flight")
         await held(producer, HoldKind.CONNECTION_BLOCKED)
-        # The alarm does not end.
+        # The alarm continues during the close.
         with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
             await producer.close(timeout=0.5)
         assert watch.within(3)
@@ -150,9 +152,9 @@ def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own
 
 
 @pytest.mark.slow
-def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(rabbitmq: RabbitMQNode) -> None:
+def test_a_connection_with_a_heartbeat_of_2_seconds_stays_open_under_load(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
-        # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from aiormq.
+        # RabbitMQ sends no heartbeats while it sends confirms, and the producer does not pass these confirms to aiormq.
         async with own_queue(rabbitmq.url) as (_connection, queue):
             url = f"{rabbitmq.url}?heartbeat=2"
             async with AsyncProducer(url, routing_key=queue.name, rate=1000, mandatory=False) as producer:
@@ -163,14 +165,14 @@ def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(rabbitmq
                     await producer.send(b"x" * 100, timeout=PATIENCE)
                     sent += 1
                 await producer.flush(timeout=PATIENCE)
-                # It is the same connection: the producer would have come back on another one.
+                # The producer did not reconnect.
                 assert producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED) == before
             assert (await queue.declare()).message_count == sent
 
     asyncio.run(main())
 
 
-def test_returns_and_a_missing_exchange_do_not_close_the_shared_connection(rabbitmq: RabbitMQNode) -> None:
+def test_returned_and_rejected_messages_do_not_close_the_shared_connection(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         async with own_queue(rabbitmq.url) as (connection, queue):
             producer = await AsyncProducer(connection=connection, routing_key=queue.name).connect()
@@ -204,7 +206,7 @@ async def own_and_shared(url: str, *, robust: bool, **settings: Any) -> AsyncIte
 
 
 @pytest.mark.slow
-def test_a_killed_node_that_restarts_has_all_messages(own_rabbitmq: RabbitMQNode) -> None:
+def test_after_a_kill_and_a_restart_of_the_node_the_queues_have_all_messages(own_rabbitmq: RabbitMQNode) -> None:
     async def send(producer: AsyncProducer, queue: str, enough: asyncio.Event) -> int:
         sent = 0
         while not enough.is_set():

@@ -18,7 +18,7 @@ from tests.integration.producer.tools import Stopwatch, eventually, start
 
 pytestmark = pytest.mark.rabbitmq
 
-# Seconds that our transport waits, and after which a call that has not returned counts as one that hangs.
+# Maximum seconds of a wait of our transport, and seconds after which a call counts as hanging.
 WAIT = 0.5
 HANGS = 3 * WAIT
 PATIENCE = 100.0
@@ -32,7 +32,7 @@ def url(node: RabbitMQNode, scheme: str) -> str:
 
 @parity.all_scenarios
 @pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(
+def test_the_qflow_transport_has_the_results_exceptions_and_order_of_callbacks_of_pyamqp(
     rabbitmq: RabbitMQNode, name: str, confirms: bool
 ) -> None:
     theirs, ours = (parity.outcome(rabbitmq.url, scheme, name, confirms=confirms) for scheme in SCHEMES)
@@ -49,12 +49,16 @@ def of(
 
 
 @all_scenarios
-def test_a_celery_application_works_unchanged(of: Application, scenario: Callable[[Application], None]) -> None:
+def test_a_celery_application_works_with_the_url_schemes_pyamqp_and_qflow(
+    of: Application, scenario: Callable[[Application], None]
+) -> None:
     scenario(of)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_chords_work(rabbitmq: RabbitMQNode, scheme: str, tmp_path: Path) -> None:
+def test_celery_chords_work_with_the_url_schemes_pyamqp_and_qflow(
+    rabbitmq: RabbitMQNode, scheme: str, tmp_path: Path
+) -> None:
     with application(url(rabbitmq, scheme), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
         a_chord(of)
         ends_when_told(of)
@@ -65,7 +69,7 @@ def take(body: str) -> None:
 
 
 class Client:
-    """Whoever calls ``apply_async``. The same for both, but for the URL."""
+    """A program that calls ``apply_async``. Only the URL differs between the two transports."""
 
     def __init__(self, node: RabbitMQNode, scheme: str, **transport_options: Any) -> None:
         ours = {"max_producer_flow_control_wait": WAIT} if scheme == "qflow" else {}
@@ -93,7 +97,7 @@ class Client:
 
 
 def goes_on(client: Client) -> bool:
-    """Whether a call is taken again; one that is not is not sent."""
+    """Return whether a call is accepted again. A call that raises sends nothing."""
     try:
         client.call()
     except OperationalError as error:
@@ -103,7 +107,7 @@ def goes_on(client: Client) -> bool:
     return True
 
 
-def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pyamqp_and_not_with_the_transport(
+def test_during_a_memory_alarm_a_task_sent_with_confirms_hangs_with_pyamqp_and_raises_with_qflow(
     own_rabbitmq: RabbitMQNode,
 ) -> None:
     theirs, ours = (Client(own_rabbitmq, scheme, confirm_publish=True) for scheme in SCHEMES)
@@ -111,7 +115,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pyamqp_and_no
     job = start(theirs.call)
     unknown = 0
     cause: BaseException | None = None
-    # The first of them has made the broker say that it blocks the connection, which may take the broker longer.
+    # The first call makes the broker block the connection. The broker may send its notice after this call's deadline.
     while not isinstance(cause, FlowControlTimeout):
         with Stopwatch() as watch, pytest.raises(OperationalError, match=r"no answer|was not sent") as caught:
             ours.call()
@@ -131,36 +135,36 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pyamqp_and_no
     own_rabbitmq.clear_memory_alarm()
     job.result(PATIENCE)
     eventually(lambda: goes_on(ours), timeout=PATIENCE)
-    # What was unknown has arrived, what was refused has not.
+    # Messages with an unknown outcome have arrived. Messages that were not sent have not.
     assert ours.depth() == theirs.called + ours.called + unknown
     for client in theirs, ours:
         client.close()
 
 
-def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pyamqp_and_not_with_the_transport(
+def test_during_a_memory_alarm_a_task_sent_without_confirms_hangs_with_pyamqp_and_raises_with_qflow(
     own_rabbitmq: RabbitMQNode,
 ) -> None:
     theirs, ours = (Client(own_rabbitmq, scheme) for scheme in SCHEMES)
     own_rabbitmq.raise_memory_alarm()
-    # Until the broker says that it blocks the connection, which it does once this has published.
+    # The broker blocks the connection after a first publish, so publish until its notice arrives.
     ended = start(ours.run, 1000).wait(PATIENCE)
     assert isinstance(ended, OperationalError)
     assert isinstance(ended.__cause__, FlowControlTimeout)
     job = start(theirs.run, 1000)
     job.join(HANGS)
     assert job.is_alive(), "pyamqp hangs"
-    # If ours heard of it so late that its socket was full as well, some more wait in ours.
+    # If the notice came so late that our socket was also full, our socket contains some more messages.
     if HoldKind.TRANSPORT not in [hold.kind for hold in ended.__cause__.holds]:
         eventually(lambda: theirs.called >= ours.called, "pyamqp has gone on", timeout=PATIENCE)
-    # The end of the program does not hang.
+    # Closing the client must not hang.
     start(ours.close).result(PATIENCE)
     own_rabbitmq.clear_memory_alarm()
     job.result(PATIENCE)
     theirs.close()
 
 
-def test_a_worker_continues_during_a_memory_alarm(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
-    """The worker cannot send its events and replies, and they do not stop it."""
+def test_a_celery_worker_runs_tasks_during_a_memory_alarm(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+    """The worker cannot send its events and replies, but continues."""
     with application(url(own_rabbitmq, "qflow"), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
         add = of.task("add")
         results = [add.apply_async((number, 1), countdown=3.0) for number in range(20)]
@@ -168,7 +172,7 @@ def test_a_worker_continues_during_a_memory_alarm(own_rabbitmq: RabbitMQNode, tm
         own_rabbitmq.raise_memory_alarm()
         with Stopwatch() as watch:
             assert [result.get(timeout=PATIENCE) for result in results] == list(range(1, 21))
-        # What waits there, waits for a minute.
+        # A publish in the worker may wait for a minute.
         assert watch.within(45.0), "no task waits for what its worker has to say"
         own_rabbitmq.clear_memory_alarm()
         assert add.delay(2, 2).get(timeout=PATIENCE) == 4

@@ -50,11 +50,11 @@ def test_messages_published_by_four_threads_are_consumed_on_the_same_connection_
         for name in range(4):
             own = [body for body in got if body.startswith(b"%d " % name)]
             assert own == [b"%d %d" % (name, number) for number in range(COUNT // 4)]
-        # pika has the connection as it was.
+        # pika can still use the connection.
         assert channel.queue_declare(queue, passive=True).method.message_count == 0
 
 
-def test_an_alarm_holds_all_producers_and_a_rejected_message_ends_only_its_own_producer(
+def test_an_alarm_holds_all_producers_of_a_connection_and_a_rejected_message_ends_only_one_producer(
     own_rabbitmq: RabbitMQNode,
 ) -> None:
     queue = f"qflow-{uuid4().hex}"
@@ -62,7 +62,7 @@ def test_an_alarm_holds_all_producers_and_a_rejected_message_ends_only_its_own_p
         connection.channel().queue_declare(queue, exclusive=True)
         one, two = (Producer(connection=connection, routing_key=queue) for _ in range(2))
         own_rabbitmq.raise_memory_alarm()
-        # It blocks a connection once that publishes.
+        # RabbitMQ blocks a connection after the connection publishes.
         receipt = one.send(b"in flight")
         for producer in (one, two):
             wait_held(producer, HoldKind.CONNECTION_BLOCKED)

@@ -21,12 +21,12 @@ from .test_rabbitmq_producer import PATIENCE
 
 pytestmark = pytest.mark.rabbitmq
 
-# Seconds for which RabbitMQ takes a token, and that the producer is told.
+# Seconds for which RabbitMQ accepts a token, and the shorter time that the producer gets as `expires_in`.
 LIFE, TOLD = 5.0, 4.0
 
 KEY = b"the key with which tokens are signed here"
 PLUGIN = "[rabbitmq_auth_backend_oauth2].\n"
-# A channel looks at the token again every second, instead of every minute.
+# RabbitMQ checks the token of a channel every second, instead of every minute.
 CONFIGURATION = """[
   {{rabbit, [
     {{auth_backends, [rabbit_auth_backend_oauth2]}},
@@ -50,7 +50,7 @@ def encoded(data: bytes) -> str:
 
 
 def token() -> str:
-    """A JSON web token."""
+    """Return a new JSON web token."""
     head = {"alg": "HS256", "typ": "JWT", "kid": "key"}
     rights = [f"rabbitmq.{right}:*/*" for right in ("read", "write", "configure")]
     claims = {"aud": ["rabbitmq"], "sub": "app", "scope": rights, "exp": math.ceil(time.time() + LIFE)}
@@ -59,7 +59,7 @@ def token() -> str:
 
 
 class OAuthNode(RabbitMQNode):
-    """A node that takes tokens in the place of passwords."""
+    """A node that accepts tokens instead of passwords."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -69,14 +69,14 @@ class OAuthNode(RabbitMQNode):
 
 @pytest.fixture(scope="module")
 def node(session_rabbitmq: Callable[[], RabbitMQNode]) -> Iterator[OAuthNode]:
-    # Skips, or fails, where there is no RabbitMQ.
+    # This skips the tests, or fails, if RabbitMQ is not installed.
     session_rabbitmq()
     with OAuthNode() as node:
         yield node
 
 
 async def publish_until(end: Callable[[], bool], kind: type, url: str, **options: Any) -> set[Outcome]:
-    """Publish one message after the other, and return what became of them."""
+    """Publish one message after another, and return all outcomes."""
 
     def threads() -> set[Outcome]:
         outcomes = set()
@@ -94,10 +94,10 @@ async def publish_until(end: Callable[[], bool], kind: type, url: str, **options
     return outcomes
 
 
-def test_E8_replaced_tokens_are_accepted_and_an_expired_token_that_was_not_replaced_is_refused(
+def test_E8_messages_are_confirmed_with_renewed_tokens_and_rejected_with_an_expired_token(
     node: OAuthNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Long before they expire, so that a busy machine is not too late.
+    # Renew tokens long before they expire, so that a busy machine is not too late.
     monkeypatch.setattr("qflow_client.credentials._PART", 0.1)
     issued: Counter[type] = Counter()
 
@@ -111,10 +111,10 @@ def test_E8_replaced_tokens_are_accepted_and_an_expired_token_that_was_not_repla
                 return Credentials("", token(), expires_in=TOLD)
 
             def end() -> bool:
-                # The first has expired, and not only the second was used.
+                # Continue until the first token has expired and at least four tokens were issued.
                 return time.monotonic() > begun + 1.5 * LIFE and issued[kind] >= 4
 
-            # A lost connection would end the producer.
+            # With this setting, a lost connection ends the producer.
             options: dict[str, Any] = {"credentials": issue, "reconnect_timeout": 0}
             outcomes = await publish_until(end, kind, url, **queue, **options)
             assert outcomes == {Outcome.CONFIRMED}

@@ -21,14 +21,16 @@ from tests.integration.producer.tools import Stopwatch, eventually, start
 
 pytestmark = pytest.mark.rabbitmq
 
-# Seconds that the drop-in waits, and after which a call that has not returned counts as one that hangs.
+# Maximum seconds of a wait of the drop-in, and seconds after which a call counts as hanging.
 WAIT = 0.5
 HANGS = 3 * WAIT
 PATIENCE = 100.0
 
 
 @all_scenarios
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(rabbitmq: RabbitMQNode, name: str) -> None:
+def test_the_drop_in_has_the_results_exceptions_and_order_of_callbacks_of_pika(
+    rabbitmq: RabbitMQNode, name: str
+) -> None:
     assert outcome(drop_in, rabbitmq.url, name) == outcome(original, rabbitmq.url, name)
 
 
@@ -46,7 +48,7 @@ def connect(module: Any, node: RabbitMQNode) -> Any:
 
 
 def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
-    """The next so many messages, and that there are no more."""
+    """Consume `count` messages, check that the queue is empty, and return the bodies."""
     found: list[bytes] = []
     with original.BlockingConnection(original.URLParameters(node.url)) as connection:
         channel = connection.channel()
@@ -61,7 +63,7 @@ def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
 
 
 def pump(connection: Any, until: Callable[[], object]) -> None:
-    """Let a connection read until something is true."""
+    """Let a connection read until a condition is true."""
     end = time.monotonic() + PATIENCE
     while not until():
         assert time.monotonic() < end
@@ -69,7 +71,7 @@ def pump(connection: Any, until: Callable[[], object]) -> None:
 
 
 class Program:
-    """Publishes until an error ends it. The same for both, but for the module."""
+    """A program that publishes until an error. It is the same for pika and the drop-in, except for the module."""
 
     def __init__(self, module: Any, node: RabbitMQNode, *, confirms: bool, body: bytes = b"") -> None:
         self.published = 0
@@ -89,7 +91,7 @@ class Program:
             self.publish()
 
 
-def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pika_and_not_with_the_drop_in(
+def test_during_a_memory_alarm_a_publish_with_confirms_hangs_in_pika_and_raises_in_the_drop_in(
     alarmed: RabbitMQNode,
 ) -> None:
     theirs, ours = Program(original, alarmed, confirms=True), Program(drop_in, alarmed, confirms=True)
@@ -98,7 +100,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pika_and_not_
     with Stopwatch() as watch, pytest.raises(ConfirmTimeout):
         ours.publish()
     assert watch.kept(WAIT)
-    # It has made the broker say that it blocks the connection, which may take the broker longer than that.
+    # This message makes the broker block the connection. The broker may send its notice after the deadline.
     pump(ours.connection, lambda: HoldKind.CONNECTION_BLOCKED in [hold.kind for hold in ours.channel.flow_state.holds])
     with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="held by connection_blocked"):
         ours.channel.wait_for_confirms(WAIT)
@@ -112,7 +114,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pika_and_not_
     alarmed.clear_memory_alarm()
     job.result(PATIENCE)
     assert ours.channel.wait_unflowed(PATIENCE)
-    # What was unknown has arrived, what was refused has not.
+    # The message with an unknown outcome has arrived. The message that was not sent has not.
     ours.channel.wait_for_confirms(PATIENCE)
     ours.run(2)
     for program in theirs, ours:
@@ -121,14 +123,14 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pika_and_not_
     assert sorted(bodies(alarmed, 7)) == sorted([*of_pika, *of_drop_in])
 
 
-def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pika_and_not_with_the_drop_in(
+def test_during_a_memory_alarm_a_publish_without_confirms_hangs_in_pika_and_raises_in_the_drop_in(
     alarmed: RabbitMQNode,
 ) -> None:
     body = bytes(100_000)
     ours = Program(drop_in, alarmed, confirms=False, body=body)
     theirs = Program(original, alarmed, confirms=False, body=body)
     alarmed.raise_memory_alarm()
-    # Until the broker says that it blocks the connection, which it does once this has published.
+    # The broker blocks the connection after a first publish, so publish until its notice arrives.
     ended = start(ours.run, 1000).wait(PATIENCE)
     assert isinstance(ended, FlowControlTimeout)
     held_by = [hold.kind for hold in ended.holds]
@@ -136,7 +138,7 @@ def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pika_and_n
     job = start(theirs.run, 1000)
     job.join(HANGS)
     assert job.is_alive(), "pika hangs"
-    # If ours heard of it so late that its socket was full as well, some more wait in ours.
+    # If the notice came so late that our socket was also full, our socket contains some more messages.
     if HoldKind.TRANSPORT not in held_by:
         eventually(lambda: theirs.published >= ours.published, "pika has gone on", timeout=PATIENCE)
     accepted = ours.published
@@ -154,7 +156,7 @@ def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pika_and_n
     assert [each[:6] for each in bodies(alarmed, 5)] == [b"%06d" % number for number in range(accepted, accepted + 5)]
 
 
-def test_during_a_memory_alarm_a_with_block_can_be_left_in_time(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_an_error_leaves_the_with_block_in_time(alarmed: RabbitMQNode) -> None:
     def program() -> None:
         with connect(drop_in, alarmed) as connection, connection.channel() as channel:
             channel.confirm_delivery(pipelined=True)
@@ -164,13 +166,13 @@ def test_during_a_memory_alarm_a_with_block_can_be_left_in_time(alarmed: RabbitM
             while True:
                 channel.basic_publish("", "orders", b"")
 
-    # The alarm does not end.
+    # The alarm continues at the end of the block.
     with pytest.raises(FlowControlTimeout):
         program()
     alarmed.clear_memory_alarm()
 
 
-def test_consuming_continues_and_its_acks_are_sent_when_the_alarm_ends(alarmed: RabbitMQNode) -> None:
+def test_consuming_continues_during_an_alarm_and_acks_are_sent_when_the_alarm_ends(alarmed: RabbitMQNode) -> None:
     connection = connect(drop_in, alarmed)
     channel = connection.channel()
     for number in range(3):
@@ -196,7 +198,7 @@ def test_consuming_continues_and_its_acks_are_sent_when_the_alarm_ends(alarmed: 
         assert again.channel().queue_declare("orders", passive=True).method.message_count == 0
 
 
-def test_pipelined_confirms_work_for_many_messages(rabbitmq: RabbitMQNode) -> None:
+def test_many_pipelined_messages_are_confirmed_and_arrive_in_order(rabbitmq: RabbitMQNode) -> None:
     count = rounds(5000)
     with connect(drop_in, rabbitmq) as connection:
         channel = connection.channel()
@@ -214,7 +216,7 @@ def test_pipelined_confirms_work_for_many_messages(rabbitmq: RabbitMQNode) -> No
         assert got == [b"%d" % number for number in range(count)]
 
 
-def test_pipelined_messages_survive_lost_connections_in_order_and_copies_are_marked(rabbitmq: RabbitMQNode) -> None:
+def test_pipelined_messages_survive_lost_connections_and_copies_are_marked(rabbitmq: RabbitMQNode) -> None:
     cuts = rounds(10, least=3)
     with FaultProxy(rabbitmq.url) as proxy, original.BlockingConnection(original.URLParameters(rabbitmq.url)) as other:
         reader = other.channel()
@@ -225,7 +227,7 @@ def test_pipelined_messages_survive_lost_connections_in_order_and_copies_are_mar
             return int(reader.queue_declare(queue, passive=True).method.message_count)
 
         while lost <= cuts:
-            # The window is never full, so no publish waits for confirms that the proxy swallows.
+            # The window is never full, so no publish waits for confirms that the proxy drops.
             channel = drop_in.BlockingConnection(drop_in.URLParameters(f"{proxy.url}?capacity=100000")).channel()
             try:
                 channel.confirm_delivery(pipelined=True, republish=last)
@@ -235,7 +237,7 @@ def test_pipelined_messages_survive_lost_connections_in_order_and_copies_are_mar
                         channel.basic_publish("", queue, b"%d" % number)
                         number += 1
                     if any(each.bytes_to_broker > 50_000 for each in proxy.connections):
-                        # These arrive, and their confirms do not.
+                        # These messages arrive, but their confirms do not.
                         proxy.black_hole(direction="to_client")
                         channel.basic_publish("", queue, b"%d" % number)
                         number += 1
@@ -247,7 +249,7 @@ def test_pipelined_messages_survive_lost_connections_in_order_and_copies_are_mar
                 break
             except drop_in.exceptions.AMQPConnectionError:
                 lost += 1
-        # How many copies of each have no mark, in the order of the first copies.
+        # Number of unmarked copies of each message, in the order of the first copies.
         unmarked: Counter[int] = Counter()
         copies = depth()
         for _ in range(copies):

@@ -20,7 +20,7 @@ from tests.integration.producer.tools import Stopwatch
 
 pytestmark = pytest.mark.rabbitmq
 
-# Seconds that the drop-in waits, and after which a call that has not returned counts as one that hangs.
+# Maximum seconds of a wait of the drop-in, and seconds after which a call counts as hanging.
 WAIT = 0.5
 HANGS = 3 * WAIT
 PATIENCE = 100.0
@@ -32,7 +32,7 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 @all_scenarios
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(
+def test_the_drop_in_has_the_results_exceptions_and_order_of_callbacks_of_aio_pika(
     rabbitmq: RabbitMQNode, name: str, robust: bool
 ) -> None:
     ours = run(outcome(drop_in, rabbitmq.url, name, robust=robust))
@@ -40,7 +40,7 @@ def test_results_exceptions_and_the_order_of_callbacks_are_the_same(
 
 
 @pytest.mark.parametrize("module", [original, drop_in], ids=["aio-pika", "drop-in"])
-def test_a_secret_can_be_updated(rabbitmq: RabbitMQNode, module: Any) -> None:
+def test_update_secret_works_with_aio_pika_and_with_the_drop_in(rabbitmq: RabbitMQNode, module: Any) -> None:
     async def main() -> None:
         async with await module.connect(rabbitmq.url) as connection:
             ok = await connection.update_secret("guest", reason="time", timeout=PATIENCE)
@@ -66,7 +66,7 @@ async def on_thread(call: Callable[[], Any]) -> None:
 
 
 class Program:
-    """Publishes. The same for both, but for the module."""
+    """A program that publishes. It is the same for aio-pika and the drop-in, except for the module."""
 
     def __init__(self, module: Any, *, confirms: bool, body: bytes = b"") -> None:
         self.module = module
@@ -91,7 +91,7 @@ class Program:
 
 
 async def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
-    """The next so many messages, and that there are no more."""
+    """Get `count` messages, check that the queue is empty, and return the bodies."""
     found: list[bytes] = []
     async with await original.connect(node.url) as connection:
         channel = await connection.channel()
@@ -107,7 +107,7 @@ async def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_not_with_the_drop_in(
+def test_during_a_memory_alarm_a_publish_with_confirms_hangs_in_aio_pika_and_raises_in_the_drop_in(
     alarmed: RabbitMQNode,
 ) -> None:
     async def main() -> None:
@@ -120,7 +120,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_
         with Stopwatch() as watch, pytest.raises(ConfirmTimeout) as late:
             await ours.publish()
         assert watch.kept(WAIT)
-        # It has made the broker say that it blocks the connection, which may take the broker longer than that.
+        # This message makes the broker block the connection. The broker may send its notice after the deadline.
         await soon(lambda: ours.channel.flow_state.flowed, timeout=PATIENCE)
         (hold,) = ours.channel.flow_state.holds
         assert hold.kind is HoldKind.CONNECTION_BLOCKED
@@ -129,7 +129,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_
             await ours.publish()
         assert watch.kept(WAIT)
         assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
-        # It may wait for as long as its caller says.
+        # This publish waits for as long as its timeout permits.
         waiting = asyncio.ensure_future(
             ours.channel.default_exchange.publish(drop_in.Message(b"patient"), "orders", timeout=PATIENCE)
         )
@@ -142,7 +142,7 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_
         await ours.run(2)
         for program in theirs, ours:
             await program.connection.close()
-        # What was unknown has arrived, what was refused has not.
+        # The message with an unknown outcome has arrived. The message that was not sent has not.
         of_theirs, of_ours = [0, 1, 2], [0, 1, 1, 2]
         expected = [b"%06d" % number for number in of_theirs + of_ours] + [b"patient"]
         assert sorted(await bodies(alarmed, 8)) == sorted(expected)
@@ -151,17 +151,19 @@ def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_
 
 
 @pytest.mark.slow
-def test_during_a_memory_alarm_publishing_without_confirms_raises_in_time(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_a_publish_without_confirms_hangs_in_aio_pika_and_raises_in_the_drop_in(
+    alarmed: RabbitMQNode,
+) -> None:
     async def main() -> None:
         body = bytes(100_000)
         theirs, ours = (Program(module, confirms=False, body=body) for module in (original, drop_in))
         for program in theirs, ours:
             await program.begin(alarmed)
         await on_thread(alarmed.raise_memory_alarm)
-        # Until the broker says that it blocks the connection, which it does once this has published.
+        # The broker blocks the connection after a first publish, so publish until its notice arrives.
         with pytest.raises((ConfirmTimeout, FlowControlTimeout)) as caught:
             await ours.run(1000)
-        # A part of the message that fills the socket may have left, and then the rest follows.
+        # The message that fills the socket may be partly written. Then its rest is sent later.
         begun = isinstance(caught.value, ConfirmTimeout)
         held_by = [hold.kind for hold in caught.value.holds] if isinstance(caught.value, FlowControlTimeout) else []
         assert begun or HoldKind.CONNECTION_BLOCKED in held_by
@@ -169,7 +171,7 @@ def test_during_a_memory_alarm_publishing_without_confirms_raises_in_time(alarme
         hanging = asyncio.ensure_future(theirs.run(1000))
         done, _ = await asyncio.wait((hanging,), timeout=HANGS)
         assert not done, "aio-pika hangs"
-        # If ours heard of it so late that its socket was full as well, some more may wait in ours.
+        # If the notice came so late that our socket was also full, our socket may contain some more messages.
         if not begun and HoldKind.TRANSPORT not in held_by:
             await soon(lambda: theirs.published >= ours.published, timeout=PATIENCE)
         await on_thread(alarmed.clear_memory_alarm)
@@ -197,7 +199,7 @@ async def soon_depth(node: RabbitMQNode, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["connect", "connect_robust"])
-def test_during_a_memory_alarm_with_blocks_can_be_left_in_time(alarmed: RabbitMQNode, kind: str) -> None:
+def test_during_a_memory_alarm_an_error_leaves_the_async_with_block_in_time(alarmed: RabbitMQNode, kind: str) -> None:
     async def main() -> None:
         url = f"{alarmed.url}?max_producer_flow_control_wait={WAIT}"
         async with await getattr(drop_in, kind)(url) as connection, connection.channel() as channel:
@@ -207,16 +209,16 @@ def test_during_a_memory_alarm_with_blocks_can_be_left_in_time(alarmed: RabbitMQ
                 with suppress(ConfirmTimeout):
                     await channel.default_exchange.publish(drop_in.Message(b""), "orders")
 
-    # The alarm does not end.
+    # The alarm continues at the end of the block.
     with pytest.raises(FlowControlTimeout):
         run(main())
     alarmed.clear_memory_alarm()
 
 
 @pytest.mark.slow
-def test_a_robust_channel_waits_until_a_crashed_node_is_back(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_publish_on_a_robust_channel_waits_until_a_killed_node_runs_again(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
-        # It waits for a whole node to start.
+        # The publish waits until a node has started, which takes long.
         url = f"{own_rabbitmq.url}?reconnect_interval=1&max_producer_flow_control_wait={4 * PATIENCE}&capacity=1"
         async with await drop_in.connect_robust(url) as connection:
             channel = await connection.channel()

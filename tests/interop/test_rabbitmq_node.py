@@ -48,14 +48,14 @@ def pump(connection: pika.BlockingConnection, until: Callable[[], object], timeo
 
 @pytest.fixture
 def open_folder(rabbitmq: RabbitMQNode) -> Iterator[Path]:
-    """A temporary folder that the account of a node can reach, as pytest's own cannot be when root runs the tests."""
+    """A temporary folder that a node's account can enter. It cannot enter pytest's folders if root runs the tests."""
     with tempfile.TemporaryDirectory(prefix="qflow-tests-", dir=rabbitmq.directory.parent) as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 @pytest.mark.rabbitmq
-def test_a_node_accepts_a_message_and_delivers_it(rabbitmq: RabbitMQNode) -> None:
+def test_a_RabbitMQ_node_accepts_a_message_and_delivers_it(rabbitmq: RabbitMQNode) -> None:
     assert rabbitmq.running
     with connected(rabbitmq) as connection:
         channel = confirming_channel(connection)
@@ -66,30 +66,32 @@ def test_a_node_accepts_a_message_and_delivers_it(rabbitmq: RabbitMQNode) -> Non
 
 
 @pytest.mark.rabbitmq
-def test_ctl_returns_the_output_of_the_command(rabbitmq: RabbitMQNode) -> None:
+def test_ctl_returns_the_output_of_the_rabbitmqctl_command(rabbitmq: RabbitMQNode) -> None:
     assert rabbitmq.ctl("eval", "1 + 1.") == "2"
 
 
 @pytest.mark.rabbitmq
-def test_a_failed_ctl_reports_the_command_and_its_error_output(rabbitmq: RabbitMQNode) -> None:
+def test_the_error_of_a_failed_ctl_contains_the_command_and_its_error_output(rabbitmq: RabbitMQNode) -> None:
     with pytest.raises(RabbitMQError, match=r"rabbitmqctl delete_queue nosuch failed with exit code \d+:\s+\S"):
         rabbitmq.ctl("delete_queue", "nosuch")
 
 
 @pytest.mark.rabbitmq
-def test_expressions_are_evaluated_and_their_errors_are_reported(
+def test_evaluate_returns_the_value_of_an_Erlang_expression_or_raises_its_error(
     rabbitmq: RabbitMQNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RabbitMQError, match=r"rabbitmqctl eval lists:nosuch\(\)\. failed with exit code \d+:\s+\S"):
         rabbitmq.evaluate("lists:nosuch().")
-    # Where it is not installed, the answer is the same.
+    # Without erl_call the answer is the same.
     for erl_call in (rabbitmq._tools.erl_call, None):
         monkeypatch.setattr(rabbitmq, "_tools", replace(rabbitmq._tools, erl_call=erl_call))
         assert rabbitmq.evaluate("X = 1, {X + 1,\ntwo}.").replace(" ", "") == "{2,two}"
 
 
 @pytest.mark.rabbitmq
-def test_both_evaluations_together_have_one_deadline(rabbitmq: RabbitMQNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_has_one_deadline_for_erl_call_and_rabbitmqctl_together(
+    rabbitmq: RabbitMQNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     given = []
 
@@ -117,7 +119,7 @@ def test_starting_a_running_node_does_nothing(rabbitmq: RabbitMQNode) -> None:
 
 
 @pytest.mark.rabbitmq
-def test_a_memory_alarm_blocks_publishers_and_its_end_unblocks_them(rabbitmq: RabbitMQNode) -> None:
+def test_a_memory_alarm_blocks_publishers_and_the_end_of_the_alarm_unblocks_them(rabbitmq: RabbitMQNode) -> None:
     seen: list[str] = []
     with connected(rabbitmq) as connection:
         connection.add_on_connection_blocked_callback(lambda _connection, frame: seen.append(frame.method.reason))
@@ -126,7 +128,7 @@ def test_a_memory_alarm_blocks_publishers_and_its_end_unblocks_them(rabbitmq: Ra
         queue = channel.queue_declare("", exclusive=True).method.queue
         rabbitmq.raise_memory_alarm()
         try:
-            # RabbitMQ blocks a connection once it publishes, and this one message is then in flight.
+            # RabbitMQ blocks a connection after the connection publishes. This message is then in flight.
             channel.basic_publish("", queue, b"held back")
             pump(connection, until=lambda: len(seen) == 1)
             assert seen == ["low on memory"]
@@ -138,7 +140,7 @@ def test_a_memory_alarm_blocks_publishers_and_its_end_unblocks_them(rabbitmq: Ra
 
 
 @pytest.mark.rabbitmq
-def test_a_paused_node_keeps_connections_and_does_not_answer_until_resumed(rabbitmq: RabbitMQNode) -> None:
+def test_a_paused_node_accepts_connections_and_answers_only_after_it_is_resumed(rabbitmq: RabbitMQNode) -> None:
     rabbitmq.pause()
     try:
         with socket.create_connection(("127.0.0.1", rabbitmq.port), timeout=5.0) as connection:
@@ -155,7 +157,7 @@ def test_a_paused_node_keeps_connections_and_does_not_answer_until_resumed(rabbi
 
 
 @pytest.mark.rabbitmq
-def test_a_durable_queue_and_its_persistent_message_survive_a_crash(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_durable_queue_and_a_persistent_message_survive_a_kill_of_the_node(own_rabbitmq: RabbitMQNode) -> None:
     with connected(own_rabbitmq) as connection:
         channel = confirming_channel(connection)
         channel.queue_declare("survivor", durable=True)
@@ -174,7 +176,9 @@ def test_a_durable_queue_and_its_persistent_message_survive_a_crash(own_rabbitmq
 
 
 @pytest.mark.rabbitmq
-def test_nodes_on_one_machine_do_not_share_alarms_or_stops_and_close_removes_the_folder(rabbitmq: RabbitMQNode) -> None:
+def test_nodes_on_one_machine_share_no_alarms_and_the_end_of_a_node_removes_only_its_folder(
+    rabbitmq: RabbitMQNode,
+) -> None:
     with RabbitMQNode() as node:
         node.raise_memory_alarm()
         assert "memory" in node.evaluate("rabbit_alarm:get_alarms().")
@@ -185,10 +189,10 @@ def test_nodes_on_one_machine_do_not_share_alarms_or_stops_and_close_removes_the
 
 
 @pytest.mark.rabbitmq
-def test_a_node_that_cannot_start_reports_the_text_of_its_log(rabbitmq: RabbitMQNode) -> None:
+def test_the_error_of_a_node_that_cannot_start_contains_the_text_of_its_log(rabbitmq: RabbitMQNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = RabbitMQNode()
-        # A node needs this port first.
+        # A node first listens on this port.
         node._distribution_port = port = taken.getsockname()[1]
         try:
             with pytest.raises(RabbitMQError, match=rf"(?s)as it started:.*dist_port_already_used,{port}"):
@@ -199,7 +203,7 @@ def test_a_node_that_cannot_start_reports_the_text_of_its_log(rabbitmq: RabbitMQ
 
 
 @pytest.mark.rabbitmq
-def test_a_folder_passed_by_the_caller_is_kept_and_a_later_node_finds_its_data_even_if_the_first_was_paused(
+def test_a_second_node_in_the_same_folder_has_the_data_even_if_the_first_node_was_paused(
     open_folder: Path,
 ) -> None:
     with RabbitMQNode(open_folder / "node") as first:
@@ -216,7 +220,9 @@ def test_a_folder_passed_by_the_caller_is_kept_and_a_later_node_finds_its_data_e
 
 @pytest.mark.rabbitmq
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root hands a folder over to another user")
-def test_a_folder_that_the_rabbitmq_user_cannot_read_is_refused(rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+def test_a_node_does_not_start_in_a_folder_that_the_user_rabbitmq_cannot_enter(
+    rabbitmq: RabbitMQNode, tmp_path: Path
+) -> None:
     tmp_path.chmod(0o700)
     node = RabbitMQNode(tmp_path / "node")
     with pytest.raises(RabbitMQError, match="cannot be entered by user rabbitmq"):

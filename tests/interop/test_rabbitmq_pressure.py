@@ -31,10 +31,10 @@ from tests.interop.contract.providers import PATIENCE, Inbox, version_of
 from tests.interop.contract.test_contract import WAIT, body, send_until_held
 from tests.interop.test_rabbitmq_producer import wait_free_of
 
-# The first of them starts the container.
+# The first test starts the container.
 pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(400)]
 
-# The producers of the example in C6, and a queue for them.
+# The capacities of the producers in the example of C6, and the maximum length of the queue.
 MAXIMUM = 100
 CAPACITIES = (50, 15)
 
@@ -48,7 +48,7 @@ def inbox(each_rabbitmq: RabbitMQ) -> Iterator[Inbox]:
 
 @contextmanager
 def standing_still(node: RabbitMQ, queue: str) -> Iterator[None]:
-    """A queue takes nothing meanwhile, as one that is far slower than its producers."""
+    """Suspend a queue during the block. It then accepts nothing, like a queue that is far slower than its producers."""
 
     def tell(verb: str) -> None:
         found = f'{{ok, Queue}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>))'
@@ -62,7 +62,7 @@ def standing_still(node: RabbitMQ, queue: str) -> Iterator[None]:
 
 
 def holds_of(producer: Any) -> set[HoldKind]:
-    """The kinds of the holds that have been on a producer."""
+    """Return the kinds of all holds that a producer has had."""
     return {kind for kind, seconds in producer.flow_state.seconds_flowed.items() if seconds}
 
 
@@ -85,7 +85,7 @@ def test_A4_during_a_disk_alarm_the_first_send_returns_and_every_call_keeps_its_
                 first[name] = producer.send(b"first")
                 assert not first[name].wait(WAIT)
                 admitted[name] = send_until_held(producer, HoldKind.CONNECTION_BLOCKED, {})
-                # A channel of aio-pika's has nothing like it.
+                # A channel of aio-pika has no method like `flush`.
                 if name != "aio-pika drop-in":
                     with pytest.raises(ConfirmTimeout):
                         producer.flush(timeout=WAIT)
@@ -100,7 +100,7 @@ def test_A4_during_a_disk_alarm_the_first_send_returns_and_every_call_keeps_its_
 
 
 @pytest.mark.parametrize(("queue_type", "producer"), [("classic", "Producer"), ("quorum", "AsyncProducer")])
-def test_J8_during_credit_flow_of_RabbitMQ_a_capacity_or_socket_hold_begins_and_no_message_is_lost(
+def test_J8_during_credit_flow_of_RabbitMQ_a_capacity_or_transport_hold_begins_and_no_message_is_lost(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, producer: str
 ) -> None:
     make = PRODUCERS[producer]
@@ -116,10 +116,10 @@ def test_J8_during_credit_flow_of_RabbitMQ_a_capacity_or_socket_hold_begins_and_
                 small.send(b"never sent", timeout=WAIT)
             assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
             assert small.unsettled == 50
-            # RabbitMQ has no word for it: it takes some hundred messages, and then leaves the socket full.
+            # RabbitMQ does not announce credit flow. It reads some hundred messages, and then leaves the socket full.
             admitted = send_until_held(large, HoldKind.TRANSPORT, {}, lambda number: body(number) * 20)
             end = time.monotonic() + PATIENCE
-            # The socket of a node that is only slow is full, too, and takes more later.
+            # The socket of a slow node may be full without credit flow, so send until credit flow is reported.
             while "{state, flow}" not in each_rabbitmq.evaluate("rabbit_networking:connection_info_all([state])."):
                 assert time.monotonic() < end, "there is no credit flow"
                 admitted += send_until_held(large, HoldKind.TRANSPORT, {}, lambda number: body(number) * 20)
@@ -133,7 +133,7 @@ def test_J8_during_credit_flow_of_RabbitMQ_a_capacity_or_socket_hold_begins_and_
     assert [each for each in arrived if not each.startswith(marker)] == admitted
 
 
-def test_J8_the_window_holds_persistent_messages_that_arrive_faster_than_a_quorum_queue_writes(
+def test_J8_the_window_holds_a_producer_that_sends_faster_than_a_quorum_queue_writes(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     count, capacity = 5_000, 200
@@ -147,7 +147,7 @@ def test_J8_the_window_holds_persistent_messages_that_arrive_faster_than_a_quoru
     assert inbox.bodies(queue, count) == [body(number) for number in range(count)]
 
 
-def test_A4_with_a_paused_container_a_send_still_keeps_its_deadline(
+def test_A4_while_RabbitMQ_in_a_container_is_paused_a_send_keeps_its_deadline(
     session_container: Callable[[str], RabbitMQNode | RabbitMQContainer],
 ) -> None:
     node = session_container("4")
@@ -167,7 +167,7 @@ def test_A4_with_a_paused_container_a_send_still_keeps_its_deadline(
         producer.flush(timeout=PATIENCE)
 
 
-def test_a_stopped_container_that_restarts_has_all_messages(
+def test_after_a_stop_and_a_start_of_RabbitMQ_in_a_container_the_queue_has_all_messages(
     session_container: Callable[[str], RabbitMQ],
 ) -> None:
     node = session_container("4")
@@ -198,7 +198,7 @@ def test_a_stopped_container_that_restarts_has_all_messages(
         producer.flush(timeout=PATIENCE)
     with closing(Inbox(node.url)) as inbox:
         taken = inbox.take(queue, inbox.depth(queue))
-    # What was sent twice says so.
+    # Second copies are marked.
     unmarked = [int(content) for properties, content in taken if REPUBLISHED not in (properties.headers or {})]
     assert len(set(unmarked)) == len(unmarked)
     assert list(dict.fromkeys(int(content) for _, content in taken)) == list(range(sent))
@@ -207,7 +207,7 @@ def test_a_stopped_container_that_restarts_has_all_messages(
 
 
 def fill(producers: list[Producer], queue: str) -> int:
-    """Send more than a queue takes with all of them at once, and return how many were confirmed."""
+    """Let all producers send more messages than the queue accepts, and return the number of confirmed messages."""
     began = threading.Barrier(len(producers))
     outcomes: list[Outcome | None] = []
 
@@ -229,7 +229,7 @@ def fill(producers: list[Producer], queue: str) -> int:
 
 
 @pytest.mark.parametrize(("queue_type", "beyond"), [("classic", 0), ("quorum", sum(CAPACITIES))])
-def test_C6_a_classic_queue_keeps_its_maximum_and_a_quorum_queue_exceeds_it_by_at_most_the_capacities(
+def test_C6_a_classic_queue_never_exceeds_x_max_length_and_a_quorum_queue_at_most_by_the_capacities(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, beyond: int
 ) -> None:
     arguments = {"x-queue-type": queue_type, "x-max-length": MAXIMUM, "x-overflow": "reject-publish"}
@@ -240,13 +240,13 @@ def test_C6_a_classic_queue_keeps_its_maximum_and_a_quorum_queue_exceeds_it_by_a
         ]
         for _ in range(20):
             queue = inbox.declare(arguments, durable=True)
-            # Nobody takes any: what is there in the end is the most that was there.
+            # No consumer removes messages, so the final depth is the peak depth.
             peak = fill(producers, queue)
             assert MAXIMUM <= peak <= MAXIMUM + beyond
             inbox.wait_depth(queue, peak)
 
 
-def test_a_full_quorum_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
+def test_messages_that_a_full_quorum_queue_nacks_are_retried_until_the_queue_has_all_of_them(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     arguments = {"x-queue-type": "quorum", "x-max-length": 10, "x-overflow": "reject-publish"}
@@ -259,13 +259,13 @@ def test_a_full_quorum_queue_that_nacks_messages_gets_all_of_them_when_it_is_emp
         )
         sending.start()
         wait_held(producer, HoldKind.REFUSED)
-        # What was nacked is not in the queue, and what is tried again comes when it may.
+        # Nacked messages are not in the queue. The producer retries them, and each arrives exactly once.
         assert sorted(map(int, inbox.bodies(queue, count))) == list(range(count))
         sending.join(PATIENCE)
         producer.flush(timeout=PATIENCE)
 
 
-def test_RabbitMQ_3_10_accepts_a_message_above_16_MiB_and_4_0_rejects_it_without_affecting_others(
+def test_RabbitMQ_3_10_accepts_a_message_above_16_MiB_and_RabbitMQ_4_0_rejects_only_this_message(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

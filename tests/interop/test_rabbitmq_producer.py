@@ -36,11 +36,11 @@ from tests.integration.producer.tools import Stopwatch, eventually, wait_closed,
 
 pytestmark = pytest.mark.rabbitmq
 
-# Far more than anything takes on a busy machine.
+# Maximum seconds of any wait. Even a busy machine needs far less.
 PATIENCE = 200.0
-# Several times the heartbeat interval of the tests that need it, which is 2 s.
+# Seconds of load in the heartbeat tests. This is several times their heartbeat interval of 2 s.
 SECONDS_OF_LOAD = 30 if EFFORT == "nightly" else 7
-# As many messages are load, however slow the machine is.
+# Minimum number of messages in the heartbeat tests, even on a slow machine.
 ENOUGH_FOR_LOAD = SECONDS_OF_LOAD * 50
 
 
@@ -60,7 +60,7 @@ def queue(channel: BlockingChannel) -> Iterator[str]:
 
 
 def drain(channel: BlockingChannel, queue: str, count: int) -> list[bytes]:
-    """The bodies of the next so many messages, and a check that there are no more."""
+    """Consume `count` messages, check that the queue is empty, and return the bodies."""
     bodies: list[bytes] = []
     for _method, _properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=PATIENCE):
         assert body is not None, f"{len(bodies)} of {count} messages came"
@@ -72,7 +72,7 @@ def drain(channel: BlockingChannel, queue: str, count: int) -> list[bytes]:
 
 
 def wait_held(producer: Producer, kind: HoldKind, timeout: float = PATIENCE) -> None:
-    """Wait on flow events until a hold is there."""
+    """Wait for flow events until the producer has a hold."""
     arrived = threading.Event()
     unsubscribe = producer.on_flow(lambda event: arrived.set() if any(h.kind == kind for h in event.holds) else None)
     if not any(hold.kind == kind for hold in producer.flow_state.holds):
@@ -81,7 +81,7 @@ def wait_held(producer: Producer, kind: HoldKind, timeout: float = PATIENCE) -> 
 
 
 def wait_free_of(producer: Producer, kind: HoldKind, timeout: float = PATIENCE) -> None:
-    """Wait on flow events until a hold is gone."""
+    """Wait for flow events until the producer has the hold no longer."""
     gone = threading.Event()
     unsubscribe = producer.on_flow(lambda event: None if any(h.kind == kind for h in event.holds) else gone.set())
     if any(hold.kind == kind for hold in producer.flow_state.holds):
@@ -89,14 +89,14 @@ def wait_free_of(producer: Producer, kind: HoldKind, timeout: float = PATIENCE) 
     unsubscribe()
 
 
-def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_the_producer_waits_and_no_message_is_lost(own_rabbitmq: RabbitMQNode) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(own_rabbitmq.url))
     channel = connection.channel()
     channel.queue_declare("orders")
     with Producer(own_rabbitmq.url, routing_key="orders") as producer:
         producer.send(b"before").result(PATIENCE)
         own_rabbitmq.raise_memory_alarm()
-        # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
+        # RabbitMQ blocks a connection when it publishes. This message is admitted, but not confirmed.
         first = producer.send(b"first under the alarm")
         wait_held(producer, HoldKind.CONNECTION_BLOCKED)
         assert "memory" in producer.flow_state.holds[0].detail
@@ -129,13 +129,15 @@ def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: Rab
     connection.close()
 
 
-def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own_rabbitmq: RabbitMQNode) -> None:
+def test_closing_during_a_memory_alarm_ends_in_time_and_the_error_contains_the_messages(
+    own_rabbitmq: RabbitMQNode,
+) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="orders", mandatory=False)
     producer.send(b"before").result(PATIENCE)
     own_rabbitmq.raise_memory_alarm()
     producer.send(b"in flight")
     wait_held(producer, HoldKind.CONNECTION_BLOCKED)
-    # The alarm does not end.
+    # The alarm continues during the close.
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.5)
     assert watch.within(3)
@@ -144,10 +146,10 @@ def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own
 
 
 @pytest.mark.slow
-def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(
+def test_a_connection_with_a_heartbeat_of_2_seconds_stays_open_under_load(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
 ) -> None:
-    # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from pika.
+    # RabbitMQ sends no heartbeats while it sends confirms, and the producer does not pass these confirms to pika.
     with Producer(f"{rabbitmq.url}?heartbeat=2", routing_key=queue, rate=1000, mandatory=False) as producer:
         before = producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED)
         until = time.monotonic() + SECONDS_OF_LOAD
@@ -156,12 +158,12 @@ def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(
             producer.send(b"x" * 100, timeout=PATIENCE)
             sent += 1
         producer.flush(timeout=PATIENCE)
-        # It is the same connection: the producer would have come back on another one.
+        # The producer did not reconnect.
         assert producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED) == before
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
-def test_a_missing_exchange_rejects_the_lone_message_with_the_text_of_the_broker(rabbitmq: RabbitMQNode) -> None:
+def test_a_message_to_a_missing_exchange_is_rejected_with_the_text_of_the_broker(rabbitmq: RabbitMQNode) -> None:
     with Producer(rabbitmq.url) as producer:
         receipt = producer.send(b"x", exchange="no such exchange")
         with pytest.raises(MessageRejected, match=r"404.*no such exchange") as caught:
@@ -171,7 +173,7 @@ def test_a_missing_exchange_rejects_the_lone_message_with_the_text_of_the_broker
             producer.send(b"y", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_eight_threads_lose_nothing_and_keep_their_order(
+def test_eight_threads_that_publish_lose_no_message_and_keep_the_order_of_each_thread(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
 ) -> None:
     count = rounds(1000)
@@ -213,12 +215,12 @@ def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: R
 
 
 def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
-    """Every number from 0 is in the queue, first copies in order and all others marked."""
+    """Check that the queue has every number from 0, with the first copies in order and all other copies marked."""
     connection = pika.BlockingConnection(pika.URLParameters(url))
     channel = connection.channel()
-    # In the order in which they came.
+    # The numbers in the order of arrival.
     seen: dict[int, None] = {}
-    # All were confirmed.
+    # All messages were confirmed, so the queue has all of them.
     count_there = channel.queue_declare(queue, passive=True).method.message_count
     for _method, properties, body in islice(
         channel.consume(queue, auto_ack=True, inactivity_timeout=PATIENCE), count_there
@@ -233,7 +235,7 @@ def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
     assert list(seen) == list(range(count))
 
 
-def test_a_full_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
+def test_messages_that_a_full_queue_nacks_are_retried_until_the_queue_has_got_all_of_them(
     rabbitmq: RabbitMQNode, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -243,7 +245,7 @@ def test_a_full_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
     ) as producer:
         receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(15)]
         wait_held(producer, HoldKind.REFUSED)
-        # All that was written is answered. One that came after room was made would overtake those that were refused.
+        # Wait until all messages are answered. A later message would overtake the refused messages.
         eventually(lambda: producer.in_flight == 0, timeout=PATIENCE)
         seen: list[int] = []
         for _method, _properties, body in channel.consume(name, auto_ack=True, inactivity_timeout=PATIENCE):
@@ -258,7 +260,7 @@ def test_a_full_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
 
 
 @pytest.mark.slow
-def test_a_node_killed_twice_has_all_messages_after_a_restart(own_rabbitmq: RabbitMQNode) -> None:
+def test_after_two_kills_and_restarts_of_the_node_the_queue_has_all_messages(own_rabbitmq: RabbitMQNode) -> None:
     sent, begun, enough = 0, threading.Event(), threading.Event()
 
     def send() -> None:
@@ -307,7 +309,7 @@ def test_a_wrong_password_after_a_lost_connection_ends_the_producer_immediately(
         [rabbit_networking:close_connection(Each, "moving on") || Each <- rabbit_networking:connections()].
         """
     )
-    # The hold `disconnected` may be gone before it could be seen.
+    # Do not wait for the hold `disconnected`, because it may be very short.
     wait_closed(producer)
     with pytest.raises(ProducerClosed, match=r"320 .*connecting is not possible: .*ACCESS_REFUSED"):
         producer.send(b"", timeout=PATIENCE)
@@ -315,7 +317,7 @@ def test_a_wrong_password_after_a_lost_connection_ends_the_producer_immediately(
         producer.close()
 
 
-def test_with_a_paused_broker_a_send_still_keeps_its_deadline(own_rabbitmq: RabbitMQNode) -> None:
+def test_while_the_node_is_paused_a_send_keeps_its_deadline(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False, capacity=50)
     producer.send(b"before").result(PATIENCE)
     own_rabbitmq.pause()
@@ -333,7 +335,7 @@ def test_with_a_paused_broker_a_send_still_keeps_its_deadline(own_rabbitmq: Rabb
 
 
 @pytest.mark.parametrize("kind", [Producer, AsyncProducer])
-def test_a_secret_can_be_replaced_on_an_open_connection(
+def test_credentials_are_renewed_on_an_open_connection(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.credentials._PART", 0.01)

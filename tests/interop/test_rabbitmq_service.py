@@ -19,7 +19,7 @@ from tests.integration.recipes.services import Service, running, write_programs
 
 pytestmark = pytest.mark.rabbitmq
 
-# Seconds: for which a send in the service waits, its producer's limit for closing, and the limit for its process.
+# Maximum seconds of a send in the service, of closing its producer, and of the end of its process.
 SEND_TIMEOUT = 0.5
 CLOSE_TIMEOUT = 1.0
 ENDS_WITHIN = 8.0
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 
 class Orders:
-    """The queue of the service. It keeps the ids that it has taken from there."""
+    """The queue of the service, and the ids of all orders that were got from this queue."""
 
     def __init__(self, url: str) -> None:
         self._connection = pika.BlockingConnection(pika.URLParameters(url))
@@ -37,7 +37,7 @@ class Orders:
         self._connection.channel().queue_delete("orders")
 
     def arrived(self) -> set[str]:
-        """Return the ids of the orders that have arrived so far; the queue may not exist yet."""
+        """Return the ids of the orders that have arrived so far. The queue may not exist yet."""
         channel = self._connection.channel()
         with suppress(ChannelClosedByBroker):
             for _, properties, _ in iter(lambda: channel.basic_get("orders", auto_ack=True), (None, None, None)):
@@ -58,7 +58,7 @@ def orders(rabbitmq: RabbitMQNode) -> Iterator[Orders]:
 
 
 def refused_in_time(service: Service) -> bool:
-    """Return whether the service refuses an order; it may take one that nothing holds yet."""
+    """Return whether the service refuses an order. It may accept an order if its producer has no hold yet."""
     with Stopwatch() as watch:
         answer = service.order()
     assert answer in [(503, "5"), (202, None)]
@@ -66,7 +66,7 @@ def refused_in_time(service: Service) -> bool:
     return answer[0] == 503
 
 
-def test_E12_during_a_memory_alarm_a_service_refuses_in_time_ends_in_time_and_loses_nothing(
+def test_E12_during_a_memory_alarm_a_web_service_answers_503_in_time_ends_in_time_and_loses_no_order(
     rabbitmq: RabbitMQNode, orders: Orders, tmp_path: Path
 ) -> None:
     write_programs(tmp_path)
@@ -77,13 +77,13 @@ def test_E12_during_a_memory_alarm_a_service_refuses_in_time_ends_in_time_and_lo
     service = Service(http)
     with running(tmp_path, amqp, "-m", "uvicorn", "shop:app", "--port", str(http), QFLOW_OUTBOX=str(outbox)) as process:
         eventually(service.is_there, "the service", timeout=PATIENCE)
-        # Nothing listens on the port of its broker yet.
+        # No broker listens on the service's port yet.
         assert service.ask("/ready/")[:2] == (503, "5")
         assert refused_in_time(service)
         with FaultProxy(rabbitmq.url, port=amqp) as proxy:
             eventually(lambda: service.order()[0] == 202, "the broker is there", timeout=PATIENCE)
             eventually(lambda: orders.arrived() == set(service.accepted), timeout=PATIENCE)
-            # The broker comes back without its queue.
+            # The connection comes back, but the queue does not exist any more.
             orders.delete()
             proxy.cut()
             eventually(lambda: service.order()[0] == 202, "the connection is back", timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""Streams of RabbitMQ, which keep messages that were read."""
+"""Streams of RabbitMQ. A stream keeps messages after they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.interop.contract.producers import PRODUCERS
 from tests.interop.contract.providers import PATIENCE
 from tests.interop.contract.test_contract import body, if_it_has
 
-# The first of them starts the container.
+# The first test starts the container.
 pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(400)]
 
 COUNT = 500
@@ -34,7 +34,7 @@ def stream(each_rabbitmq: RabbitMQ) -> Iterator[str]:
 
 
 def read(url: str, stream: str, offset: int | str, count: int) -> list[tuple[int, bytes]]:
-    """The next so many messages from an offset on, each with its own."""
+    """Return `count` messages from an offset on, each with its offset."""
     found: list[tuple[int, bytes]] = []
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel: Any = connection.channel()
@@ -43,7 +43,7 @@ def read(url: str, stream: str, offset: int | str, count: int) -> list[tuple[int
         for method, properties, content in channel.consume(stream, arguments=arguments, inactivity_timeout=PATIENCE):
             assert method is not None, f"{len(found)} of {count} messages came"
             channel.basic_ack(method.delivery_tag)
-            # What is delivered begins with the chunk that has the offset.
+            # Deliveries begin with the chunk that contains the offset.
             if (at := properties.headers["x-stream-offset"]) >= (offset if isinstance(offset, int) else 0):
                 found.append((at, content))
             if len(found) == count:
@@ -53,7 +53,7 @@ def read(url: str, stream: str, offset: int | str, count: int) -> list[tuple[int
 
 
 @each_producer
-def test_confirmed_messages_are_in_the_stream_in_order_and_can_be_read_repeatedly_by_offset(
+def test_confirmed_messages_are_in_the_stream_in_order_and_can_be_read_again_from_any_offset(
     each_rabbitmq: RabbitMQ, stream: str, make: Callable[..., Any]
 ) -> None:
     with make(each_rabbitmq.url, routing_key=stream) as producer:

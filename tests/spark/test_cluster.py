@@ -14,14 +14,14 @@ from qflow_client.broker import Broker, BrokerMessage
 from tests.spark.cluster import Cluster, Program, bare_python, zipped
 from tests.spark.support import SlowConsumer, eventually, headers_of, when_stopped
 
-# It starts a cluster and, on it, drivers and executors, each a JVM: long enough for any machine.
+# The test starts a cluster with drivers and executors, each with a JVM. This takes long on a slow machine.
 pytestmark = pytest.mark.timeout(1200)
 PATIENCE = 500.0
 
 # Slots of all workers.
 SLOTS = 4
 
-# Two jobs of one program, each with a broker of its own: a cluster, a driver and its executors are dear to start.
+# One program runs two jobs, each with its own broker, because a cluster, a driver and executors take long to start.
 PROGRAM = """
 import sys
 import qflow_client
@@ -56,7 +56,7 @@ spark.stop()
 
 
 ROWS, STOP, CAPACITY = 5000, 600, 300
-# Of the streaming query: of each file, and of the job.
+# The streaming query: lines of each file, number of batches, and capacity of the job.
 LINES, BATCHES, STREAM_CAPACITY = 200, 2, 80
 
 
@@ -68,7 +68,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_C6_two_workers_share_a_capacity_by_credits_and_a_killed_executor_loses_no_row(
+def test_C6_two_workers_keep_the_capacity_of_a_job_and_a_killed_executor_loses_no_row(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     package = zipped(tmp_path)
@@ -87,7 +87,7 @@ def test_C6_two_workers_share_a_capacity_by_credits_and_a_killed_executor_loses_
         survive_a_killed_executor(second, program, cluster)
         said = program.wait(PATIENCE)
         messages = second.messages("rows")
-    # Nothing but what was submitted.
+    # All processes use the submitted package.
     places = {line.removeprefix("package: ") for line in said.splitlines() if line.startswith("package: ")}
     assert places
     assert all(f"{package.name}/qflow_client/__init__.py" in place for place in places), places
@@ -100,18 +100,18 @@ def share_the_capacity(broker: Broker, program: Program) -> None:
     queue = broker.queue("rows")
     assert STOP < queue.peak_depth <= STOP + CAPACITY
     assert sorted(map(int, consumer.bodies)) == list(range(ROWS))
-    # The tasks give them back when all that they have sent is confirmed.
+    # The tasks return the credits when all their messages are confirmed.
     eventually(lambda: broker.queue("credits").depth == 256, timeout=PATIENCE)
 
 
 def survive_a_killed_executor(broker: Broker, program: Program, cluster: Cluster) -> None:
-    # Each task has sent its part of the capacity, and waits.
+    # Each task has sent its share of the capacity, and waits.
     eventually(lambda: broker.queue("rows").depth >= STREAM_CAPACITY or not program.runs, timeout=PATIENCE)
     assert program.runs, cluster.logs()
     assert broker.queue("rows").depth == STREAM_CAPACITY
     (executor,) = cluster.executors(0)
     os.kill(executor, signal.SIGKILL)
-    # The tasks that it had begin anew, and wait likewise.
+    # The tasks of the killed executor start again, send their share, and wait.
     eventually(lambda: broker.queue("rows").depth >= STREAM_CAPACITY * 3 // 2 or not program.runs, timeout=PATIENCE)
     assert program.runs, cluster.logs()
     broker.release_confirms()
@@ -124,8 +124,8 @@ def check_repeats(messages: Sequence[BrokerMessage]) -> None:
         name = message.properties.message_id
         bodies[name].add(message.body)
         unmarked[name] += headers_of(message.properties).get("x-qflow-republished") is not True
-    # Each row has an id, and no two rows the same.
+    # Each row has a unique id.
     assert sorted(int(body) for (body,) in bodies.values()) == list(range(LINES * SLOTS * BATCHES))
     assert len(messages) > len(bodies)
-    # Of what is there twice, all but one say so.
+    # All copies of a message except one are marked.
     assert max(unmarked.values()) == 1

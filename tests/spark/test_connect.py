@@ -15,7 +15,7 @@ from tests.spark.cluster import run_python
 if os.environ.get("QFLOW_REQUIRE_SPARK") != "1" and importlib.util.find_spec("grpc") is None:
     pytest.skip("Spark Connect needs grpcio: pip install 'pyspark[connect]'", allow_module_level=True)
 
-# The client is a process of its own: a session of the other kind is in this one.
+# The client runs in a separate process, because this process has a classic session.
 pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = """
@@ -57,7 +57,7 @@ spark.stop()
 """
 
 
-def test_sink_and_source_work_with_Spark_Connect(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_sink_and_the_source_work_with_Spark_Connect(spark: SparkSession, tmp_path: Path) -> None:
     server = f"sc://127.0.0.1:{spark.conf.get('spark.connect.grpc.binding.port')}"
     with Broker() as broker:
         broker.declare_queue("rows")

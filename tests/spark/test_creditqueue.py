@@ -27,13 +27,13 @@ from tests.spark.support import PATIENCE, SlowConsumer, eventually, in_backgroun
 
 SCHEMA = StructType().add("body", "string")
 CREDITS = "credits"
-#: A task waits for as long as the broker and the other tasks may take.
+#: Options for tasks that wait as long as the test. The broker and the other tasks may be slow.
 WAITS = {name: str(PATIENCE) for name in ("connectTimeout", "maxProducerFlowControlWait", "retryFor")}
 
 
 @pytest.fixture(params=["embedded", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A broker with the queue ``rows``, and without credits."""
+    """The URL of a broker that has an empty queue ``rows`` and no credits."""
     if request.param == "embedded":
         with Broker() as broker:
             broker.declare_queue("rows")
@@ -64,7 +64,7 @@ def options(url: str, **more: object) -> SinkOptions:
 
 
 def task(of: SinkOptions, partition: int, begin: int, end: int, *, step: int = 500) -> Any:
-    """What Spark runs in a task, on a thread."""
+    """Run on a thread what Spark runs in a task."""
     batches = [
         pa.RecordBatch.from_pydict({"body": [str(row) for row in range(at, min(at + step, end))]})
         for at in range(begin, end, step)
@@ -83,21 +83,23 @@ def tasks(of: SinkOptions, count: int, rows: int) -> list[Any]:
     + [pytest.param("rabbitmq", capacity, marks=pytest.mark.rabbitmq) for capacity in (5, 3000)],
     indirect=["url"],
 )
-def test_C6_each_row_is_sent_once_with_fewer_credits_or_more_credits_than_tasks(url: str, capacity: int) -> None:
+def test_C6_each_row_is_sent_once_with_any_number_of_credits_and_all_credits_are_returned(
+    url: str, capacity: int
+) -> None:
     of = options(url, capacity=capacity)
     prepare(of.producer, CREDITS)
     assert ready(url, CREDITS) == min(capacity, 256)
-    # Where there is one credit for eight tasks, each waits for its turn.
+    # With fewer credits than tasks, tasks wait for each other, so send fewer rows.
     rows = 50 if capacity < 8 else 1000
     for running in tasks(of, 8, rows):
         assert running.result(PATIENCE).rows == rows
     assert ready(url, "rows") == 8 * rows
-    # All of them are back.
+    # All credits are returned.
     eventually(lambda: ready(url, CREDITS) == min(capacity, 256))
     prepare(of.producer, CREDITS)
 
 
-def test_C6_the_depth_never_exceeds_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer() -> None:
+def test_C6_with_eight_tasks_the_depth_never_exceeds_the_stop_threshold_plus_the_capacity() -> None:
     rows, stop, capacity = rounds(2000, least=1000), 1000, 300
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
@@ -114,7 +116,7 @@ def test_C6_the_depth_never_exceeds_stop_plus_capacity_with_eight_tasks_and_a_sl
 
 
 @pytest.mark.rabbitmq
-def test_C6_on_RabbitMQ_the_depth_of_a_full_queue_never_exceeds_its_maximum_plus_the_capacity(
+def test_C6_on_RabbitMQ_the_depth_of_a_queue_never_exceeds_x_max_length_plus_the_capacity(
     node: RabbitMQNode,
 ) -> None:
     maximum, capacity, rows = 1000, 300, 500
@@ -130,7 +132,7 @@ def test_C6_on_RabbitMQ_the_depth_of_a_full_queue_never_exceeds_its_maximum_plus
     of = options(node.url, capacity=capacity)
     prepare(of.producer, CREDITS)
     peak = 0
-    # It takes nothing until the queue is full.
+    # The consumer consumes nothing until the queue is full.
     with SlowConsumer(node.url, "rows", lambda: peak >= maximum) as consumer:
         running = tasks(of, 8, rows)
         with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
@@ -145,7 +147,7 @@ def test_C6_on_RabbitMQ_the_depth_of_a_full_queue_never_exceeds_its_maximum_plus
     assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
 
 
-def test_C6_without_confirms_all_tasks_together_send_exactly_as_many_messages_as_the_capacity() -> None:
+def test_C6_while_confirms_are_withheld_all_tasks_together_send_exactly_the_capacity() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         broker.withhold_confirms()
@@ -153,7 +155,7 @@ def test_C6_without_confirms_all_tasks_together_send_exactly_as_many_messages_as
         prepare(of.producer, CREDITS)
         running = tasks(of, 8, 1000)
         broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=PATIENCE)
-        # One that waits says so, and is counted among them.
+        # A waiting task also consumes the second queue, and so is counted.
         broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=PATIENCE)
         assert broker.queue("rows").peak_depth == 100
         assert broker.queue(CREDITS).depth == 100
@@ -165,7 +167,7 @@ def test_C6_without_confirms_all_tasks_together_send_exactly_as_many_messages_as
         assert broker.queue("rows").depth == 8000
 
 
-def test_a_task_that_waits_for_its_next_batch_holds_no_credit_that_other_tasks_need() -> None:
+def test_a_task_that_waits_for_rows_from_Spark_returns_its_credits_to_other_tasks() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=1)
@@ -177,7 +179,7 @@ def test_a_task_that_waits_for_its_next_batch_holds_no_credit_that_other_tasks_n
             batches_until(broker, 21),
             Task(job="job", partition=0),
         )
-        # The one credit that there is comes to the second task, while the first waits for what Spark has yet to make.
+        # The second task gets the only credit while the first task waits for its next batch from Spark.
         assert task(of, 1, 0, 10).result(PATIENCE).rows == 10
         assert first.result(PATIENCE).rows == 12
 
@@ -188,7 +190,7 @@ def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"body": ["last"]})
 
 
-def test_the_error_for_invalid_options_names_the_option() -> None:
+def test_the_error_for_an_option_that_creditQueue_excludes_names_the_option() -> None:
     url = "amqp://127.0.0.1:1/"
     with pytest.raises(SettingsError, match=r"capacityPerTask=3 and creditQueue='credits': .*; leave capacityPerTask"):
         options(url, capacityPerTask=3)
@@ -196,28 +198,30 @@ def test_the_error_for_invalid_options_names_the_option() -> None:
         options(url, capacity="auto")
     with pytest.raises(SettingsError, match="rate is for the whole job"):
         options(url, rate=10)
-    # Nobody need know how many tasks there are, nor need there be a message for each.
+    # With credits, the number of tasks need not be known, and may be higher than the capacity.
     assert options(url, capacity=1).producer.capacity == 1
 
 
-def test_a_capacity_that_differs_from_that_of_the_credits_is_refused(url: str) -> None:
+def test_a_capacity_that_differs_from_the_sum_of_the_credits_raises_CreditError(url: str) -> None:
     prepare(options(url, capacity=100).producer, CREDITS)
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100; set"):
         prepare(options(url, capacity=99).producer, CREDITS)
-    # A task finds out too, if the credits have been replaced since.
+    # A task also reports this, if the credits were replaced after the driver's check.
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100"):
         task(options(url, capacity=99), 0, 0, 10).result(PATIENCE)
     assert ready(url, "rows") == 0
     eventually(lambda: ready(url, CREDITS) == 100)
 
 
-def test_purged_credits_are_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_of_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditError(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = options(url, capacity=100)
     prepare(of.producer, CREDITS)
     do(url, "queue_purge", CREDITS)
     words = "has 0 credits, no task has any, and a capacity of 100 needs 100: the que"
     with monkeypatch.context() as patch:
-        # A driver waits for them for as long as it may take to connect.
+        # A driver waits for credits for as long as a connect may take. Shorten this wait.
         look = creditqueue._look_through
         patch.setattr(creditqueue, "_look_through", lambda connection, *more: look(connection, more[0], more[1], 0.5))
         with pytest.raises(CreditError, match=words):
@@ -225,7 +229,7 @@ def test_purged_credits_are_an_error(url: str, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(creditqueue, "_PATIENCE", 0.1)
         with pytest.raises(CreditError, match=words):
             task(of, 0, 0, 10).result(PATIENCE)
-    # The way out.
+    # This is the solution that the error names.
     do(url, "queue_delete", CREDITS)
     do(url, "queue_delete", f"{CREDITS}.tasks")
     prepare(of.producer, CREDITS)
@@ -245,7 +249,7 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
             task(of, 0, 0, 10).result(PATIENCE)
 
 
-def test_a_queue_that_contains_other_messages_is_refused_as_a_queue_of_credits(url: str) -> None:
+def test_a_queue_with_other_messages_cannot_be_used_as_the_queue_of_credits(url: str) -> None:
     do(url, "basic_publish", "", "rows", b"an order")
     eventually(lambda: ready(url, "rows") == 1)
     with pytest.raises(
@@ -255,7 +259,7 @@ def test_a_queue_that_contains_other_messages_is_refused_as_a_queue_of_credits(u
     eventually(lambda: ready(url, "rows") == 1)
 
 
-def test_a_task_ends_with_an_error_if_its_queue_of_credits_is_deleted() -> None:
+def test_a_task_fails_with_CreditError_if_the_queue_of_credits_is_deleted() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=10)
@@ -270,7 +274,7 @@ def test_a_task_ends_with_an_error_if_its_queue_of_credits_is_deleted() -> None:
             task(of, 0, 0, 100).result(PATIENCE)
 
 
-def test_credits_that_were_issued_twice_are_an_error() -> None:
+def test_a_duplicate_credit_in_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditError() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=10)
@@ -283,26 +287,26 @@ def test_credits_that_were_issued_twice_are_an_error() -> None:
             task(of, 0, 0, 100).result(PATIENCE)
 
 
-def test_drivers_that_start_at_the_same_time_issue_the_credits_only_once(url: str) -> None:
+def test_several_drivers_that_start_at_the_same_time_publish_the_credits_only_once(url: str) -> None:
     of = options(url, capacity=20)
     for each in [in_background(prepare, of.producer, CREDITS) for _ in range(4)]:
         each.result(PATIENCE)
     assert ready(url, CREDITS) == 20
 
 
-def test_a_driver_issues_the_credits_if_an_earlier_driver_died_before_it_issued_them(url: str) -> None:
-    # What it leaves, at the worst.
+def test_a_driver_publishes_the_credits_if_an_earlier_driver_only_declared_the_queue_of_credits(url: str) -> None:
+    # The earlier driver has left an empty queue.
     do(url, "queue_declare", CREDITS, durable=True, arguments={"x-queue-type": "classic"})
     prepare(options(url, capacity=20).producer, CREDITS)
     assert ready(url, CREDITS) == 20
 
 
-def test_C6_the_credits_of_a_task_that_dies_are_returned_and_its_messages_never_exceed_them() -> None:
+def test_C6_a_killed_task_has_sent_at_most_its_credits_and_the_broker_requeues_the_credits() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=40)
         prepare(of.producer, CREDITS)
-        # Without confirms, all that was sent by what it held is in the queue when it dies.
+        # Without confirms, the queue contains all messages that the task could send with its credits.
         broker.withhold_confirms()
         dead = task(of, 0, 0, 1000)
         broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=PATIENCE)

@@ -14,7 +14,7 @@ from tests.effort import rounds
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 50, 256, 257, 1000, 1_000_003])
-def test_C6_the_issued_credits_add_up_to_exactly_the_capacity(capacity: int) -> None:
+def test_C6_the_units_of_all_credits_add_up_to_exactly_the_capacity(capacity: int) -> None:
     credits = list(issue("p", capacity))
     assert sum(credit.units for credit in credits) == capacity
     assert {credit.credits for credit in credits} == {len(credits)}
@@ -27,14 +27,14 @@ def test_a_body_that_is_not_a_credit_decodes_to_None(body: bytes) -> None:
     assert Credit.decode(body) is None
 
 
-def test_a_credit_that_is_not_needed_is_returned_immediately() -> None:
+def test_a_task_immediately_returns_a_credit_that_it_does_not_need() -> None:
     purse = Purse()
     for tag in range(4):
         purse.grant(tag, 10, 0)
     purse.plan(sent=0, unsettled=0, left=15)
     assert (purse.window, purse.wants) == (20, False)
     assert purse.release(unsettled=0) == [0, 1]
-    # No rows in hand: what is unsettled is covered, and nothing else is kept.
+    # The task has no rows, so it keeps only the credits that cover its unsettled messages.
     purse.plan(sent=15, unsettled=11, left=0)
     assert purse.release(unsettled=11) == []
     purse.plan(sent=15, unsettled=10, left=0)
@@ -44,7 +44,7 @@ def test_a_credit_that_is_not_needed_is_returned_immediately() -> None:
     assert (len(purse), purse.units, purse.window, purse.wants) == (0, 0, 0, False)
 
 
-def test_a_credit_is_returned_when_its_whole_window_was_sent_and_is_settled() -> None:
+def test_a_task_returns_a_credit_when_all_messages_of_the_credit_are_sent_and_settled() -> None:
     purse = Purse()
     purse.grant(1, 5, 0)
     purse.plan(sent=4, unsettled=4, left=100)
@@ -58,7 +58,7 @@ def test_a_credit_is_returned_when_its_whole_window_was_sent_and_is_settled() ->
 class Task:
     def __init__(self, rows: int) -> None:
         self.purse = Purse()
-        # Rows that Spark has not handed over, and those in hand.
+        # Rows that Spark has not passed yet, and rows that the task has but has not sent.
         self.to_come, self.left = rows, 0
         self.sent = self.unsettled = self.window = 0
         self.consumes = False
@@ -67,21 +67,21 @@ class Task:
 
 
 class Model:
-    """Tasks, and the two queues of the broker."""
+    """A model of tasks and of the two queues of the broker."""
 
     def set_up(self, capacity: int, rows: list[int]) -> None:
         self.capacity = capacity
         self.units = {credit.number: credit.units for credit in issue("p", capacity)}
         self.ready = deque(self.units)
-        # Consumers that have room, who has waited longest first.
+        # Consumers that can get a credit. The first has waited longest.
         self.line: deque[Task] = deque()
         self.tasks = [Task(count) for count in rows]
         self.next_tag = 0
-        # Messages in the broker that their tasks did not live to see confirmed, and what these held.
+        # Messages of dead tasks that were unsettled, and units of the credits that these tasks had.
         self.orphans = self.lost_with = 0
 
     def deliver(self) -> None:
-        """As brokers do: the oldest credit to who has waited longest, who then goes to the end of the line."""
+        """Deliver credits as brokers do: the consumer that has waited longest gets the oldest credit."""
         while self.ready and self.line:
             task = self.line.popleft()
             number = self.ready.popleft()
@@ -95,7 +95,7 @@ class Model:
             self.line.append(task)
 
     def look(self, task: Task) -> None:
-        """What the skin does, 200 times a second."""
+        """Do what the I/O code does for a task 200 times a second."""
         purse = task.purse
         purse.plan(task.sent, task.unsettled, task.left)
         task.window = purse.window
@@ -107,7 +107,7 @@ class Model:
             if task in self.line:
                 self.line.remove(task)
         for tag in purse.release(task.unsettled):
-            # To where it was taken from, as a rule the front.
+            # The broker puts a requeued message back to its old position, usually the front.
             self.ready.appendleft(task.tags.pop(tag))
             self.join(task)
         self.deliver()
@@ -120,7 +120,7 @@ class Model:
 
 
 class Cluster(Model, RuleBasedStateMachine):
-    """Tasks that come, work, idle and die."""
+    """Rules for tasks that start, send, wait and die."""
 
     @initialize(capacity=st.integers(1, 700), tasks=st.integers(1, 6))
     def begin(self, capacity: int, tasks: int) -> None:
@@ -159,7 +159,7 @@ class Cluster(Model, RuleBasedStateMachine):
             self.line.remove(task)
         for tag in sorted(task.tags, reverse=True):
             self.ready.appendleft(task.tags[tag])
-        # Spark begins it anew.
+        # Spark starts the task again.
         self.tasks[self.tasks.index(task)] = Task(task.sent + task.left + task.to_come)
         self.deliver()
 
@@ -175,11 +175,11 @@ class Cluster(Model, RuleBasedStateMachine):
             for task in self.tasks:
                 assert task.unsettled <= task.purse.units == sum(self.units[number] for number in task.tags.values())
             assert sum(task.unsettled for task in self.tasks) <= self.capacity
-            # The dead add at most what they held.
+            # Dead tasks left at most as many messages as their credits had units.
             assert self.orphans <= self.lost_with
 
     def teardown(self) -> None:
-        """Nobody starves: with every task getting its turn, and every message its confirm, all that is left is sent."""
+        """Check that no task starves. If every task runs and every message is confirmed, all rows are sent."""
         if not hasattr(self, "tasks"):
             return
         turns = sum(task.to_come + task.left for task in self.tasks) * 4 + 20
@@ -207,7 +207,7 @@ def test_a_task_with_endless_rows_does_not_starve_other_tasks(capacity: int) -> 
     model.set_up(capacity, [0] * 4)
     greedy, *others = model.tasks
     greedy.left = 10**9
-    # It has all credits before anybody else comes.
+    # The first task has all credits before the others start.
     model.look(greedy)
     assert not model.ready
     for other in others:

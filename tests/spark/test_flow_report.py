@@ -21,7 +21,7 @@ from tests.effort import rounds
 from tests.unit.report.reference import reference
 from tests.unit.simulation.telemetry import lines_of
 
-# Advice is replayed, which takes longer than all else.
+# Queues with advice. Advice replays the log, which takes longer than all other parts.
 ADVISED = ["queue-0", "queue-3"]
 COUNT = rounds(8000, least=4000)
 
@@ -48,10 +48,10 @@ def _folder(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_of_Spark_equals_the_report_of_one_process_and_a_simple_reference(
+def test_the_report_computed_by_Spark_equals_the_report_of_one_process_and_a_reference(
     spark: SparkSession, lines: Lines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Many parts of each file, as of larger ones.
+    # Split each file into many parts, as for larger files.
     monkeypatch.setattr(sys.modules[flow_report.__module__], "_PART", 150_000)
     found = flow_report(spark, folder, maximum=60, queues=ADVISED)
     expected = plain_report(folder, maximum=60, queues=ADVISED)
@@ -83,7 +83,7 @@ def test_the_report_from_parquet_equals_the_report_from_the_logs(
     assert count == sum(row["episodes"] - row["unfinished"] for row in held)
 
 
-def test_a_report_is_written_as_parquet_tables_and_a_page(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_report_writes_parquet_tables_and_an_html_page(folder: Path, tmp_path: Path, capsys: Any) -> None:
     chosen = ["--maximum", "60", "--queue", "queue-3"]
     assert main(["report", str(folder), *chosen, "--output", str(tmp_path / "out")]) == 0
     capsys.readouterr()
@@ -93,7 +93,7 @@ def test_a_report_is_written_as_parquet_tables_and_a_page(folder: Path, tmp_path
     page = (tmp_path / "out" / "report.html").read_text()
     for words in ("What to set", "producer-003", "Queue queue-3", "uPlot"):
         assert words in page
-    # It needs nothing from elsewhere.
+    # The page loads nothing from other files.
     assert "src=" not in page.partition("<script>")[0]
     assert main(["convert", str(folder), "--output", str(tmp_path / "flow.parquet")]) == 0
     assert f"{COUNT:,} lines" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def _hold(at: float, since: float, reason: str = "paused") -> dict[str, Any]:
     return {"at": at_us, "kind": "lifted", **who, "since": since_us, "begun": since_us, "flowed_since": since_us}
 
 
-def test_the_report_of_a_stream_is_the_same_for_all_complete_windows(
+def test_the_report_of_a_streaming_query_equals_the_report_of_the_whole_logs(
     spark: SparkSession, lines: Lines, tmp_path: Path
 ) -> None:
     some = sorted(lines[:3000], key=lambda line: line["at"])
@@ -117,7 +117,7 @@ def test_the_report_of_a_stream_is_the_same_for_all_complete_windows(
     for number in range(2):
         _write(folder / f"flow-{number}.jsonl", some[number * 1500 : (number + 1) * 1500])
         flow_report_stream(spark, folder, output, window=10.0, late=30.0, trigger=now).awaitTermination()
-    # What is later by more than `late` completes all windows before.
+    # A line that is more than `late` seconds later completes all earlier windows.
     _write(folder / "flow-later.jsonl", [_hold(last / 1e6 + 60, last / 1e6 + 59, "later")])
     flow_report_stream(spark, folder, output, window=10.0, late=30.0, trigger=now).awaitTermination()
     found = flow_report_of_stream(spark, output).tables
@@ -131,7 +131,7 @@ def test_the_report_of_a_stream_is_the_same_for_all_complete_windows(
         assert sum(row[measure] for row in found[name]) > 0
 
 
-def test_a_late_line_is_counted_if_it_is_within_the_allowed_delay_and_dropped_later(
+def test_a_late_line_counts_within_the_allowed_delay_and_is_dropped_after_it(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "logs", tmp_path / "out"
@@ -153,12 +153,12 @@ def test_a_late_line_is_counted_if_it_is_within_the_allowed_delay_and_dropped_la
 
     run("a", _hold(begin + 5, begin))
     run("b", _hold(begin + 55, begin + 50))
-    # Fifty seconds later than a line that was there before it.
+    # This line is about fifty seconds older than an earlier line.
     assert dropped(run("c", _hold(begin + 6, begin + 4))) == 0
     assert dropped(run("d", _hold(begin + 500, begin + 499))) == 0
     assert dropped(run("e", _hold(begin + 7, begin + 1))) > 0
     (row,) = flow_report_of_stream(spark, output).tables["holds"]
-    # The first, the second and the late one; the last window is not complete, and what came too late is not there.
+    # The report has the first three lines. The window of the fourth is incomplete, and the fifth is too late.
     assert (row["episodes"], row["seconds"]) == (3, 5 + 5 + 2)
 
 

@@ -13,7 +13,7 @@ from qflow_client.spark import JavaMissing, check_java
 
 
 def java(folder: Path, says: str) -> Path:
-    """A program that says it is some Java."""
+    """Create a program that prints `says` as its version."""
     program = folder / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\necho '{says}' >&2\n")
@@ -45,7 +45,7 @@ def test_the_error_for_a_missing_java_says_what_to_do(tmp_path: Path, monkeypatc
     ("says", "words"),
     [('java version "1.8.0_392"', "is Java 8, and Spark needs 17"), ("Segmentation fault", "printed no version")],
 )
-def test_an_old_or_broken_java_is_refused(
+def test_the_error_for_an_old_or_broken_java_names_the_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, words: str
 ) -> None:
     java(tmp_path, says)
@@ -54,6 +54,6 @@ def test_an_old_or_broken_java_is_refused(
         check_java()
 
 
-def test_the_package_does_not_import_spark() -> None:
+def test_importing_qflow_client_does_not_import_pyspark() -> None:
     code = "import qflow_client, sys; sys.exit('pyspark' in sys.modules or 'pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

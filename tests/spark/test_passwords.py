@@ -25,7 +25,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("name", ["url", "urls", "password", "capacity", "rate", "bodyFormat", "maxConcurrentTasks"])
-def test_E8_the_error_for_a_refused_option_contains_no_password(name: str) -> None:
+def test_E8_the_error_for_an_invalid_option_contains_no_password(name: str) -> None:
     for value in BAD if name == "url" else [URL, *BAD]:
         try:
             options = SinkOptions.load({name: value}, 1)

@@ -19,7 +19,7 @@ from tests.spark.support import FILES, PATIENCE, ROWS, SlowConsumer, eventually,
 
 pytestmark = pytest.mark.rabbitmq
 
-#: Options of a job that waits for as long as the node, or its commands, may take.
+#: Options for a job that waits as long as the test. The node and its commands may be slow.
 WAITS = {"maxProducerFlowControlWait": str(PATIENCE), "reconnectTimeout": str(PATIENCE)}
 
 
@@ -28,7 +28,7 @@ def queue(node: RabbitMQNode, request: pytest.FixtureRequest) -> str:
     name = f"qflow-{request.node.name}"
     with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
         connection.channel().queue_declare(name, durable=True)
-    # Some of the tests kill the node.
+    # Write the queue to disk, because some tests kill the node.
     node.sync()
     return name
 
@@ -38,16 +38,16 @@ def ready(node: RabbitMQNode, queue: str) -> int:
         return int(connection.channel().queue_declare(queue, passive=True).method.message_count)
 
 
-def test_each_row_arrives_once_in_the_queue_of_a_slow_consumer(
+def test_each_row_of_a_job_arrives_once_in_a_queue_with_a_slow_consumer(
     spark: SparkSession, node: RabbitMQNode, queue: str
 ) -> None:
     rows, capacity = 10_000, 200
-    # More partitions than are written at once.
+    # The job has more partitions than tasks that run at the same time.
     frame = spark.range(rows, numPartitions=4).select(sf.col("id").cast("string").alias("body"))
     begin = threading.Event()
     with SlowConsumer(node.url, queue, begin.is_set) as consumer:
         job = in_background(write, frame, node.url, routingKey=queue, capacity=capacity)
-        # Many times what may be unconfirmed.
+        # Wait for many times the capacity.
         eventually(lambda: job.done() or ready(node, queue) >= 20 * capacity)
         begin.set()
         consumer.wait_for(rows)
@@ -56,14 +56,14 @@ def test_each_row_arrives_once_in_the_queue_of_a_slow_consumer(
     assert ready(node, queue) == 0
 
 
-def test_a_memory_alarm_holds_the_job_and_its_duration_is_in_the_summary(
+def test_a_memory_alarm_holds_the_job_and_the_summary_contains_the_seconds_of_the_hold(
     spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
 ) -> None:
     frame = spark.range(1000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
     node.raise_memory_alarm()
     try:
         job = in_background(write, frame, node.url, routingKey=queue, summaryPath=tmp_path / "summary", **WAITS)
-        # RabbitMQ says that it is blocked to who has published.
+        # RabbitMQ blocks a connection after the connection publishes.
         eventually(lambda: "blocked" in node.evaluate("rabbit_networking:connection_info_all([state])."))
         assert not job.done()
     finally:
@@ -85,7 +85,7 @@ def test_a_job_reads_all_messages_of_a_queue_into_a_frame(
     assert ready(node, queue) == 0
 
 
-def test_a_streaming_query_that_reads_loses_no_message_if_the_broker_is_killed(
+def test_a_streaming_query_that_reads_a_queue_loses_no_message_if_the_broker_is_killed(
     spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
 ) -> None:
     def stream() -> DataFrame:
@@ -108,15 +108,15 @@ def test_a_streaming_query_that_reads_loses_no_message_if_the_broker_is_killed(
     node.start()
     assert start(stream(), availableNow=True).awaitTermination(PATIENCE)
     rows = [(int(row.body), row.message_id) for row in spark.read.parquet(str(tmp_path / "out")).collect()]
-    # A repeat, if there is one, has the message id of the first.
+    # A repeated message has the id of the first copy.
     assert sorted(number for number, _ in set(rows)) == list(range(2000))
     assert ready(node, queue) == 0
 
 
-def test_a_streaming_query_that_writes_loses_no_row_if_the_broker_is_killed_and_repeats_are_marked(
+def test_a_streaming_query_that_writes_loses_no_row_if_the_broker_is_killed_and_marks_repeats(
     spark: SparkSession, node: RabbitMQNode, queue: str, lines: DataFrame, tmp_path: Path
 ) -> None:
-    # In the middle of the second batch.
+    # The query waits in the middle of the second batch.
     frame = lines.mapInArrow(waiting(tmp_path, ROWS + 500), "body string")
     options = {"url": node.url, "routingKey": queue, "messageId": "position"} | WAITS
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
@@ -141,7 +141,7 @@ def test_a_streaming_query_that_writes_loses_no_row_if_the_broker_is_killed_and_
     unmarked: Counter[str | None] = Counter()
     with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
         channel = connection.channel()
-        # All of them were confirmed.
+        # All rows were confirmed, so the queue has all of them.
         for _, (_method, properties, body) in zip(range(ready(node, queue)), channel.consume(queue), strict=False):
             assert rows.setdefault(properties.message_id, int(body)) == int(body)
             unmarked[properties.message_id] += (properties.headers or {}).get("x-qflow-republished") is not True

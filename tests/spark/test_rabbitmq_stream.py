@@ -37,7 +37,7 @@ def declare(node: RabbitMQNode, request: pytest.FixtureRequest) -> Declare:
     def declare(**arguments: Any) -> str:
         given = {"x-queue-type": "stream"} | {key.replace("_", "-"): value for key, value in arguments.items()}
         with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
-            # What an attempt before this one has left.
+            # Delete a stream that an earlier attempt has left.
             connection.channel().queue_delete(name)
             connection.channel().queue_declare(name, durable=True, arguments=given)
         return name
@@ -57,7 +57,7 @@ def fill(node: RabbitMQNode, stream: str, count: int, first: int = 0, size: int 
 
 
 def options(node: RabbitMQNode, stream: str, given: dict[str, Any]) -> dict[str, str]:
-    # The answer of a broker on a busy machine may take its time.
+    # On a busy machine the broker may be slow.
     everything = {"url": node.url, "stream": stream, "connectTimeout": 60} | given
     return {name: str(value) for name, value in everything.items()}
 
@@ -74,7 +74,7 @@ def same(first: int, last: int) -> list[tuple[int, int]]:
     return [(number, number) for number in range(first, last)]
 
 
-def test_several_tasks_read_a_stream_in_order_and_it_can_be_read_again(
+def test_several_tasks_read_a_stream_in_order_and_another_job_can_read_the_stream_again(
     spark: SparkSession, node: RabbitMQNode, stream: str
 ) -> None:
     fill(node, stream, 2000)
@@ -82,7 +82,7 @@ def test_several_tasks_read_a_stream_in_order_and_it_can_be_read_again(
     parts = frame.selectExpr("spark_partition_id() as part", "offset", "cast(body as string) as body").collect()
     assert [(row.offset, int(row.body)) for row in parts] == same(0, 2000)
     assert [sum(row.part == part for row in parts) for part in range(3)] == [666, 667, 667]
-    # It stays what it was, whatever comes into the stream; and the stream has all of it for the next who asks.
+    # The frame stays the same when messages arrive. The stream keeps all messages for other readers.
     fill(node, stream, 10, 2000)
     assert rows(frame) == same(0, 2000)
     assert rows(load(spark, node, stream)) == same(0, 2010)
@@ -129,7 +129,7 @@ def written(spark: SparkSession, folder: Path) -> list[tuple[int, int]]:
     return sorted(rows(spark.read.parquet(str(folder / "out"))))
 
 
-def test_a_query_reads_a_stream_in_batches_and_the_next_run_continues_from_the_checkpoint(
+def test_a_streaming_query_reads_in_batches_and_the_next_run_continues_from_the_checkpoint(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     fill(node, stream, 2000)
@@ -144,11 +144,11 @@ def test_a_query_reads_a_stream_in_batches_and_the_next_run_continues_from_the_c
     assert written(spark, tmp_path) == same(0, 2010)
 
 
-def test_a_running_query_reads_new_messages(
+def test_a_running_streaming_query_reads_new_messages_of_a_stream(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     fill(node, stream, 50)
-    # Where it begins is settled by its first batch: `latest` is what is there when the query begins.
+    # The first batch determines the first offset. `latest` is the end of the stream when the query begins.
     query = start(follow(spark, node, stream, startingOffsets="latest"), tmp_path, processingTime="0 seconds")
     try:
         eventually(lambda: query.status["message"] == "Waiting for data to arrive")
@@ -160,11 +160,11 @@ def test_a_running_query_reads_new_messages(
 
 
 def written_so_far(spark: SparkSession, folder: Path) -> list[tuple[int, int]]:
-    # A file of rows is there before it is complete. The sink lists it when it is.
+    # A file of rows may exist before it is complete. The sink lists only complete files.
     return written(spark, folder) if any((folder / "out" / "_spark_metadata").glob("[0-9]*")) else []
 
 
-def test_a_repeated_batch_gives_the_same_rows_even_if_new_messages_have_arrived(
+def test_a_repeated_batch_has_the_same_rows_even_if_new_messages_have_arrived(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     batches: dict[int, list[tuple[int, int]]] = {}
@@ -188,7 +188,7 @@ def test_a_repeated_batch_gives_the_same_rows_even_if_new_messages_have_arrived(
     fill(node, stream, 100, 1500)
     run()
     assert [row for batch in sorted(batches) for row in batches[batch]] == same(0, 1600)
-    # As if the last two had not been committed: the checkpoint has their offsets.
+    # Remove the commits of the last two batches. The checkpoint still has their offsets.
     for batch in (2, 3):
         for name in (str(batch), f".{batch}.crc"):
             (tmp_path / "checkpoint" / "commits" / name).unlink(missing_ok=True)
@@ -198,14 +198,14 @@ def test_a_repeated_batch_gives_the_same_rows_even_if_new_messages_have_arrived(
 
 
 def numbers(found: list[tuple[int, int]]) -> range:
-    """The numbers of messages that are complete and in the order of their offsets, which may have gaps."""
+    """Check that the numbers have no gaps and are in the order of the offsets, and return them."""
     found_numbers = [number for _, number in sorted(found)]
     whole = range(found_numbers[0], found_numbers[-1] + 1)
     assert found_numbers == [*whole]
     return whole
 
 
-def test_messages_removed_by_retention_are_an_error_unless_failOnDataLoss_is_false(
+def test_reading_messages_removed_by_retention_fails_unless_failOnDataLoss_is_false(
     spark: SparkSession, node: RabbitMQNode, declare: Declare
 ) -> None:
     stream = declare(x_max_length_bytes=50_000, x_stream_max_segment_size_bytes=10_000)
@@ -213,12 +213,12 @@ def test_messages_removed_by_retention_are_an_error_unless_failOnDataLoss_is_fal
         fill(node, stream, 100, first, size=200)
     with StreamConsumer([node.url], 60, stream) as consumer:
         eventually(consumer.begin)
-    # Of a batch, either task may be the one to say so.
+    # Either task of a batch may raise this error.
     gone = r"no longer has the offsets \d+ to \d+: its retention .* set failOnDataLoss to false"
     with pytest.raises(AnalysisException, match=gone):
         load(spark, node, stream, startingOffsets=0).collect()
     left = numbers(rows(load(spark, node, stream, startingOffsets=0, failOnDataLoss="false")))
-    # A segment may be removed at any time after a later one was begun.
+    # RabbitMQ may remove a segment at any time after it has begun a later one.
     assert left.start > 0
     assert left.stop == 1000
     assert rows(load(spark, node, stream, startingOffsets=0, endingOffsets=5, failOnDataLoss="false")) == []
@@ -241,12 +241,12 @@ def test_messages_removed_by_retention_are_an_error_unless_failOnDataLoss_is_fal
         ({"spoolPath": "x"}, "no option 'spoolpath'"),
     ],
 )
-def test_invalid_options_of_a_stream_are_refused(given: dict[str, str], words: str) -> None:
+def test_the_error_for_an_invalid_option_of_a_stream_names_the_option(given: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         AmqpDataSource(CaseInsensitiveDict({"stream": "events"} | given)).reader(SCHEMA)
 
 
-def test_a_queue_cannot_be_read_as_a_stream_and_a_stream_cannot_be_read_as_a_queue(
+def test_the_option_stream_rejects_a_queue_and_the_option_queue_rejects_a_stream(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AnalysisException, match=r"'nobody' ended: .*404"):
@@ -266,9 +266,7 @@ def reader(node: RabbitMQNode, stream: str, **given: Any) -> OffsetStreamReader:
     return OffsetStreamReader(told, SCHEMA)
 
 
-def test_an_idle_query_learns_new_offsets_and_reconnects_after_a_lost_connection(
-    node: RabbitMQNode, stream: str
-) -> None:
+def test_an_idle_streaming_query_gets_new_offsets_even_after_a_lost_connection(node: RabbitMQNode, stream: str) -> None:
     everything = ReadAllAvailable()
     query = reader(node, stream)
     try:
@@ -288,7 +286,7 @@ def test_an_idle_query_learns_new_offsets_and_reconnects_after_a_lost_connection
         query.stop()
 
 
-def test_a_query_for_available_messages_reads_only_messages_that_existed_when_it_began(
+def test_a_query_with_availableNow_reads_only_messages_that_existed_when_it_began(
     node: RabbitMQNode, declare: Declare
 ) -> None:
     stream = declare()
@@ -303,7 +301,7 @@ def test_a_query_for_available_messages_reads_only_messages_that_existed_when_it
         assert query.latestOffset({"offset": 20}, ReadMaxRows(15)) == {"offset": 20}
     finally:
         query.stop()
-    # Empty, it may be the old one that retention has emptied; when there is something in it, it is seen that it is not.
+    # An empty stream may be the old stream after retention. The first message shows that the stream is a new one.
     declare()
     query = reader(node, stream)
     try:

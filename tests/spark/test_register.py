@@ -18,7 +18,7 @@ from qflow_client.spark.datasource import AmqpDataSource
 
 
 class Session:
-    """A session that says so much of itself, and keeps what is registered."""
+    """A Spark session with a given number of slots and given settings. It records the registered data source."""
 
     def __init__(self, slots: int | None, **conf: str) -> None:
         names = {name.replace("_", "."): value for name, value in conf.items()}
@@ -46,7 +46,7 @@ class Session:
         (4, {"spark_dynamicAllocation_enabled": "true", "spark_dynamicAllocation_maxExecutors": "9"}, 9),
     ],
 )
-def test_the_slots_of_a_session_are_those_that_it_has_or_may_request(
+def test_register_finds_the_number_of_tasks_that_a_session_can_run_at_the_same_time(
     slots: int | None, conf: Any, known: int | None
 ) -> None:
     session = Session(slots, **conf)
@@ -57,12 +57,12 @@ def test_the_slots_of_a_session_are_those_that_it_has_or_may_request(
     assert session.registered.max_concurrent_tasks == 7
 
 
-def test_a_number_of_tasks_below_1_is_refused(spark: SparkSession) -> None:
+def test_register_rejects_a_number_of_tasks_below_1(spark: SparkSession) -> None:
     with pytest.raises(SettingsError, match="max_concurrent_tasks=0: it must be at least 1"):
         register(spark, max_concurrent_tasks=0)
 
 
-def test_a_job_that_does_not_know_its_number_of_tasks_is_refused() -> None:
+def test_a_job_with_an_unknown_number_of_tasks_fails_and_the_error_names_maxConcurrentTasks() -> None:
     session = Session(None)
     register(session)
     source = session.registered({})
@@ -70,7 +70,7 @@ def test_a_job_that_does_not_know_its_number_of_tasks_is_refused() -> None:
         source.writer("body string", False)
 
 
-def test_spark_finds_the_format_without_register(spark: SparkSession) -> None:
+def test_Spark_finds_the_format_amqp_without_a_call_of_register(spark: SparkSession) -> None:
     session = spark.newSession()
     frame = session.range(100).selectExpr("cast(id as string) as body", "'q' as routing_key")
     with Broker() as broker:

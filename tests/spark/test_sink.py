@@ -33,7 +33,7 @@ from tests.spark.support import (
 
 
 class Source(AmqpDataSource):
-    """As `register` makes it for a session of two slots."""
+    """The data source that `register` creates for a session with two slots."""
 
     max_concurrent_tasks = 2
     is_local = True
@@ -56,7 +56,7 @@ def test_all_rows_are_in_the_queue_when_the_write_returns(spark: SparkSession, b
     eventually(lambda: not broker.connections())
 
 
-def test_a_write_waits_for_the_last_confirm(spark: SparkSession, broker: Broker) -> None:
+def test_a_write_returns_only_after_the_last_confirm(spark: SparkSession, broker: Broker) -> None:
     broker.withhold_confirms()
     done = in_background(write, numbers(spark, 10), broker.url, routingKey="rows")
     broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=PATIENCE)
@@ -103,7 +103,9 @@ def test_a_struct_can_set_headers_of_different_types(spark: SparkSession, broker
     assert broker.messages("rows")[0].properties.headers == {"n": 1, "s": "x", "d": 0.5}
 
 
-def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSession, broker: Broker) -> None:
+def test_the_option_bodyFormat_json_puts_all_columns_that_are_no_properties_into_the_body(
+    spark: SparkSession, broker: Broker
+) -> None:
     frame = spark.sql(
         """select 'rows' as routing_key, 1 as n, 'é' as s, cast(null as string) as nothing, 2.5D as d,
         cast('NaN' as double) as nan, cast(1.10 as decimal(5,2)) as price, date'2026-11-21' as day, x'00ff' as raw,
@@ -156,10 +158,10 @@ def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSessi
         ("body string", {"url": "http://localhost"}, "it must be an amqp:// or amqps:// URL"),
     ],
 )
-def test_invalid_columns_and_options_are_refused_before_the_job_runs(
+def test_the_writer_rejects_invalid_columns_and_options_before_the_job_runs(
     spark: SparkSession, schema: str, options: dict[str, str], words: str
 ) -> None:
-    # No broker: nothing is connected to before all of this is right.
+    # There is no broker. The writer connects only after all columns and options are valid.
     source = Source(CaseInsensitiveDict({"url": "amqp://guest:secret@127.0.0.1:1/"} | options))
     with pytest.raises((SettingsError, SchemaError), match=words) as caught:
         source.writer(spark.createDataFrame([], schema).schema, overwrite=False)
@@ -177,7 +179,7 @@ def test_Spark_reports_invalid_columns_and_options_before_the_job_runs(spark: Sp
         assert "secret" not in str(caught.value)
 
 
-def test_a_queue_cannot_be_overwritten(spark: SparkSession) -> None:
+def test_the_mode_overwrite_raises_an_error(spark: SparkSession) -> None:
     with pytest.raises(AnalysisException, match=r'use mode\("append"\)'):
         numbers(spark, 1).write.format("amqp").mode("overwrite").save()
 
@@ -199,8 +201,10 @@ def test_unroutable_rows_fail_the_job(spark: SparkSession, broker: Broker) -> No
     eventually(lambda: not broker.connections())
 
 
-def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession) -> None:
-    # Four times as many partitions as tasks that run at once.
+def test_C6_the_depth_never_exceeds_the_stop_threshold_by_more_than_the_capacity_of_the_job(
+    spark: SparkSession,
+) -> None:
+    # The job has four times as many partitions as tasks that run at the same time.
     rows, partitions, stop, capacity = rounds(20_000, least=8000), 8, 1000, 400
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
@@ -213,8 +217,10 @@ def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession
     assert sorted(map(int, consumer.bodies)) == list(range(rows))
 
 
-def test_C6_without_consumers_a_job_overshoots_by_exactly_its_capacity(spark: SparkSession) -> None:
-    # Nobody consumes, and only confirms hold the tasks: the job has its whole capacity in the queue, and no more.
+def test_C6_without_consumers_the_depth_exceeds_the_stop_threshold_by_exactly_the_capacity_of_the_job(
+    spark: SparkSession,
+) -> None:
+    # Only missing confirms hold the tasks, so the queue gets exactly the capacity above the threshold.
     with Broker(enforcement="completion") as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70})
         job = in_background(
@@ -242,12 +248,12 @@ def test_a_task_that_waits_too_long_fails_with_FlowControlTimeout(spark: SparkSe
             write(numbers(spark, 1000, 1), broker.url, routingKey="rows", maxProducerFlowControlWait=0.2, capacity=20)
 
 
-def test_after_a_failed_task_Spark_tries_again_and_repeated_messages_are_marked(
+def test_Spark_repeats_a_failed_task_and_the_repeated_messages_are_marked(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    # Long ones, because what is short waits in Spark's buffers.
+    # Use long rows, because short rows wait in Spark's buffers.
     frame = numbers(spark, 4000, 2).select(sf.rpad("body", 2000, " ").alias("body"))
-    # In the middle of the second partition, with some of it in the queue.
+    # The task fails in the middle of the second partition, when some of its rows are in the queue.
     frame = frame.mapInArrow(failing(tmp_path, broker.url, 3000, 2001), "body string")
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 100)
     try:
@@ -264,15 +270,13 @@ def test_after_a_failed_task_Spark_tries_again_and_repeated_messages_are_marked(
         is_marked = headers_of(message.properties).get("x-qflow-republished") is True
         unmarked[message.properties.message_id] += not is_marked
     assert len(unmarked) == 4000
-    # Of what is there twice, all but one say so. What the task that failed had sent last may arrive after the copy.
+    # All copies of a message except one are marked. The last messages of the failed task may arrive after the copies.
     assert max(unmarked.values()) == 1
     (summary,) = map(json.loads, (tmp_path / "summary").read_text().splitlines())
     assert (summary["rows"], summary["tasks"], summary["retried"]) == (4000, 2, 1)
 
 
-def test_with_messageId_hash_equal_rows_have_equal_ids_and_different_rows_have_different_ids(
-    spark: SparkSession, broker: Broker
-) -> None:
+def test_with_the_option_messageId_hash_only_equal_rows_have_equal_ids(spark: SparkSession, broker: Broker) -> None:
     frame = spark.createDataFrame(
         [("a", "1"), ("a", "2"), ("a", "1"), ("b", None)], "body string, correlation_id string"
     ).withColumn("headers", sf.create_map(sf.lit("k"), sf.col("correlation_id")))
@@ -282,7 +286,7 @@ def test_with_messageId_hash_equal_rows_have_equal_ids_and_different_rows_have_d
     assert sorted(ids.values()) == [2, 2, 4]
 
 
-def test_with_messageId_position_a_job_with_the_same_jobId_gives_the_same_ids(
+def test_with_the_option_messageId_position_two_jobs_with_the_same_jobId_give_the_same_ids(
     spark: SparkSession, broker: Broker
 ) -> None:
     for _ in range(2):

@@ -50,7 +50,7 @@ def test_all_messages_in_the_queue_are_read_once_and_acknowledged(
     assert numbers(frame) == list(range(1000))
     queue = broker.queue("rows")
     assert (queue.depth, queue.acked) == (0, 1000)
-    # It stays what it was, whatever comes into the queue.
+    # The frame stays the same when messages arrive.
     fill(broker, 10, 1000)
     assert frame.count() == 1000
     assert [row.offset for row in frame.orderBy("offset").collect()] == list(range(1000))
@@ -58,7 +58,7 @@ def test_all_messages_in_the_queue_are_read_once_and_acknowledged(
     assert numbers(load(spark, broker, tmp_path / "next")) == list(range(1000, 1010))
 
 
-def test_at_most_maxMessages_are_read_and_the_others_stay_in_the_queue(
+def test_a_job_reads_at_most_maxMessages_and_all_other_messages_stay_in_the_queue(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 1000)
@@ -106,7 +106,7 @@ def test_the_columns_of_a_row_contain_the_properties_of_the_message(
     assert (second.body, second.headers, second.timestamp, second.delivery_mode) == (b"", None, None, None)
 
 
-def test_a_schema_selects_columns_and_a_wrong_schema_is_refused(
+def test_a_schema_selects_columns_and_the_error_for_an_invalid_schema_names_the_column(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 2)
@@ -128,7 +128,7 @@ def test_a_schema_selects_columns_and_a_wrong_schema_is_refused(
         ({"queue": "rows", "spoolPath": "x", "capacity": "5"}, "no option 'capacity'"),
     ],
 )
-def test_invalid_options_of_a_source_are_refused(options: dict[str, str], words: str) -> None:
+def test_the_error_for_an_invalid_option_of_a_source_names_the_option(options: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         AmqpDataSource(CaseInsensitiveDict(options)).reader(SCHEMA)
 
@@ -138,7 +138,7 @@ def test_Spark_reports_a_missing_option_of_the_source(spark: SparkSession) -> No
         spark.read.format("amqp").option("queue", "rows").load().collect()
 
 
-def test_the_error_names_a_missing_queue_or_a_spool_of_another_queue(
+def test_a_job_fails_if_its_queue_is_missing_or_its_spool_belongs_to_another_queue(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     with pytest.raises(AnalysisException, match=r"queue 'nobody' cannot be consumed.*404"):

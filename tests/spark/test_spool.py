@@ -28,7 +28,7 @@ def broker() -> Iterator[Broker]:
 
 
 def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:
-    """Have so many messages delivered, and spooled unless they are known again; then acknowledge some, and go."""
+    """Receive `count` messages, spool those that the spool does not have, ack all before `before`, and disconnect."""
     connection = connect([broker.url], 60)
     try:
         intake = Intake(connection, "rows", spool, 1000)
@@ -40,7 +40,7 @@ def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:
 
 
 def receive(intake: Intake, count: int) -> None:
-    """Have so many messages delivered."""
+    """Wait until `count` messages are received."""
     deadline = time.monotonic() + 100
     while intake.received < count:
         assert time.monotonic() < deadline
@@ -57,12 +57,12 @@ def send(broker: Broker, *messages: Message, ids: bool = False) -> None:
             producer.send(message)
 
 
-def test_a_spool_that_is_opened_again_contains_the_same_messages(broker: Broker, tmp_path: Path) -> None:
+def test_a_spool_has_the_same_messages_when_it_is_opened_again(broker: Broker, tmp_path: Path) -> None:
     send(broker, *[Message(str(number)) for number in range(10)])
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 10, before=10)
         assert (spool.begin, spool.end, spool.acknowledged) == (0, 10, 10)
-    # As a crash in the middle of a write leaves it.
+    # A file that a crash during a write has left.
     (tmp_path / f"{10:020}-5.arrow.part").write_bytes(b"half of")
     with Spool(tmp_path, HOLDS) as spool:
         assert (spool.begin, spool.end, spool.acknowledged) == (0, 10, 10)
@@ -70,7 +70,7 @@ def test_a_spool_that_is_opened_again_contains_the_same_messages(broker: Broker,
         send(broker, Message("10"))
         take(broker, spool, 1)
         assert [int(row["body"]) for row in rows(spool)] == list(range(11))
-        # Across two files.
+        # These offsets are in two files.
         pieces = spool.pieces(8, 11)
         assert [int(row["body"]) for piece in pieces for row in read_piece(piece).to_pylist()] == [8, 9, 10]
         assert [read_piece(inline(piece)).equals(read_piece(piece)) for piece in pieces] == [True, True]
@@ -82,7 +82,7 @@ def test_a_spool_that_is_opened_again_contains_the_same_messages(broker: Broker,
         assert spool.end == 11
 
 
-def test_a_spool_can_be_used_by_one_query_at_a_time_and_for_one_queue(tmp_path: Path) -> None:
+def test_a_spool_rejects_a_second_query_at_the_same_time_and_another_queue(tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS), pytest.raises(SpoolError, match="in use by another query"):
         Spool(tmp_path, HOLDS).__enter__()
     with pytest.raises(SpoolError, match="was made for"):
@@ -99,7 +99,7 @@ def test_a_message_that_was_spooled_but_not_acknowledged_is_not_spooled_again(
     send(broker, *[Message(f"{number % 3}") for number in range(30)], ids=ids)
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 30, before=10)
-    # Alike, and new.
+    # New messages with the same bodies.
     send(broker, *[Message(f"{number % 3}") for number in range(15)], ids=ids)
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 35, before=45)
@@ -108,7 +108,7 @@ def test_a_message_that_was_spooled_but_not_acknowledged_is_not_spooled_again(
     assert broker.queue("rows").depth == 0
 
 
-def test_equal_messages_that_were_delivered_but_never_spooled_are_not_lost(broker: Broker, tmp_path: Path) -> None:
+def test_redelivered_messages_equal_to_spooled_messages_are_not_lost(broker: Broker, tmp_path: Path) -> None:
     send(broker, *[Message("alike")] * 5)
     with Spool(tmp_path, HOLDS) as spool:
         connection = connect([broker.url], 60)
@@ -116,7 +116,7 @@ def test_equal_messages_that_were_delivered_but_never_spooled_are_not_lost(broke
         receive(intake, 3)
         intake.flush()
         connection.close()
-        # All five are marked as delivered before, and only three of them are in the spool.
+        # All five messages become redelivered, but only three of them are in the spool.
         with connect([broker.url], 60) as other:
             channel = other.channel()
             for _ in range(5):
@@ -126,11 +126,13 @@ def test_equal_messages_that_were_delivered_but_never_spooled_are_not_lost(broke
     assert broker.queue("rows").depth == 0
 
 
-def test_a_message_that_may_have_been_acknowledged_is_recognised_only_by_its_id(broker: Broker, tmp_path: Path) -> None:
+def test_a_redelivered_message_after_a_lost_ack_is_recognised_only_by_its_message_id(
+    broker: Broker, tmp_path: Path
+) -> None:
     send(broker, Message("a", message_id="m-1"), Message("b"))
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 2)
-        # As if the connection had been lost with the acks in it.
+        # The spool has recorded the acks, but the broker has not received them.
         spool.mark_acknowledged(2)
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 2, before=3)
@@ -142,7 +144,9 @@ def test_a_message_that_may_have_been_acknowledged_is_recognised_only_by_its_id(
     assert broker.queue("rows").depth == 0
 
 
-def test_a_lost_or_failed_connection_is_reported(broker: Broker, tmp_path: Path) -> None:
+def test_the_error_for_a_lost_or_failed_connection_names_the_queue_or_the_broker(
+    broker: Broker, tmp_path: Path
+) -> None:
     with Spool(tmp_path, HOLDS) as spool:
         intake = Intake(connect([broker.url], 60), "rows", spool, 10)
         broker.drop_connections()
@@ -152,11 +156,13 @@ def test_a_lost_or_failed_connection_is_reported(broker: Broker, tmp_path: Path)
         connect(["amqp://guest:secret@127.0.0.1:1/"], 1)
 
 
-def test_the_first_broker_that_answers_is_used(broker: Broker) -> None:
+def test_connect_uses_the_first_broker_that_answers(broker: Broker) -> None:
     connect(["amqp://127.0.0.1:1/", broker.url], 60).close()
 
 
-def test_a_deleted_queue_is_reported(broker: Broker, tmp_path: Path) -> None:
+def test_the_error_for_a_queue_that_is_deleted_while_it_is_consumed_names_the_queue(
+    broker: Broker, tmp_path: Path
+) -> None:
     with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 60) as connection:
         intake = Intake(connection, "rows", spool, 10)
         broker.delete_queue("rows")
@@ -164,7 +170,7 @@ def test_a_deleted_queue_is_reported(broker: Broker, tmp_path: Path) -> None:
             receive(intake, 1)
 
 
-def test_messages_beyond_the_limit_stay_in_the_queue_even_if_a_redelivered_message_follows_them(
+def test_a_message_beyond_the_limit_stays_in_the_queue_even_if_a_redelivered_message_follows(
     broker: Broker, tmp_path: Path
 ) -> None:
     send(broker, Message("a", message_id="m-1"))
@@ -175,7 +181,7 @@ def test_messages_beyond_the_limit_stay_in_the_queue_even_if_a_redelivered_messa
         with connect([broker.url], 60) as connection:
             intake = Intake(connection, "rows", spool, 10, limit=1)
             receive(intake, 1)
-            # What is known again comes behind what is not wanted, and is acknowledged alone.
+            # The spooled message is redelivered after the message beyond the limit. Only the spooled message is acked.
             other.close()
             receive(intake, 2)
             intake.acknowledge(1)

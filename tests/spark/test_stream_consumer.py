@@ -15,23 +15,23 @@ offsets = st.integers(0, 60)
 
 
 @given(offsets, offsets, st.sets(offsets), offsets)
-def test_a_range_accepts_each_of_its_messages_once_and_knows_which_offsets_are_missing(
+def test_the_cursor_of_a_range_accepts_each_message_once_and_reports_missing_offsets(
     start: int, length: int, messages: set[int], before: int
 ) -> None:
     end = start + length
     cursor = Cursor(start, end)
-    # The chunk begins before the range, and the stream goes on behind it.
+    # The chunk begins before the range, and the stream continues after the range.
     given = sorted(offset for offset in messages if offset >= max(0, start - before))
     taken = [offset for offset in given if cursor.take(offset)]
     assert taken == [offset for offset in given if start <= offset < end]
     assert cursor.done == (length == 0 or any(offset >= end - 1 for offset in given))
     missing = {offset for first, last in cursor.gaps for offset in range(first, last)}
     assert missing == {offset for offset in range(start, min(cursor.at, end)) if offset not in given}
-    # A message that is given again is none.
+    # The cursor does not accept a message for the second time.
     assert not any(cursor.take(offset) for offset in given if offset < cursor.at)
 
 
-def test_a_gap_ends_at_the_end_of_the_range_at_the_latest() -> None:
+def test_a_gap_of_missing_offsets_ends_at_the_end_of_the_range_at_the_latest() -> None:
     cursor = Cursor(10, 20)
     assert cursor.take(12)
     assert not cursor.take(99)
@@ -50,7 +50,7 @@ def test_a_batch_is_split_into_the_requested_number_of_ranges_without_omitting_a
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_the_error_names_a_queue_that_is_not_a_stream_and_the_connection_is_closed() -> None:
+def test_the_error_for_a_queue_that_is_no_stream_names_the_queue_and_the_connection_is_closed() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         with Producer(broker.url, routing_key="rows") as producer:
@@ -66,11 +66,11 @@ def test_the_error_names_a_queue_that_is_not_a_stream_and_the_connection_is_clos
         ):
             consumer.begin()
         broker.wait_until(lambda b: not b.connections(), timeout=100)
-        # It is there still, and nothing of it is acknowledged.
+        # The queue still has its message, which was not acknowledged.
         assert broker.queue("rows").depth == 1
 
 
-def test_the_error_names_unreachable_brokers_without_their_passwords() -> None:
+def test_the_error_for_unreachable_brokers_names_the_brokers_without_passwords() -> None:
     with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1/") as caught:
         StreamConsumer(["amqp://guest:secret@127.0.0.1:1/"], 5, "events")
     assert "secret" not in str(caught.value)

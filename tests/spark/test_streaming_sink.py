@@ -23,7 +23,7 @@ def broker() -> Iterator[Broker]:
 
 
 def run(frame: DataFrame, broker: Broker, checkpoint: Path, **options: Any) -> None:
-    """Write all that there is, in batches."""
+    """Write all available rows in batches."""
     query = (
         frame.writeStream.format("amqp")
         .options(url=broker.url, routingKey="rows", **{name: str(value) for name, value in options.items()})
@@ -48,10 +48,10 @@ def test_all_rows_of_each_batch_arrive_and_each_batch_has_a_summary(
     }
 
 
-def test_a_failed_query_continues_and_its_repeated_rows_have_the_same_message_ids(
+def test_the_next_run_of_a_failed_query_repeats_rows_with_the_same_message_ids(
     spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
 ) -> None:
-    # In the middle of the second batch, and once more when Spark tries again: that ends the query.
+    # Fail in the middle of the second batch, and again when Spark repeats the task. The second error ends the query.
     frame = lines.mapInArrow(failing(tmp_path, broker.url, ROWS + 750, ROWS + 100, times=2), "body string")
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
     try:
@@ -64,7 +64,7 @@ def test_a_failed_query_continues_and_its_repeated_rows_have_the_same_message_id
 
     messages = broker.messages("rows")
     assert len(messages) > FILES * ROWS
-    # What a consumer that drops second copies by message id has got.
+    # The messages of a consumer that drops second copies by message id.
     once = {message.properties.message_id: int(message.body) for message in messages}
     assert sorted(once.values()) == list(range(FILES * ROWS))
 

@@ -58,7 +58,7 @@ def written(spark: SparkSession, folder: Path) -> list[int]:
 
 
 def committed(folder: Path) -> int:
-    """The offset up to which a query has committed."""
+    """Return the offset up to which a query has committed."""
     commits = [int(path.name) for path in (folder / "checkpoint" / "commits").glob("[0-9]*")]
     if not commits:
         return 0
@@ -66,27 +66,27 @@ def committed(folder: Path) -> int:
     return int(json.loads(text.splitlines()[-1])["offset"])
 
 
-def test_all_messages_are_read_in_batches_and_acknowledged_when_the_batches_are_committed(
+def test_a_streaming_query_reads_all_messages_in_batches_and_acks_each_committed_batch(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 2000)
     query = start(load(spark, broker, tmp_path, maxMessagesPerTrigger=900), tmp_path)
     query.awaitTermination()
     batches = [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
-    # A batch is what has come when Spark asks, up to so many.
+    # A batch contains the messages that have arrived when Spark asks, up to the maximum.
     assert sum(batches) == 2000
     assert max(batches) <= 900
     assert written(spark, tmp_path) == list(range(2000))
     queue = broker.queue("rows")
     assert (queue.depth, queue.acked) == (0, 2000)
-    # The next run takes what has come since.
+    # The next run reads the messages that have arrived since.
     fill(broker, 10, 2000)
     start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
     assert written(spark, tmp_path) == list(range(2010))
     assert broker.queue("rows").depth == 0
 
 
-def test_a_running_query_reads_new_messages_and_also_acknowledges_its_last_batch(
+def test_a_running_streaming_query_reads_new_messages_and_also_acks_its_last_batch(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     query = start(load(spark, broker, tmp_path, sharedSpool="false"), tmp_path, all_there_is=False)
@@ -101,10 +101,10 @@ def test_a_running_query_reads_new_messages_and_also_acknowledges_its_last_batch
     eventually(lambda: not broker.connections())
 
 
-def test_a_failed_query_gets_the_same_batch_again_and_no_message_twice(
+def test_the_next_run_of_a_failed_query_reads_the_same_batch_again_and_no_message_twice(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    # Without ids, messages that are alike are told apart by their number only.
+    # Without ids, only the number of equal messages counts.
     fill(broker, 1000, ids=False)
     fill(broker, 500, ids=False)
     seen = tmp_path / "seen"
@@ -129,7 +129,7 @@ def test_a_failed_query_gets_the_same_batch_again_and_no_message_twice(
 
     with pytest.raises(StreamingQueryException, match="injected"):
         start(frame(), tmp_path).awaitTermination()
-    # What was in the batch that failed, and behind it, is in the queue still.
+    # The messages of the failed batch and all later messages are still in the queue.
     done = committed(tmp_path)
     assert done <= 700
     broker.wait_until(lambda b: b.queue("rows").ready == 1500 - done, timeout=PATIENCE)
@@ -138,7 +138,7 @@ def test_a_failed_query_gets_the_same_batch_again_and_no_message_twice(
     assert broker.queue("rows").depth == 0
 
 
-def test_a_spool_that_does_not_belong_to_the_checkpoint_is_refused_and_nothing_is_acknowledged(
+def test_a_query_whose_spool_does_not_match_the_checkpoint_fails_and_acks_no_message(
     broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 20)
@@ -146,7 +146,7 @@ def test_a_spool_that_does_not_belong_to_the_checkpoint_is_refused_and_nothing_i
     query = StreamReader(SourceOptions.load(given, streaming=True, slots=1, local=True), SCHEMA)
     try:
         assert query.initialOffset() == {"offset": 0}
-        # As many as the checkpoint has seen, and more.
+        # The spool gets more messages than the checkpoint's offset.
         eventually(lambda: query.reportLatestOffset() == {"offset": 20})
         words = r"checkpoint is at offset 10, but the spool .* ended at 0 when the query began; they belong together"
         with pytest.raises(SpoolError, match=words):
@@ -158,7 +158,7 @@ def test_a_spool_that_does_not_belong_to_the_checkpoint_is_refused_and_nothing_i
     assert broker.queue("rows").depth == 20
 
 
-def test_a_query_that_was_refused_because_of_its_spool_is_refused_again_and_loses_nothing(
+def test_a_second_run_with_a_spool_that_does_not_match_the_checkpoint_also_fails_and_acks_no_message(
     broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 20)
@@ -171,7 +171,7 @@ def test_a_query_that_was_refused_because_of_its_spool_is_refused_again_and_lose
                 query.partitions({"offset": 0}, {"offset": 10})
             with pytest.raises(SpoolError, match="checkpoint is at offset 10"):
                 query.latestOffset({"offset": 10}, ReadAllAvailable())
-            # It has taken nothing, or the next would find as many in the spool as the checkpoint has seen.
+            # The query must not consume. Otherwise the second run would find enough messages in the spool.
             assert query.reportLatestOffset() is None
         finally:
             query.stop()

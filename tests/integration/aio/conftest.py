@@ -34,19 +34,19 @@ _NEAR_THE_LOOP = (
     "test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop",
     # Calls from other threads.
     "test_d5_flow_managers_and_other_threads_can_hold_an_async_producer",
-    "test_F6_the_flow_manager_can_stop_and_start_a_drop_in_channel_from_any_thread",
+    "test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread",
     # Sockets that are full, cut, refused, wrapped in TLS, or to be closed.
     "test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason",
     "test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly",
     "test_a_robust_connection_reconnects_together_with_its_producers",
     "test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead",
     "test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection",
-    "test_J7_channel_flow_is_answered_and_no_message_is_published_until_flow_is_active",
-    "test_the_holds_of_a_robust_channel_are_correct_after_reconnections",
-    "test_publish_calls_of_messages_written_before_a_lost_connection_raise_the_error_of_aio_pika",
-    "test_a_program_without_confirms_is_held_by_a_full_socket",
-    "test_flow_control_of_the_drop_in_for_aio_pika_works_over_tls",
-    "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_all_close_callbacks",
+    "test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends",
+    "test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a_robust_channel",
+    "test_publishes_written_before_the_connection_is_lost_raise_the_error_of_aio_pika",
+    "test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms",
+    "test_flow_control_works_over_tls",
+    "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_close_callbacks",
 )
 
 

@@ -41,14 +41,14 @@ class TestPika:
         assert seen == [(str(number), number, number) for number in range(20)]
         assert channel.cancel() == 0
 
-    def test_bodies_larger_than_a_frame_arrive(self, channel):
+    def test_message_bodies_larger_than_a_frame_arrive(self, channel):
         channel.confirm_delivery()
         channel.queue_declare("q")
         body = bytes(range(256)) * 4096
         channel.basic_publish("", "q", body)
         assert channel.basic_get("q", auto_ack=True)[2] == body
 
-    def test_unroutable_and_refused_messages_are_reported(self, channel):
+    def test_pika_raises_errors_for_unroutable_and_nacked_messages(self, channel):
         channel.confirm_delivery()
         with pytest.raises(pika.exceptions.UnroutableError):
             channel.basic_publish("", "nowhere", b"x", mandatory=True)
@@ -57,14 +57,14 @@ class TestPika:
         with pytest.raises(pika.exceptions.NackError):
             channel.basic_publish("", "q", b"x")
 
-    def test_C2_the_error_for_refused_arguments_shows_both_values(self, channel):
+    def test_C2_the_error_for_contradictory_queue_arguments_shows_both_values(self, channel):
         with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
             channel.queue_declare("q", arguments={"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 6})
         assert caught.value.reply_code == 406
         assert "qpid.flow_stop_size=5" in caught.value.reply_text
         assert "qpid.flow_resume_size=6" in caught.value.reply_text
 
-    def test_pika_can_use_topology_and_transactions_and_get_and_nack_and_recover(self, channel):
+    def test_pika_can_use_exchanges_bindings_transactions_get_nack_and_recover(self, channel):
         channel.exchange_declare("e", "topic")
         channel.exchange_declare("f", "fanout")
         channel.exchange_bind("f", "e", "a.#")
@@ -94,7 +94,7 @@ class TestPika:
         while not cancelled:
             channel.connection.process_data_events(time_limit=5)
 
-    def test_blocked_connections_are_notified(self, broker):
+    def test_pika_is_notified_when_its_connection_is_blocked_and_unblocked(self, broker):
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
         reasons: list[str | None] = []
         connection.add_on_connection_blocked_callback(lambda _, frame: reasons.append(frame.method.reason))
@@ -106,14 +106,14 @@ class TestPika:
         assert reasons == ["memory", None]
         connection.close()
 
-    def test_a_wrong_password_is_an_authentication_error(self, broker):
+    def test_pika_raises_an_authentication_error_for_a_wrong_password(self, broker):
         parameters = pika.ConnectionParameters(
             "127.0.0.1", broker.port, credentials=pika.PlainCredentials("guest", "wrong")
         )
         with pytest.raises(pika.exceptions.ProbableAuthenticationError):
             pika.BlockingConnection(parameters)
 
-    def test_a_wrong_vhost_is_an_access_error(self, broker):
+    def test_pika_raises_an_access_error_for_a_wrong_virtual_host(self, broker):
         with pytest.raises((pika.exceptions.ProbableAccessDeniedError, pika.exceptions.ConnectionClosedByBroker)):
             pika.BlockingConnection(pika.ConnectionParameters("127.0.0.1", broker.port, "elsewhere"))
 
@@ -205,7 +205,7 @@ def test_amqpstorm_publishes_and_consumes(broker):
         assert seen == [str(number) for number in range(5)]
 
 
-def test_clients_that_ignore_flow_keep_publishing_and_get_their_confirms_later(broker, channel):
+def test_a_client_that_ignores_flow_gets_its_confirms_if_the_enforcement_is_channel_flow(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "channel_flow"})
     channel.confirm_delivery()
     for _ in range(10):
@@ -214,7 +214,7 @@ def test_clients_that_ignore_flow_keep_publishing_and_get_their_confirms_later(b
     assert broker.queue("q").flow_stopped
 
 
-def test_C5_withheld_confirms_alone_hold_a_client_that_waits_for_each_confirm(broker, channel):
+def test_C5_withheld_confirms_alone_stop_a_client_that_waits_for_each_confirm(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "completion"})
     channel.confirm_delivery()
 

@@ -34,6 +34,6 @@ print("done")
 """
 
 
-def test_the_core_flows_a_publisher_without_http_and_without_sqlite() -> None:
+def test_the_core_of_the_broker_applies_flow_control_without_the_packages_for_http_and_sqlite() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

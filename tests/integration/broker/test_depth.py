@@ -25,14 +25,14 @@ def wait_until_seen(recorder: DepthRecorder, wanted: tuple[int, int, bool], time
         time.sleep(0.001)
 
 
-def test_the_recorder_samples_each_lasting_state_of_a_queue_and_knows_the_peaks():
+def test_the_depth_recorder_samples_each_state_that_lasts_and_keeps_the_peaks():
     with Broker() as broker:
         broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
         with DepthRecorder(broker, "q") as recorder:
             for body, seen in zip((b"1", b"22", b"333"), STATES[1:], strict=True):
                 broker.publish(body, "q")
                 wait_until_seen(recorder, seen)
-            # A quiet queue is looked at, too.
+            # The recorder also samples a queue that does not change.
             wait_until_seen(recorder, STATES[-1], times=3)
             broker.purge("q")
         assert list(dict.fromkeys(map(state, recorder.samples))) == STATES
@@ -43,6 +43,6 @@ def test_the_recorder_samples_each_lasting_state_of_a_queue_and_knows_the_peaks(
     assert not [thread for thread in threading.enumerate() if thread.name == "depth of q"]
 
 
-def test_a_queue_that_does_not_exist_cannot_be_recorded():
+def test_the_depth_recorder_raises_an_error_for_a_missing_queue():
     with Broker() as broker, pytest.raises(ChannelException, match="no queue 'q'"), DepthRecorder(broker, "q"):
         pytest.fail("it was recorded")

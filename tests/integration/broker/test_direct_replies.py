@@ -7,7 +7,7 @@ import pika
 from qflow_client.broker import Broker
 
 
-def test_the_direct_reply_example_of_RabbitMQ_runs_with_pika() -> None:
+def test_pika_can_use_direct_reply_to_for_requests_and_answers() -> None:
     with Broker() as broker:
         broker.declare_queue("requests")
         got: list[tuple[str | None, bytes]] = []

@@ -27,7 +27,7 @@ def publish_on(connection, channel):
         connection.process_data_events()
 
 
-def test_D8_pika_ignores_flow_and_loses_its_channel():
+def test_D8_pika_ignores_channel_flow_and_the_broker_closes_its_channel():
     with Broker(close_channel_after=10, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
@@ -72,11 +72,11 @@ def test_D8_a_tarpit_slows_a_flood_by_tcp_backpressure(connect):
         client.socket.settimeout(0.2)
         with pytest.raises(socket.timeout):
             publish_many(client, 10_000)
-        # What was read in one piece with the offending message, at most.
+        # The broker accepts at most the bytes that it read together with the offending message.
         assert broker.queue("q").bytes < 1_000_000
 
 
-def test_D7_the_backlog_of_a_connection_is_shown(connect):
+def test_D7_a_full_backlog_of_a_connection_blocks_the_publishing_channels_of_the_connection(connect):
     with Broker(backlog_count=2) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client = connect(broker).open().channel(1).channel(2, confirms=True)
@@ -89,7 +89,7 @@ def test_D7_the_backlog_of_a_connection_is_shown(connect):
         broker.wait_until(lambda b: not b.channels()[1].flowed)
 
 
-def test_current_and_new_clients_stay_blocked_until_the_last_alarm_is_cleared(connect):
+def test_old_and_new_connections_stay_blocked_until_the_last_alarm_is_cleared(connect):
     with Broker() as broker:
         client = connect(broker).open()
         broker.raise_alarm("memory", "low on memory")
@@ -111,7 +111,7 @@ def test_current_and_new_clients_stay_blocked_until_the_last_alarm_is_cleared(co
 
 
 @pytest.mark.parametrize("name", ["", "operator"])
-def test_an_alarm_must_have_a_valid_name(broker, name):
+def test_the_name_of_an_alarm_must_not_be_empty_or_operator(broker, name):
     with pytest.raises(ValueError, match="alarm must have a name"):
         broker.raise_alarm(name, "why")
     broker.block("by hand")

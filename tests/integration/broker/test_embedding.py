@@ -19,18 +19,18 @@ from qflow_client.broker import Broker, ChannelException, Policy, PolicyDefiniti
 from tests.integration.producer.tools import Stopwatch
 
 
-def test_a_broker_listens_on_a_free_loopback_port_and_releases_it():
+def test_a_broker_listens_on_a_free_loopback_port_until_it_is_stopped():
     with Broker() as broker, Broker() as other:
         assert broker.port != other.port
         assert broker.url == f"amqp://guest:guest@127.0.0.1:{broker.port}/%2F"
         socket.create_connection(("127.0.0.1", broker.port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", broker.port))
-    # What it was can still be seen.
+    # The last state can still be read.
     assert broker.queues() == ()
 
 
-def test_a_port_in_use_is_an_error_immediately():
+def test_a_broker_whose_port_is_in_use_does_not_start():
     with Broker() as broker, pytest.raises(OSError), Broker(port=broker.port):
         pass
 
@@ -49,7 +49,7 @@ class _Front:
         self.calls.append("stop")
 
 
-def test_if_a_part_cannot_start_the_started_parts_are_stopped():
+def test_if_one_part_of_a_broker_cannot_start_the_parts_started_before_are_stopped():
     broker = Broker()
     fronts = [_Front(), _Front(OSError("no")), _Front()]
     broker._fronts += fronts
@@ -60,7 +60,7 @@ def test_if_a_part_cannot_start_the_started_parts_are_stopped():
         socket.create_connection(("127.0.0.1", broker.port))
 
 
-def test_a_broker_runs_only_once_and_a_second_start_is_an_error():
+def test_a_second_start_of_the_same_broker_object_raises_an_error():
     broker = Broker()
     with pytest.raises(RuntimeError, match="with Broker"):
         _ = broker.port
@@ -75,19 +75,19 @@ def test_a_broker_runs_only_once_and_a_second_start_is_an_error():
         pass
 
 
-def test_a_wrong_setting_is_an_error_at_construction():
+def test_the_constructor_of_a_broker_raises_an_error_for_an_invalid_setting():
     with pytest.raises(ValueError, match="enforcement must be one of"):
         Broker(enforcement="none")
     with pytest.raises(TypeError, match="colour"):
         Broker(colour="red")  # type: ignore[call-arg]
 
 
-def test_the_url_escapes_names_and_passwords():
+def test_the_url_of_a_broker_escapes_the_user_the_password_and_the_virtual_host():
     with Broker(users={"us/er": "p@ss"}, virtual_host="v/h") as broker:
         assert broker.url == f"amqp://us%2Fer:p%40ss@127.0.0.1:{broker.port}/v%2Fh"
 
 
-def test_queues_and_messages_can_be_managed_without_a_connection(broker):
+def test_methods_of_the_broker_manage_queues_and_messages_without_a_connection(broker):
     snapshot = broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2}, durable=True)
     assert (snapshot.name, snapshot.depth, snapshot.durable) == ("q", 0, True)
     commands_properties = commands.Basic.Properties(message_id="m")
@@ -115,14 +115,14 @@ def test_queues_and_messages_can_be_managed_without_a_connection(broker):
         broker.declare_queue("q", arguments={"qpid.max_count": "x"})
 
 
-def test_an_expiration_that_is_not_a_number_is_refused(broker):
+def test_publishing_with_an_expiration_that_is_not_a_number_raises_an_error(broker):
     broker.declare_queue("q")
     with pytest.raises(ChannelException, match="invalid expiration 'soon'"):
         broker.publish(b"x", "q", properties=commands.Basic.Properties(expiration="soon"))
     assert broker.queue("q").depth == 0
 
 
-def test_timers_of_the_broker_run_without_calls_from_outside(broker):
+def test_messages_and_queues_expire_even_if_no_client_is_connected(broker):
     broker.declare_queue("dead")
     to_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
     broker.declare_queue("q", arguments={"x-message-ttl": 30, **to_dead})
@@ -136,7 +136,7 @@ def test_timers_of_the_broker_run_without_calls_from_outside(broker):
     assert broker.queue("dead").depth == 2
 
 
-def test_C7_counters_have_the_same_names_as_in_Qpid(broker, connect):
+def test_C7_counters_in_snapshots_have_the_names_of_Qpid(broker, connect):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client = connect(broker).open().channel()
     client.publish()
@@ -150,7 +150,7 @@ def test_C7_counters_have_the_same_names_as_in_Qpid(broker, connect):
     for told in (each.to_json() for each in seen):
         assert (told["flowState"], told["flowStopped"], told["flowStoppedCount"]) == (False, False, 1)
     assert broker.queue("q").to_json()["peakDepth"] == 2
-    # What a channel counted stays with its connection.
+    # The counters of a closed channel stay in its connection.
     broker.close_channels()
     client.send(1, commands.Channel.CloseOk())
     broker.wait_until(lambda b: not b.connections()[0].channels)
@@ -166,7 +166,7 @@ def test_C7_client_properties_and_queue_arguments_can_be_written_as_json(broker,
         assert json.loads(json.dumps({name: told[name] for name in expected})) == expected
 
 
-def test_snapshots_show_which_channels_are_flowed_by_which_queue_and_how_often(broker, connect):
+def test_snapshots_show_which_queues_block_a_channel_and_how_often_the_channel_was_flowed(broker, connect):
     for name in ("a", "b"):
         broker.declare_queue(name, arguments={"qpid.flow_stop_count": 1})
     client = connect(broker).open().channel(3, confirms=True)
@@ -190,7 +190,7 @@ def test_snapshots_show_which_channels_are_flowed_by_which_queue_and_how_often(b
 @pytest.mark.parametrize(
     ("named", "shown"), [({"connection_name": "shop"}, "shop"), ({"connection_name": 5}, ""), ({}, "")]
 )
-def test_a_client_is_shown_with_the_name_it_chose(broker, named, shown):
+def test_snapshots_show_the_connection_name_of_a_client(broker, named, shown):
     parameters = pika.URLParameters(broker.url)
     parameters.client_properties = named
     with pika.BlockingConnection(parameters) as connection:
@@ -198,7 +198,7 @@ def test_a_client_is_shown_with_the_name_it_chose(broker, named, shown):
         assert [each.client for each in (*broker.connections(), *broker.producers())] == [shown, shown]
 
 
-def test_wait_until_checks_again_after_every_change(broker, connect):
+def test_wait_until_checks_its_condition_again_after_changes_of_the_broker(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel()
     looks = []
@@ -216,22 +216,22 @@ def test_wait_until_checks_again_after_every_change(broker, connect):
     assert looks[-1] == 3
 
 
-def test_wait_until_times_out_and_reports_what_it_saw(broker):
+def test_the_timeout_error_of_wait_until_shows_the_state_of_the_queues(broker):
     broker.declare_queue("some-queue")
     with Stopwatch() as watch, pytest.raises(TimeoutError, match="some-queue"):
         broker.wait_until(lambda b: b.queue("some-queue").depth, timeout=0.05)
     assert watch.kept(0.05)
 
 
-def test_wait_until_times_out_on_a_broker_that_is_never_idle(broker):
+def test_wait_until_keeps_its_timeout_on_a_broker_that_is_never_idle(broker):
     broker.declare_queue("q")
     looks = []
 
     def busy(b):
         looks.append(b.publish(b"x", "q"))
-        # Comes after the end of the turn in which the message came: whenever this look is over, something has happened.
+        # This call runs in a later turn of the loop than the publish. So after each check, something has changed.
         b.queue("q")
-        # Not for ever, even where the deadline is.
+        # End the test even if the timeout does not work.
         return len(looks) > 1_000_000
 
     with pytest.raises(TimeoutError, match="the condition was not true within"):
@@ -239,12 +239,12 @@ def test_wait_until_times_out_on_a_broker_that_is_never_idle(broker):
     assert len(looks) > 1
 
 
-def test_an_exception_from_a_predicate_is_raised(broker):
+def test_wait_until_raises_the_exception_of_its_predicate(broker):
     with pytest.raises(ChannelException):
         broker.wait_until(lambda b: b.queue("nowhere"))
 
 
-def test_on_the_running_loop_every_method_can_be_called_directly():
+def test_methods_can_be_called_directly_on_the_loop_of_the_broker_but_wait_until_raises_an_error():
     async def main():
         async with Broker() as broker:
             broker.declare_queue("q")
@@ -268,7 +268,7 @@ def test_on_the_running_loop_every_method_can_be_called_directly():
     asyncio.run(main())
 
 
-def test_a_broker_on_another_thread_can_be_awaited():
+def test_wait_until_async_works_with_a_broker_on_another_thread():
     async def main(broker):
         waiting = asyncio.create_task(broker.wait_until_async(lambda b: b.queue("q").depth == 1))
         await asyncio.to_thread(broker.publish, b"x", "q")
@@ -295,11 +295,11 @@ def test_many_threads_may_call_the_broker_concurrently(broker):
     assert broker.queue("q").depth == 800
 
 
-def test_a_call_that_is_made_while_the_broker_stops_gets_an_answer():
+def test_a_method_call_from_another_thread_returns_even_if_the_broker_stops_meanwhile():
     called, stopped, answered = threading.Event(), threading.Event(), threading.Event()
 
     class Late:
-        """A loop to which a call comes as late as it can: one that has stopped does it no more."""
+        """A loop that gets a call as late as possible. A loop that has stopped does not execute the call."""
 
         def call_soon_threadsafe(self, function):
             called.set()
@@ -320,7 +320,7 @@ def test_a_call_that_is_made_while_the_broker_stops_gets_an_answer():
     assert answered.wait(20)
 
 
-def test_D5_all_producers_can_be_stopped_and_started_even_those_that_connect_later(broker, connect):
+def test_D5_a_stop_of_all_producers_also_stops_producers_that_connect_later(broker, connect):
     early = connect(broker).open().channel(confirms=True)
     consumer = connect(broker).open().channel()
     broker.flow(False)
@@ -348,7 +348,7 @@ def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
     assert (channel, flow.active) == (2, True)
 
 
-def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_are_accepted(broker, connect):
+def test_nack_publishes_for_one_queue_does_not_nack_messages_to_other_queues(broker, connect):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)
@@ -363,7 +363,7 @@ def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_are_accep
     client.publish()
     assert client.expect(commands.Basic.Ack).delivery_tag == 4
     broker.nack_publishes(queue="q")
-    # To refuse everything for a time is not to forget what was refused before.
+    # Nacking all messages for some time must not change which queues nack messages afterwards.
     broker.nack_publishes(queue="other")
     broker.nack_publishes()
     assert broker._host.queue("other").is_refusing
@@ -375,7 +375,7 @@ def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_are_accep
 
 
 @pytest.mark.parametrize("end", ["release_confirms", "release_all", "delete_queue"])
-def test_confirms_for_one_queue_are_withheld_and_confirms_for_other_queues_are_sent(broker, connect, end):
+def test_withhold_confirms_for_one_queue_does_not_withhold_confirms_for_other_queues(broker, connect, end):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)
@@ -385,7 +385,7 @@ def test_confirms_for_one_queue_are_withheld_and_confirms_for_other_queues_are_s
     client.publish(routing_key="other")
     ack = client.expect(commands.Basic.Ack)
     assert (ack.delivery_tag, ack.multiple) == (3, False)
-    # Withheld or not, they are there to be consumed.
+    # The messages can be consumed even if their confirms are withheld.
     assert [broker.get("q").body, broker.queue("q").depth] == [b"x", 1]
     assert broker.producers()[0].unconfirmed == 2
     if end == "release_all":
@@ -421,7 +421,7 @@ def test_one_connection_can_be_blocked_closed_or_dropped_by_name(broker, connect
         broker.close_channels(channel="other")
 
 
-def test_an_invalid_close_code_is_refused_and_changes_nothing(broker, connect):
+def test_closing_with_an_invalid_reply_code_raises_an_error_and_closes_nothing(broker, connect):
     client = connect(broker).open().channel()
     for close in (broker.close_channels, broker.close_connections):
         with pytest.raises(OverflowError):
@@ -429,14 +429,14 @@ def test_an_invalid_close_code_is_refused_and_changes_nothing(broker, connect):
     client.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
 
 
-def test_a_broker_that_stops_sends_close_even_to_clients_that_do_not_read(connect):
+def test_a_broker_that_stops_sends_connection_close_to_its_clients(connect):
     with Broker() as broker:
         client = connect(broker).open()
     assert client.expect(commands.Connection.Close).reply_code == 320
     assert client.is_over()
 
 
-def test_a_broker_stops_even_if_a_peer_reads_nothing(connect):
+def test_a_broker_stops_within_seconds_even_if_a_client_reads_nothing(connect):
     with ExitStack() as stack:
         broker = stack.enter_context(Broker())
         broker.declare_queue("q")
@@ -451,7 +451,7 @@ def test_a_broker_stops_even_if_a_peer_reads_nothing(connect):
     assert watch.within(5)
 
 
-def test_frames_can_be_traced(connect):
+def test_the_trace_function_is_called_for_frames_in_both_directions(connect):
     lines = []
     with Broker(trace=lambda *line: lines.append(line)) as broker:
         client = connect(broker).open().channel()
@@ -475,7 +475,7 @@ def test_a_publicly_reachable_broker_with_the_default_password_logs_a_warning(op
     assert all("set users" in message for message in caplog.messages)
 
 
-def test_F5_a_channel_shows_where_it_publishes_and_consumes(broker, connect):
+def test_F5_the_snapshot_of_a_channel_shows_its_last_publish_targets_and_its_consumed_queues(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel()
     for number in range(9):
@@ -484,14 +484,14 @@ def test_F5_a_channel_shows_where_it_publishes_and_consumes(broker, connect):
     client.call(1, commands.Basic.Consume(queue="q"), commands.Basic.ConsumeOk)
     broker.wait_until(lambda b: b.channels()[0].published == 18)
     (channel,) = broker.channels()
-    # The last few only.
+    # The snapshot contains only the last targets.
     assert [target.routing_key for target in channel.targets] == [*(f"key {number}" for number in range(2, 9)), "q"]
     assert {target.exchange for target in channel.targets} == {""}
     assert channel.consumes_from == ("q",)
     assert channel.to_json()["targets"][-1] == {"exchange": "", "routingKey": "q"}
 
 
-def test_E9_a_policy_for_very_many_queues_is_applied_in_slices_between_other_tasks_of_the_loop(broker):
+def test_E9_a_policy_for_many_queues_is_applied_in_slices_between_other_tasks_of_the_event_loop(broker):
     for number in range(50):
         broker.declare_queue(f"q{number}")
     broker._runner.SLICE = 0.0
@@ -513,8 +513,8 @@ def test_E9_a_policy_for_very_many_queues_is_applied_in_slices_between_other_tas
         broker.delete_policy("x")
 
 
-def test_wait_until_may_block_a_loop_on_which_the_broker_does_not_run() -> None:
-    """Playwright's synchronous API calls the program from a callback of its loop."""
+def test_wait_until_can_be_called_in_a_callback_of_an_event_loop_without_the_broker() -> None:
+    """Playwright's synchronous API runs the program in a callback of its event loop."""
     loop = asyncio.new_event_loop()
     waited: list[bool] = []
 
@@ -531,7 +531,7 @@ def test_wait_until_may_block_a_loop_on_which_the_broker_does_not_run() -> None:
 
 
 class Interrupted(Broker):
-    """A broker whose start interrupts the thread that waits for it, at the start or at the end."""
+    """A broker whose start interrupts the waiting thread, at the beginning or at the end of the start."""
 
     at_end = False
 
@@ -545,10 +545,12 @@ class Interrupted(Broker):
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("at_end", [False, True])
-def test_an_interrupt_while_a_broker_starts_ends_its_thread(monkeypatch: pytest.MonkeyPatch, *, at_end: bool) -> None:
+def test_an_interrupt_while_a_broker_starts_also_ends_the_thread_of_the_broker(
+    monkeypatch: pytest.MonkeyPatch, *, at_end: bool
+) -> None:
     monkeypatch.setattr(Interrupted, "at_end", at_end)
     broker, before = Interrupted(), set(threading.enumerate())
-    # A shell has its background jobs ignore Ctrl-C.
+    # A shell starts background jobs with SIGINT ignored.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -28,15 +28,15 @@ async def let_go(producer: AsyncProducer) -> None:
     try:
         await producer.close(0)
     except UndeliveredMessages:
-        # What was under way at the end counts for nobody.
+        # Messages that are in flight at the end do not count.
         return
 
 
 async def flap(stop: int, resume: int, capacity: int) -> tuple[Counter[bytes], int]:
-    """All producers send as fast as they may; messages are taken one by one.
+    """Let all producers send as fast as possible, and get the messages one by one.
 
     Returns:
-        How many of each producer's were taken, and how often the queue turned ON.
+        The number of messages of each producer that were got, and how often the queue turned ON.
     """
     served: Counter[bytes] = Counter()
     async with Broker() as broker, AsyncExitStack() as stack:
@@ -48,7 +48,7 @@ async def flap(stop: int, resume: int, capacity: int) -> tuple[Counter[bytes], i
             stack.push_async_callback(asyncio.wait_for, feeding, 60)
             stack.push_async_callback(let_go, producer)
         await broker.wait_until_async(lambda b: len([each for each in b.producers() if each.published]) == PRODUCERS)
-        # What came before all of them were there, at the most, counts for nobody, too.
+        # Messages that may have arrived before all producers were connected do not count.
         for number in range(-stop - PRODUCERS * capacity, TAKEN):
             await broker.wait_until_async(lambda b: b.queue("q").depth, timeout=60)
             message = broker.get("q")

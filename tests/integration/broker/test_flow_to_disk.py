@@ -14,14 +14,14 @@ from qflow_client import Message, Producer
 from qflow_client.broker import Broker, Policy, PolicyDefinition, QueuePolicy
 from tests.effort import EFFORT
 
-#: MiB of messages.
+#: Size of all messages in MiB.
 MESSAGES = 1024 if EFFORT == "nightly" else 48
-#: MiB that the broker may have in memory, and that its process may have.
+#: Memory limit of the broker, and maximum memory of its process, in MiB.
 LIMIT, RESIDENT = (64, 256) if MESSAGES >= 1024 else (4, 80)
 SIZE = 65536
 ROOT = Path(__file__).parents[3]
 SPOOL = Policy("spool", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
-# Tells its URL, and, asked by a line, the most memory that it had.
+# Prints its URL. After a line on standard input, prints the maximum memory that was used.
 BROKER = """
 import resource, sys
 from pathlib import Path
@@ -82,12 +82,12 @@ def test_A2_messages_that_do_not_fit_into_memory_flow_to_disk_and_arrive_in_orde
     assert resident <= RESIDENT << 20, f"{resident >> 20} MiB"
 
 
-def test_A2_messages_are_read_from_disk_for_browse_and_get(tmp_path):
+def test_A2_browse_and_get_return_messages_that_were_moved_to_disk(tmp_path):
     with Broker(store=tmp_path / "store", memory_limit=1 << 20, policies=[SPOOL]) as broker:
         broker.declare_queue("q", durable=True)
         for number in range(40):
             broker.publish(b"%d" % number * 50_000, "q")
-        # What is published from inside is held by nobody, so it may take a moment.
+        # Flow control does not hold messages from `Broker.publish`, so the broker needs a moment to write them to disk.
         broker.wait_until(lambda broker: broker.memory.evicted > 20 and broker.memory.bytes < 1 << 20)
         assert [message.body for message in broker.messages("q")] == [b"%d" % number * 50_000 for number in range(40)]
         assert broker.queue("q").memory < 1 << 20
@@ -99,7 +99,7 @@ def test_A2_messages_are_read_from_disk_for_browse_and_get(tmp_path):
         assert broker.memory.bytes == 0
 
 
-def test_A2_a_store_that_is_larger_than_memory_is_opened_with_little_memory(tmp_path):
+def test_A2_a_broker_opens_a_store_that_is_larger_than_its_memory_limit(tmp_path):
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True)
         with Producer(broker.url, routing_key="q") as producer:
@@ -114,7 +114,7 @@ def test_A2_a_store_that_is_larger_than_memory_is_opened_with_little_memory(tmp_
             assert message.body.startswith(b"%d " % number)
 
 
-def test_D8_above_the_limit_clients_are_blocked_until_there_is_room():
+def test_D8_above_the_memory_limit_connections_are_blocked_until_there_is_room():
     with Broker(memory_limit=1 << 20) as broker:
         broker.declare_queue("q")
         with Producer(broker.url, routing_key="q", capacity=20) as producer:
@@ -156,7 +156,7 @@ def test_A5_a_message_removed_from_a_durable_queue_is_still_complete_in_a_transi
             assert method.delivery_tag is not None
             channel.basic_ack(method.delivery_tag)
             broker.wait_until(lambda broker: not broker.queue("durable").depth and not broker.memory.backlog)
-            # More than there may be in memory, so that what is unacked goes to disk first.
+            # This exceeds the maximum in memory, so the unacknowledged message goes to disk first.
             channel.basic_publish("", "transient", b"2" * 600, persistent)
             broker.wait_until(lambda broker: broker.memory.evicted)
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:

@@ -116,7 +116,7 @@ def valid_session(chance):
 def change(chance, pieces):
     at = chance.randrange(len(pieces))
     piece = pieces[at]
-    # Inside the payload of a frame, if it is one with a payload.
+    # Choose a position in the payload, if the frame has a payload.
     inside = chance.randrange(7, len(piece) - 1) if len(piece) > 8 else 0
     extreme = chance.choice([b"\0", b"\xff", b"\x7f", chance.randbytes(1)]) * chance.choice([1, 2, 4])
     match chance.randrange(10):
@@ -146,12 +146,14 @@ def change(chance, pieces):
 
 
 def sized(piece):
-    """A frame that says the length that it has."""
+    """Return a frame with the correct length in its header."""
     return piece[:3] + struct.pack(">I", len(piece) - 8) + piece[7:]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_mutated_sessions_disturb_no_other_connection_and_leave_nothing_behind(broker, connect, caplog, seed):
+def test_randomly_changed_sessions_disturb_no_other_connection_and_leave_nothing_in_the_broker(
+    broker, connect, caplog, seed
+):
     chance = random.Random(seed)
     good = connect(broker).open().channel(confirms=True)
     good.call(1, Queue.Declare(queue="good", exclusive=True), Queue.DeclareOk)
@@ -177,7 +179,7 @@ def test_mutated_sessions_disturb_no_other_connection_and_leave_nothing_behind(b
     assert broker.queue("good").depth == SESSIONS
     for queue in broker.queues():
         assert (queue.unacked, queue.consumers, queue.blocked) == (0, 0, ())
-        # Messages may expire between two looks.
+        # Messages may expire between the two calls, so compare repeatedly.
         broker.wait_until(lambda b, name=queue.name: counts_right(b, name))
 
 

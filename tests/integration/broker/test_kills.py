@@ -35,7 +35,7 @@ PERSISTENT = commands.Basic.Properties(delivery_mode=2)
 
 
 class Load:
-    """One client that publishes to two durable queues at once, consumes from one of them, and acks."""
+    """A client that publishes each message to two durable queues, consumes one of the queues, and acknowledges."""
 
     def __init__(self, client, first):
         self.client = client.open().channel(confirms=True)
@@ -47,7 +47,7 @@ class Load:
             call(1, commands.Queue.Bind(queue=queue, exchange="all"), commands.Queue.BindOk)
         self.next = self.first = first
         self.confirmed = set()
-        # Bodies that were acked, and how many of them before each publish.
+        # Numbers of the acknowledged messages, and how many were acknowledged before each publish.
         self.acked = []
         self.acked_before = {}
         self.tags = {}
@@ -55,9 +55,9 @@ class Load:
         self.rng = random.Random(first)
 
     def run(self):
-        """Until the broker is gone."""
+        """Publish and consume until the connection ends."""
         try:
-            # It may be gone before it has answered.
+            # The broker may be killed before it has answered.
             self.client.send(1, commands.Basic.Consume(queue="consumed", consumer_tag="c"))
             self.client.expect(commands.Basic.ConsumeOk)
             while True:
@@ -96,7 +96,7 @@ class Load:
             size, content = self.client.expect(header.ContentHeader).body_size, b""
             while len(content) < size:
                 content += self.client.expect(body.ContentBody).value
-            # Noted first: it may be on disk before this knows that it was sent.
+            # Record the ack before sending it, because it may be on disk before `send` returns.
             self.acked.append(number_of(content))
             self.client.send(1, commands.Basic.Ack(received.delivery_tag or 0))
 
@@ -106,7 +106,7 @@ def number_of(content):
 
 
 def killed_under_load(path, connect, first, seconds):
-    """The load of a broker that was killed so many seconds after it began."""
+    """Start a broker with load, kill it after `seconds`, and return the load."""
     with subprocess.Popen(
         [sys.executable, "-c", BROKER, str(path)],
         stdin=subprocess.PIPE,
@@ -115,7 +115,7 @@ def killed_under_load(path, connect, first, seconds):
     ) as process:
         assert process.stdout is not None
         load = Load(connect(SimpleNamespace(port=int(process.stdout.readline()))), first)
-        # The moment is drawn by lot; nothing waits for it.
+        # The moment of the kill is random.
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         load.run()
@@ -126,13 +126,13 @@ def killed_under_load(path, connect, first, seconds):
 
 @pytest.mark.program
 @pytest.mark.timeout(600)
-def test_after_a_kill_at_any_moment_each_confirmed_persistent_message_is_there_exactly_once(tmp_path, connect):
+def test_after_a_kill_of_the_broker_each_confirmed_persistent_message_is_in_the_queue_exactly_once(tmp_path, connect):
     moments = random.Random(1)
     path = tmp_path / "store"
     expected, settled, acked = set[int](), set[int](), set[int]()
     published = seen = 0
     kills, at_most = 0, 0.4
-    # On a slow machine, until so much has come about that it means something.
+    # On a slow machine, continue until enough messages were stored and acknowledged to prove something.
     while kills < KILLS or not (seen > 100 and settled):
         if kills >= KILLS:
             at_most *= 2

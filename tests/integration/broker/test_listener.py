@@ -29,7 +29,7 @@ def is_cut(connection: socket.socket) -> bool:
         return True
 
 
-def test_E9_if_no_file_descriptor_is_free_the_broker_pauses_accepting_and_logs_it_once(
+def test_E9_if_no_file_descriptor_is_free_the_broker_pauses_accepting_and_logs_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Listener, "PAUSE", 0.01)
@@ -62,13 +62,15 @@ def test_E9_if_no_file_descriptor_is_free_the_broker_pauses_accepting_and_logs_i
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    # One try in a pause.
+    # Each pause ends with one attempt to accept.
     assert tries >= 21
     (record,) = caplog.records
     assert "Too many open files; raise the limit of open files (ulimit -n)" in record.getMessage()
 
 
-def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certificate: tuple[Path, Path]) -> None:
+def test_E9_with_too_many_unfinished_tls_handshakes_the_oldest_handshakes_are_aborted(
+    certificate: tuple[Path, Path],
+) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     with Broker(ssl_context=context, max_unauthenticated=3, unauthenticated_timeout=600) as broker:
@@ -86,7 +88,7 @@ def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certi
             each.close()
 
 
-def test_E9_a_tls_handshake_counts_towards_the_time_to_open_a_connection(certificate: tuple[Path, Path]) -> None:
+def test_E9_the_timeout_for_unauthenticated_clients_includes_the_tls_handshake(certificate: tuple[Path, Path]) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     made: list[float] = []

@@ -16,7 +16,7 @@ def connect(broker: Broker, password: str, method: str) -> Any:
 
 
 @pytest.mark.parametrize("method", ["PLAIN", "AMQPLAIN"])
-def test_py_amqp_logs_in(method: str) -> None:
+def test_py_amqp_can_log_in_with_PLAIN_and_with_AMQPLAIN(method: str) -> None:
     with Broker(users={"ann": "pässwort"}) as broker:
         with connect(broker, "pässwort", method) as connection:
             assert connection.connected
@@ -25,7 +25,7 @@ def test_py_amqp_logs_in(method: str) -> None:
             connect(broker, "wrong", method).connect()
 
 
-def test_after_too_many_failed_logins_a_wrong_password_is_still_answered_and_a_correct_one_succeeds() -> None:
+def test_after_too_many_failed_logins_a_wrong_password_is_refused_and_a_correct_one_is_accepted() -> None:
     with Broker(users={"ann": "right"}, max_failed_logins=1) as broker:
         for _ in range(3):
             with pytest.raises(AccessRefused):
@@ -34,7 +34,9 @@ def test_after_too_many_failed_logins_a_wrong_password_is_still_answered_and_a_c
             assert connection.connected
 
 
-def test_E8_a_hashed_password_is_checked_on_a_thread_and_then_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E8_a_hashed_password_is_checked_on_a_separate_thread_and_the_result_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads = []
 
     def matches(hashed: str, password: bytes) -> bool:

@@ -18,7 +18,7 @@ LIMIT = 4 << 20
 
 
 def raw_publisher(broker: Broker) -> socket.socket:
-    """A connection with an open channel 1, past the handshake."""
+    """Open a connection and its channel 1."""
     publisher = socket.create_connection(("127.0.0.1", broker.port), timeout=30)
     frames = (
         (0, commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US")),
@@ -43,7 +43,7 @@ def test_E9_at_the_memory_limit_the_broker_stops_reading_from_a_publisher_that_i
         sending = threading.Thread(target=publisher.sendall, args=(content(100_000, 100_000) * count,))
         sending.start()
         broker.wait_until(lambda broker: "memory" in broker.alarms)
-        # Another client is served meanwhile, and takes what there is: so the publisher is read again.
+        # Another client can still consume. It removes messages, so the broker reads from the publisher again.
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
             channel = connection.channel()
             for number, (method, _, _) in enumerate(channel.consume("q"), 1):
@@ -56,13 +56,13 @@ def test_E9_at_the_memory_limit_the_broker_stops_reading_from_a_publisher_that_i
         assert broker.memory.peak < LIMIT * 1.2
 
 
-def test_E9_incomplete_bodies_do_not_fill_memory():
+def test_E9_incomplete_message_bodies_do_not_exceed_the_memory_limit():
     with Broker(memory_limit=LIMIT) as broker, contextlib.ExitStack() as opened:
         broker.declare_queue("q")
         for _ in range(20):
             attacker = opened.enter_context(raw_publisher(broker))
             attacker.sendall(content(4_000_000, 1_000_000))
-        # Some are not read to the end, and some channels are closed.
+        # The broker stops reading from some connections, and closes some channels.
         broker.wait_until(lambda broker: sum(each.bytes_received > 300_000 for each in broker.connections()) == 20)
         assert sum(each.memory for each in broker.connections()) <= LIMIT
         broker.wait_until(lambda broker: broker.memory.bytes <= LIMIT // 2)
@@ -74,7 +74,7 @@ def test_E9_incomplete_bodies_do_not_fill_memory():
         assert broker.queue("q").depth == 1
 
 
-def test_E9_a_transaction_that_is_larger_than_half_of_memory_is_refused():
+def test_E9_a_transaction_above_half_of_the_memory_limit_closes_its_channel():
     with (
         Broker(memory_limit=LIMIT) as broker,
         pika.BlockingConnection(pika.URLParameters(broker.url)) as connection,

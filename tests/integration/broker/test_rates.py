@@ -13,7 +13,7 @@ from tests.effort import rounds
 from tests.integration.producer.tools import eventually
 
 
-def test_F6_a_producer_that_obeys_flow_keeps_to_a_rate_that_changes_while_it_sends():
+def test_F6_a_producer_that_obeys_flow_keeps_to_a_rate_limit_that_changes_during_the_test():
     with Broker() as broker:
         broker.declare_queue("q")
         limit = RateLimit(RateScope.QUEUE, "q", messages=40, burst=0.025)
@@ -24,13 +24,13 @@ def test_F6_a_producer_that_obeys_flow_keeps_to_a_rate_that_changes_while_it_sen
             began = time.monotonic()
             for _ in range(20):
                 producer.send(b"x").result(20)
-            # 20 at 40 a second; what one may be ahead of the limit by is one message.
+            # 20 messages at 40 a second. The burst allows one message ahead of the limit.
             assert time.monotonic() - began >= 0.45
             assert producer.flow_state.times_flowed > 0
             broker.set_rate_limit(RateLimit(RateScope.QUEUE, "q", messages=0.01))
 
             def is_blocked_for_long() -> bool:
-                # It may be held still, for what it owes at the new rate, or because it does not know the end of a hold.
+                # The producer may still be held, by the new rate or because it has not read the end of a hold.
                 with suppress(ProducerFlowed):
                     producer.send_nowait(b"x")
                 return broker.producers()[0].blocked_by == ("rate of queue 'q'",)
@@ -42,7 +42,7 @@ def test_F6_a_producer_that_obeys_flow_keeps_to_a_rate_that_changes_while_it_sen
             producer.flush(20)
 
 
-def test_F6_an_invalid_limit_is_refused(broker):
+def test_F6_setting_or_deleting_an_invalid_rate_limit_raises_an_error(broker):
     with pytest.raises(TypeError, match="must be a RateLimit"):
         broker.set_rate_limit(cast(RateLimit, {"messages": 1}))
     with pytest.raises(LookupError, match="rate limit of user 'ann'"):
@@ -59,7 +59,7 @@ def test_F6_an_invalid_limit_is_refused(broker):
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.002])
-def test_F4_a_queue_that_turns_on_and_off_often_serves_every_real_producer(interval):
+def test_F4_a_queue_that_turns_on_and_off_often_starves_no_producer(interval):
     """test_fairness.py measures without threads how equally producers are served. Here no producer may starve."""
     count, each = 10, rounds(300)
     with Broker(resume_interval=interval) as broker:
@@ -75,7 +75,7 @@ def test_F4_a_queue_that_turns_on_and_off_often_serves_every_real_producer(inter
             thread.start()
         seen = dict.fromkeys((b"%d" % number for number in range(count)), 0)
         while sum(seen.values()) < count * each:
-            # Whoever takes messages faster than they come would find it OFF for ever.
+            # Get messages only while the queue is ON. A faster consumer would keep the queue OFF.
             broker.wait_until(lambda b: b.queue("q").flow_stopped or b.queue("q").published == count * each, 60)
             while (message := broker.get("q")) is not None:
                 seen[message.body] += 1

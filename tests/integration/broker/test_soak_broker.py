@@ -11,7 +11,7 @@ from benchmarks.soak.embedded import COMMANDS
 
 
 class _Broker:
-    """Has two channels on one connection, one of which is gone when it is to be stopped, and one on another."""
+    """Has two channels on connection "a" and one on connection "b". Channel "a1" is closed before it can be stopped."""
 
     def __init__(self) -> None:
         self.flowed: list[tuple[bool, str]] = []
@@ -25,7 +25,7 @@ class _Broker:
         self.flowed.append((active, name))
 
 
-def test_the_channels_of_one_connection_can_be_stopped_and_a_missing_channel_is_no_error() -> None:
+def test_the_command_flow_one_stops_the_channels_of_a_connection_and_ignores_missing_channels() -> None:
     broker = _Broker()
     COMMANDS["flow_one"](broker, False, "a")
     assert broker.flowed == [(False, "a2")]
@@ -33,7 +33,7 @@ def test_the_channels_of_one_connection_can_be_stopped_and_a_missing_channel_is_
     assert broker.flowed[1:] == [(True, "all")]
 
 
-def test_a_connection_without_a_name_is_not_mistaken_for_all_connections() -> None:
+def test_a_stop_of_a_connection_with_an_empty_name_does_not_stop_all_connections() -> None:
     told: list[tuple[object, ...]] = []
     broker = Embedded()
     broker._tell = lambda *words: told.append(words)  # type: ignore[method-assign]  # there is no process
@@ -49,5 +49,5 @@ def test_the_broker_restarts_with_its_queue_on_the_same_port_after_a_kill() -> N
         url = broker.url
         broker.kill()
         assert broker.url == url
-        # Passively declared, so that the queue has to be there.
+        # `read` declares the queue passively, so the queue must exist.
         assert broker.read() == []

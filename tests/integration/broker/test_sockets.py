@@ -19,12 +19,12 @@ PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
 
 def works(client):
-    """Whether the broker still serves this connection."""
+    """Check that the broker still serves this connection."""
     client.call(1, commands.Queue.Declare(queue="alive"), commands.Queue.DeclareOk)
     return True
 
 
-def test_garbage_on_one_connection_does_not_disturb_another(broker, connect):
+def test_malformed_frames_on_one_connection_do_not_disturb_another_connection(broker, connect):
     good = connect(broker).open().channel()
     for data, code in (
         (b"\1\0\1\0\0\0\1x\0", 501),
@@ -65,7 +65,7 @@ def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, conn
     collect()
     gc.disable()
     try:
-        # Kept, so that nothing that comes gets their place.
+        # Keep these objects, so that no new object gets the id of one of them.
         before = _sessions_and_channels()
         with connect(broker) as client:
             client.open().channel(confirms=True)
@@ -74,13 +74,13 @@ def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, conn
             client.publish()
             broker.wait_until(lambda b: b.queue("q").delivered == 1)
             assert len(_sessions_and_channels(before)) == 2
-        # The broker's loop forgets what it has just called when it has called something else.
+        # The broker's loop keeps its last callback until it calls another one.
         broker.wait_until(lambda b: works(kept) and not _sessions_and_channels(before))
     finally:
         gc.enable()
 
 
-def test_a_half_open_connection_is_closed_in_time(connect):
+def test_a_connection_that_does_not_complete_the_handshake_in_time_is_closed(connect):
     with Broker(unauthenticated_timeout=1.0) as broker:
         silent, greeting = connect(broker), connect(broker)
         greeting.send_bytes(PROTOCOL_HEADER)
@@ -91,7 +91,7 @@ def test_a_half_open_connection_is_closed_in_time(connect):
         assert works(opened)
 
 
-def test_a_peer_that_does_not_answer_a_close_by_the_operator_is_disconnected_even_without_heartbeats(connect):
+def test_a_client_that_does_not_answer_connection_close_is_disconnected_even_without_heartbeats(connect):
     with Broker(unauthenticated_timeout=60, close_timeout=0.1) as broker:
         client = connect(broker).open(heartbeat=0)
         broker.close_connections()
@@ -100,7 +100,7 @@ def test_a_peer_that_does_not_answer_a_close_by_the_operator_is_disconnected_eve
 
 
 def publishes(size):
-    """Frames of publishes, about so many bytes of them: what a client has under way on a channel."""
+    """Return frames of publishes with about `size` bytes. Tests use them as data in flight."""
     body_size = 10_000
     one = b"".join(
         frame.marshal(each, 1)
@@ -114,7 +114,7 @@ def publishes(size):
 
 
 def is_reset(client):
-    """Whether the broker has closed its socket, and not only its side of the stream; waits for it."""
+    """Wait until the broker has closed its socket, and not only its side of the stream."""
     try:
         while True:
             client.send_bytes(bytes(1000))
@@ -122,7 +122,7 @@ def is_reset(client):
         return True
 
 
-# More than the sockets' buffers hold: the client's last bytes leave only if the broker reads on.
+# More bytes than the buffers of the sockets hold. The client can send the last bytes only if the broker reads on.
 UNDER_WAY = publishes(30_000_000)
 CLOSE = frame.marshal(commands.Connection.Close(200, "", 0, 0), 0)
 
@@ -143,23 +143,23 @@ def test_E11_close_ok_arrives_over_tls_even_if_the_client_still_has_megabytes_in
         client.open().channel().send_bytes(CLOSE + UNDER_WAY)
         client.expect(commands.Connection.CloseOk)
         assert broker.connections() == ()
-        # A client that closes only when the broker has closed does not wait for the time to be over.
+        # A client that waits until the broker has closed need not wait for the close timeout.
         with pytest.raises(EOFError):
             client.read()
 
 
-def test_E11_a_close_by_the_broker_arrives_even_if_the_client_still_has_megabytes_in_flight(broker, connect):
+def test_E11_connection_close_arrives_even_if_the_client_still_has_megabytes_in_flight(broker, connect):
     client = connect(broker).open().channel()
     broker.close_connections()
     close_ok = frame.marshal(commands.Connection.CloseOk(), 0)
-    # What waits on channels may leave behind the answer, too.
+    # Frames that wait on channels may also follow the answer.
     client.send_bytes(UNDER_WAY + close_ok + UNDER_WAY)
     assert client.expect(commands.Connection.Close).reply_code == 320
     with pytest.raises(EOFError):
         client.read()
 
 
-def test_E11_the_right_protocol_header_arrives_even_if_megabytes_of_a_foreign_protocol_are_in_flight(broker, connect):
+def test_E11_the_protocol_header_arrives_even_if_megabytes_of_another_protocol_are_in_flight(broker, connect):
     client = connect(broker)
     client.send_bytes(b"POST / HTTP/1.1\r\n\r\n" + bytes(30_000_000))
     assert client.read_bytes(8) == PROTOCOL_HEADER
@@ -167,7 +167,7 @@ def test_E11_the_right_protocol_header_arrives_even_if_megabytes_of_a_foreign_pr
         client.read_bytes(1)
 
 
-def test_E11_a_broker_that_stops_keeps_reading_until_its_close_has_arrived(connect):
+def test_E11_a_broker_that_stops_continues_to_read_until_connection_close_has_arrived(connect):
     with Broker() as broker:
         client = connect(broker).open().channel()
         producer = threading.Thread(target=client.send_bytes, args=(UNDER_WAY,))
@@ -179,7 +179,7 @@ def test_E11_a_broker_that_stops_keeps_reading_until_its_close_has_arrived(conne
         client.read()
 
 
-def test_closed_connections_do_not_count_towards_the_limit_even_if_clients_keep_their_sockets_open(connect):
+def test_closed_connections_do_not_count_towards_max_connections_even_if_their_sockets_stay_open(connect):
     with Broker(max_connections=2, close_timeout=3600) as broker:
         clients = [connect(broker).open() for _ in range(2)]
         for _ in range(3):
@@ -190,28 +190,28 @@ def test_closed_connections_do_not_count_towards_the_limit_even_if_clients_keep_
         assert is_refused(connect(broker))
 
 
-def test_stopping_the_broker_does_not_wait_for_a_client_that_does_not_close(connect):
+def test_a_stop_of_the_broker_does_not_wait_for_clients_that_keep_their_sockets_open(connect):
     with Broker(close_timeout=3600) as broker:
         quiet, finished = (connect(broker).open().channel() for _ in range(2))
         finished.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
     assert quiet.expect(commands.Connection.Close).reply_code == 320
 
 
-def test_a_peer_that_does_not_close_its_socket_after_close_ok_is_disconnected(connect):
+def test_a_client_that_does_not_close_its_socket_after_close_ok_is_disconnected(connect):
     with Broker(close_timeout=0.1) as broker:
         client = connect(broker).open().channel()
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
         assert is_reset(client)
 
 
-def test_E9_the_broker_does_not_wait_for_a_peer_that_missed_its_deadline(connect):
+def test_E9_the_close_timeout_does_not_apply_to_a_client_that_missed_the_handshake_deadline(connect):
     with Broker(unauthenticated_timeout=0.1, close_timeout=3600) as broker:
         client = connect(broker)
         assert client.is_over()
         assert is_reset(client)
 
 
-def test_a_trace_function_that_raises_ends_only_the_connection_that_it_was_called_for(connect):
+def test_an_exception_in_the_trace_function_ends_only_the_connection_of_the_traced_frame(connect):
     def trace(direction, connection, channel, name):
         if (connection, name) == (bad.name, "Connection.Blocked"):
             raise RuntimeError("no luck")
@@ -220,14 +220,14 @@ def test_a_trace_function_that_raises_ends_only_the_connection_that_it_was_calle
         bad = connect(broker)
         bad.open()
         good = connect(broker).open().channel()
-        # Both are told in one turn, the bad one first.
+        # The broker notifies both clients in one turn of its loop, the bad client first.
         broker.block()
         good.expect(commands.Connection.Blocked)
         assert bad.is_over()
         assert works(good)
 
 
-def test_heartbeats_go_in_both_directions_and_a_silent_peer_is_disconnected(connect):
+def test_the_broker_sends_heartbeats_and_disconnects_a_client_that_sends_none(connect):
     with Broker() as broker:
         client = connect(broker).open(heartbeat=1)
         beats = 0
@@ -242,7 +242,7 @@ def test_heartbeats_go_in_both_directions_and_a_silent_peer_is_disconnected(conn
 
 
 def is_refused(client):
-    """Whether a client is refused with 530 and words that name the limit and its setting, as it opens."""
+    """Return whether the broker refuses the connection with 530 and a text that names the limit and its setting."""
     client.send_bytes(PROTOCOL_HEADER)
     client.expect(commands.Connection.Start)
     start_ok = commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US")
@@ -252,7 +252,7 @@ def is_refused(client):
     return close.reply_code == 530 and "limit of connections is reached (max_connections=2)" in close.reply_text
 
 
-def test_more_connections_than_allowed_are_refused_with_530_as_on_rabbitmq(connect):
+def test_connections_beyond_max_connections_are_refused_with_530_as_on_rabbitmq(connect):
     with Broker(max_connections=2) as broker:
         kept = [connect(broker).open().channel() for _ in range(2)]
         assert is_refused(connect(broker))
@@ -262,7 +262,7 @@ def test_more_connections_than_allowed_are_refused_with_530_as_on_rabbitmq(conne
         connect(broker).open()
 
 
-def test_with_too_many_connections_the_oldest_unopened_one_is_closed_and_all_opened_ones_stay(connect):
+def test_beyond_the_limit_max_unauthenticated_only_the_oldest_unopened_connections_are_closed(connect):
     with Broker(max_unauthenticated=2, unauthenticated_timeout=3600) as broker:
         kept = [connect(broker).open().channel() for _ in range(3)]
         strangers = [connect(broker) for _ in range(3)]
@@ -276,7 +276,7 @@ def test_with_too_many_connections_the_oldest_unopened_one_is_closed_and_all_ope
         assert all(works(client) for client in kept)
 
 
-def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, connect):
+def test_J8_messages_for_a_consumer_that_does_not_read_stay_in_the_queue(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel()
     client.send(1, commands.Basic.Consume(queue="q", consumer_tag="c", no_ack=True))
@@ -291,7 +291,7 @@ def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, c
     broker.wait_until(lambda b: b.queue("q").depth == 0)
 
 
-def test_E6_a_client_that_requests_more_than_it_reads_gets_answers_as_it_reads(broker, connect):
+def test_E6_the_broker_creates_answers_only_as_fast_as_the_client_reads_them(broker, connect):
     broker.declare_queue("q")
     broker.publish(bytes(1 << 20), "q")
     client = connect(broker).open().channel()
@@ -306,7 +306,7 @@ def test_E6_a_client_that_requests_more_than_it_reads_gets_answers_as_it_reads(b
     )
     for number in range(count):
         assert client.expect(commands.Basic.GetOk).delivery_tag == number + 1
-        # What the sockets and the connection hold of it; the rest is not even made.
+        # The buffers of the sockets and the connection contain some answers. The broker has not created the others yet.
         assert broker.queue("q").delivered - number < 100
         size = client.expect(header.ContentHeader).body_size
         while size:
@@ -334,7 +334,7 @@ def test_clients_can_connect_with_tls(certificate, connect):
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
 
 
-def test_E9_an_unauthenticated_client_is_disconnected_at_its_deadline_even_after_a_wrong_header():
+def test_E9_an_unauthenticated_client_is_disconnected_in_time_even_after_a_wrong_protocol_header():
     with (
         Broker(unauthenticated_timeout=1, close_timeout=60) as broker,
         socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger,
@@ -342,5 +342,5 @@ def test_E9_an_unauthenticated_client_is_disconnected_at_its_deadline_even_after
         stranger.sendall(b"GET / HTTP/1.1\r\n")
         assert stranger.recv(100) == b"AMQP\0\0\x09\x01"
         assert stranger.recv(100) == b""
-        # It does not close its side.
+        # The client does not close its side.
         broker.wait_until(lambda broker: not broker._server.connections, timeout=30)

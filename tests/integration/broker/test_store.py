@@ -34,8 +34,8 @@ from tests.integration.forked import Forked
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-def test_E10_a_damaged_store_starts_with_correct_bodies_or_says_what_to_do(tmp_path):
-    # The nightly part "damage" does it at 1,100 places.
+def test_E10_with_a_damaged_store_the_broker_has_correct_message_bodies_or_an_error_says_what_to_do(tmp_path):
+    # The nightly test "damage" does the same at 1,100 places.
     verdict = damage(tmp_path, flips=rounds(30), cuts=rounds(5), seed=1)
     assert verdict.failures == []
     assert verdict.whole + verdict.reported + verdict.refused == verdict.places > 0
@@ -77,7 +77,7 @@ def test_durable_queues_exchanges_bindings_and_persistent_messages_survive_a_res
         assert [message.body for message in broker.messages("orders")] == [b"one more"]
 
 
-def test_the_store_is_used_on_the_loop_of_the_application(tmp_path):
+def test_a_broker_on_the_event_loop_of_the_application_keeps_messages_in_its_store(tmp_path):
     async def once(count):
         async with Broker(store=tmp_path / "store") as broker:
             broker.declare_queue("q", durable=True)
@@ -87,7 +87,7 @@ def test_the_store_is_used_on_the_loop_of_the_application(tmp_path):
     assert [asyncio.run(once(count)) for count in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_queue_above_its_thresholds_is_ON_after_a_restart(tmp_path):
+def test_a_queue_above_its_stop_threshold_is_ON_after_a_restart_of_the_broker(tmp_path):
     arguments = {"qpid.flow_stop_count": 3, "qpid.flow_resume_count": 1}
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True, arguments=arguments)
@@ -108,7 +108,7 @@ def test_two_brokers_cannot_share_a_store(tmp_path):
         pass
 
 
-def test_a_file_of_a_different_format_is_refused_as_a_store(tmp_path):
+def test_a_broker_refuses_a_store_file_of_another_application_or_in_a_missing_folder(tmp_path):
     path = tmp_path / "other"
     with sqlite3.connect(path) as file:
         file.execute("CREATE TABLE t (x)")
@@ -120,7 +120,7 @@ def test_a_file_of_a_different_format_is_refused_as_a_store(tmp_path):
         Broker(store=tmp_path / "nowhere" / "store").__enter__()
 
 
-def test_stored_objects_refused_by_a_setting_are_reported_with_the_path_of_the_store(tmp_path):
+def test_if_a_setting_conflicts_with_a_stored_queue_the_error_names_the_store(tmp_path):
     path = tmp_path / "store"
     with Broker(store=path, capacity=1000) as broker:
         broker.declare_queue("q", durable=True, arguments={"x-qpid-flow-resume-capacity": 500})
@@ -142,7 +142,7 @@ def test_a_broker_with_a_store_can_be_changed_only_while_it_runs(tmp_path):
 
 
 @pytest.mark.parametrize("error", [StoreError, MemoryError, RuntimeError])
-def test_while_the_disk_cannot_be_written_clients_are_blocked_and_nothing_is_confirmed(
+def test_while_the_disk_cannot_be_written_connections_are_blocked_and_no_message_is_confirmed(
     tmp_path, monkeypatch, caplog, error
 ):
     is_full = threading.Event()
@@ -174,7 +174,7 @@ def test_while_the_disk_cannot_be_written_clients_are_blocked_and_nothing_is_con
         assert broker.queue("q").depth == 2
 
 
-def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_path, monkeypatch, caplog):
+def test_D8_while_the_disk_has_too_little_free_space_connections_are_blocked(tmp_path, monkeypatch, caplog):
     free: list[int | OSError] = [999]
     folders = set()
     looks = threading.Semaphore(0)
@@ -190,7 +190,7 @@ def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_pat
     monkeypatch.setattr(Keeper, "LOOK", 0.01)
 
     def has_looked():
-        """What was set before has been looked at by the second look, and told of by the third."""
+        """Wait until the broker has applied the value. It reads the value in the second check, at the latest."""
         while looks.acquire(blocking=False):
             pass
         for _ in range(3):
@@ -201,7 +201,7 @@ def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_pat
         assert broker.alarms == {"disk_space": words}, "already when it starts"
         with Producer(broker.url, routing_key="q") as producer:
             broker.wait_until(lambda broker: any(each.blocked for each in broker.connections()), timeout=30)
-            # Not enough to say that it is over.
+            # This is not enough to clear the alarm.
             free[0] = 1124
             has_looked()
             assert broker.alarms == {"disk_space": words}
@@ -229,7 +229,7 @@ def test_free_space_is_measured_in_the_folder_of_the_store(tmp_path):
         Broker(disk_free_limit=1)
 
 
-def test_reading_a_body_is_retried_after_every_kind_of_error(tmp_path, monkeypatch, caplog):
+def test_a_broker_retries_to_read_a_message_body_from_disk_after_every_kind_of_error(tmp_path, monkeypatch, caplog):
     failures = [StoreError("not now"), MemoryError("no room")]
     read = BodyReader.read
 
@@ -250,7 +250,7 @@ def test_reading_a_body_is_retried_after_every_kind_of_error(tmp_path, monkeypat
     assert "not now; messages on disk wait until the store can be read" in caplog.text
 
 
-def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch, caplog):
+def test_a_broker_stops_even_if_it_cannot_write_to_its_disk(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_GRACE", 0.1)
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True)
@@ -265,7 +265,7 @@ def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch
     assert "changes that are not on disk are lost" in caplog.text
 
 
-def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monkeypatch, caplog):
+def test_a_broker_stops_even_if_a_write_to_its_disk_fails_after_the_stop_has_begun(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_GRACE", 0.1)
     may_fail = threading.Event()
     stop = Keeper.stop
@@ -275,7 +275,7 @@ def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monk
         raise StoreError("full")
 
     async def fail_then(self):
-        # Called as soon as it waits for what is being written.
+        # The loop calls this as soon as `stop` waits for the current write.
         asyncio.get_running_loop().call_soon(may_fail.set)
         await asyncio.wait_for(stop(self), 20)
 
@@ -288,7 +288,7 @@ def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monk
     assert "changes that are not on disk are lost" in caplog.text
 
 
-# Without the wait for the disk, the process would be dead long before anything were written.
+# If the methods did not wait for the disk, the process would be killed before anything is written.
 _SLOWLY = """
 import os, signal, time
 from qflow_client.broker import Broker
@@ -303,7 +303,7 @@ with Broker(store="store") as broker:
 
 
 def killed_after(folder, steps):
-    """Run steps with a broker in another process, which is killed as soon as the last of them has returned."""
+    """Run statements with a broker in another process, which is killed as soon as the last statement has returned."""
     program = _SLOWLY + textwrap.indent(textwrap.dedent(steps) + "os.kill(os.getpid(), signal.SIGKILL)\n", "    ")
     with Forked[str]([sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         _, err = process.communicate(timeout=60)
@@ -327,7 +327,7 @@ def killed_after(folder, steps):
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_a_change_is_on_disk_when_its_call_returns_and_survives_a_kill(tmp_path, name, values, there):
+def test_a_durable_change_is_on_disk_when_the_method_returns_and_survives_a_kill(tmp_path, name, values, there):
     before = """
         from qflow_client.broker import Definitions, QueueDefinition
         broker.declare_queue("orders", durable=True)
@@ -344,7 +344,7 @@ def test_a_change_is_on_disk_when_its_call_returns_and_survives_a_kill(tmp_path,
 
 @pytest.fixture
 def order(monkeypatch):
-    """What was written, as it was; for others to put what they have seen into."""
+    """A list of the written changes, in their order. Tests append their own events to it."""
     seen: list[object] = []
     write = Store.write
 
@@ -358,7 +358,7 @@ def order(monkeypatch):
 
 
 def asked(broker, method, path, body=None):
-    """The status of the answer to a request over HTTP."""
+    """Send an HTTP request, and return the status of the answer."""
     request = urllib.request.Request(
         f"{broker.http_url}/api/{path}",
         method=method,
@@ -369,7 +369,7 @@ def asked(broker, method, path, body=None):
         return answer.status
 
 
-def test_a_change_made_over_http_is_on_disk_when_the_request_is_answered(tmp_path, order):
+def test_a_durable_change_made_over_http_is_on_disk_when_the_request_is_answered(tmp_path, order):
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         for number in range(5):
             order.append(asked(broker, "PUT", f"queues/{number}", {"durable": True}))
@@ -378,7 +378,7 @@ def test_a_change_made_over_http_is_on_disk_when_the_request_is_answered(tmp_pat
 
 @contextmanager
 def full_disk(broker, monkeypatch):
-    """The broker's disk takes nothing, and it knows."""
+    """Let all writes to the broker's disk fail, and wait until the broker has raised the alarm."""
 
     def fail(self, batch):
         raise StoreError(f"{self.path}: database or disk is full")
@@ -392,14 +392,14 @@ def full_disk(broker, monkeypatch):
         yield
 
 
-def test_http_requests_that_need_no_disk_are_answered_while_the_disk_is_full(tmp_path, monkeypatch):
+def test_http_requests_that_write_nothing_to_disk_are_answered_while_the_disk_is_full(tmp_path, monkeypatch):
     with Broker(store=tmp_path / "store", http_port=0) as broker, full_disk(broker, monkeypatch):
         assert asked(broker, "POST", "queues/q/purge") == 200
         assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
         assert "disk" in broker.alarms
 
 
-def test_an_http_change_that_cannot_be_written_to_disk_is_refused_with_the_reason(tmp_path, monkeypatch):
+def test_an_http_change_that_cannot_be_written_to_disk_is_answered_with_503_and_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 0.1)
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         with full_disk(broker, monkeypatch), pytest.raises(urllib.error.HTTPError) as refused:
@@ -409,12 +409,12 @@ def test_an_http_change_that_cannot_be_written_to_disk_is_refused_with_the_reaso
         assert told["status"] == answer.status == 503
         assert "the change applies, but is not on disk after 0.1 s" in told["detail"]
         assert "database or disk is full" in told["detail"]
-        # There is room again.
+        # The disk has room again.
         monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 30.0)
         assert asked(broker, "PUT", "queues/lasting", {"durable": True}) == 200
 
 
-def test_on_the_loop_of_the_broker_only_awaited_calls_wait_for_the_disk(tmp_path, order):
+def test_on_the_loop_of_the_broker_only_wait_until_durable_async_waits_for_the_disk(tmp_path, order):
     async def make():
         async with Broker(store=tmp_path / "store") as broker:
             broker.declare_queue("q", durable=True)
@@ -423,7 +423,7 @@ def test_on_the_loop_of_the_broker_only_awaited_calls_wait_for_the_disk(tmp_path
             await broker.wait_until_durable_async()
             order.append("waited")
             await broker.wait_until_durable_async()
-            # From another loop.
+            # The broker can also be awaited on another loop.
             await asyncio.to_thread(asyncio.run, broker.wait_until_durable_async())
 
     asyncio.run(make())
@@ -433,7 +433,7 @@ def test_on_the_loop_of_the_broker_only_awaited_calls_wait_for_the_disk(tmp_path
 
 @contextmanager
 def hanging(monkeypatch, kind, name):
-    """Have calls of a method hang until it is over; gives what tells that one does."""
+    """Let calls of a method hang until the end of the block. Yield an event that is set when a call hangs."""
     hangs, is_over = threading.Event(), threading.Event()
     method = getattr(kind, name)
 
@@ -449,7 +449,7 @@ def hanging(monkeypatch, kind, name):
         is_over.set()
 
 
-def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, caplog):
+def test_the_broker_stops_even_if_a_write_to_its_disk_never_returns(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
     path = tmp_path / "store"
     with hanging(monkeypatch, Store, "write") as hangs, ThreadPoolExecutor(1) as other:
@@ -458,7 +458,7 @@ def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, ca
             assert hangs.wait(30)
             (thread,) = [each for each in threading.enumerate() if each.name == "qflow-store"]
             assert thread.daemon
-            # Whoever does not need the disk goes on.
+            # Methods that need no disk still work.
             broker.flow(active=False)
             assert not declared.done()
         with pytest.raises(StoreError, match="store: the broker ended before the change was on disk"):
@@ -469,12 +469,12 @@ def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, ca
         with pytest.raises(StoreError, match="used by another broker in this process"):
             Broker(store=path).__enter__()
     thread.join(30)
-    # The disk has answered.
+    # Now the disk has answered.
     with Broker(store=path):
         pass
 
 
-def test_the_broker_ends_even_if_a_read_never_returns(tmp_path, monkeypatch, caplog):
+def test_the_broker_stops_even_if_a_read_from_its_disk_never_returns(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
     path = tmp_path / "store"
     with hanging(monkeypatch, BodyReader, "read") as hangs:
@@ -494,7 +494,7 @@ def test_the_broker_ends_even_if_a_read_never_returns(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.program
-def test_the_process_ends_even_if_a_write_never_returns(tmp_path):
+def test_the_process_of_a_broker_ends_even_if_a_write_to_its_disk_never_returns(tmp_path):
     program = """
 import threading
 from qflow_client.broker import Broker, StoreError
@@ -527,7 +527,7 @@ def test_without_a_store_no_file_is_written_and_no_thread_is_started(broker, tmp
     assert not any(thread.name.startswith("qflow-store") for thread in threading.enumerate())
 
 
-def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_truncated_file_is_refused(tmp_path, caplog):
+def test_E10_a_damaged_row_of_the_store_is_set_aside_and_a_truncated_store_raises_an_error(tmp_path, caplog):
     path = tmp_path / "store"
     with Broker(store=path) as broker:
         broker.declare_queue("q", durable=True)

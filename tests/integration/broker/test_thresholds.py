@@ -6,7 +6,7 @@ from pamqp import commands
 from qflow_client.broker import Broker, ChannelException, ThresholdsSnapshot
 
 
-def test_D4_a_higher_stop_threshold_turns_a_queue_off_and_unflows_its_publishers(broker, connect):
+def test_D4_raising_the_stop_threshold_turns_a_queue_OFF_and_unflows_its_publishers(broker, connect):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client = connect(broker).open().channel(confirms=True)
     client.publish()
@@ -21,7 +21,7 @@ def test_D4_a_higher_stop_threshold_turns_a_queue_off_and_unflows_its_publishers
 
 
 @pytest.mark.parametrize("scope", ["offender", "publishers"])
-def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope):
+def test_D4_thresholds_can_be_added_to_a_queue_with_messages_and_removed_again(connect, scope):
     with Broker(flow_scope=scope) as broker:
         broker.declare_queue("q")
         client = connect(broker).open().channel(confirms=True)
@@ -31,7 +31,7 @@ def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope)
         assert broker.queue("q").thresholds == ThresholdsSnapshot(capacity=7, flow_resume_capacity=7)
         client.publish(b"12345")
         assert client.expect(commands.Channel.Flow).active is False
-        # What it holds counts from what was there before.
+        # Messages that were in the queue before the threshold was set also count.
         assert broker.get("q") is not None
         assert client.expect(commands.Channel.Flow).active is True
         assert client.expect(commands.Basic.Ack)
@@ -69,7 +69,7 @@ def test_D4_setting_one_threshold_changes_neither_the_other_thresholds_nor_the_d
         ({"capacity": "5"}, "capacity='5': it must be an integer"),
     ],
 )
-def test_C3_contradictory_thresholds_are_refused_and_nothing_changes(broker, marks, words):
+def test_C3_setting_contradictory_thresholds_raises_an_error_and_changes_nothing(broker, marks, words):
     broker.declare_queue(
         "q", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70, "qpid.max_count": 200}
     )
@@ -80,7 +80,7 @@ def test_C3_contradictory_thresholds_are_refused_and_nothing_changes(broker, mar
     assert broker.queue("q") == before
 
 
-def test_unknown_thresholds_are_refused(broker):
+def test_setting_an_unknown_threshold_raises_an_error(broker):
     broker.declare_queue("q")
     with pytest.raises(TypeError, match="flow_stop is not a mark; the marks are flow_stop_count"):
         broker.set_thresholds("q", flow_stop=1)

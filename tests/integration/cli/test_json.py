@@ -1,4 +1,4 @@
-"""``--json`` of the commands whose other tests read the output for people."""
+"""The option ``--json`` of all commands. The other tests of these commands read the text output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: Broker) -> Path:
-    """What the commands work on, and the environment that leads them to it."""
+    """A folder with files for the commands. The environment has the addresses of broker and database."""
     monkeypatch.chdir(tmp_path)
     with Outbox("outbox") as outbox:
         for number in range(3):
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: Broker) -> P
     monkeypatch.setenv("QFLOW_URL", broker.url)
     monkeypatch.setenv("QFLOW_ADMIN_URL", broker.http_url)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    # pyarrow is not everywhere.
+    # pyarrow is not installed on every machine.
     monkeypatch.setattr(qflow_client.cli.report, "to_parquet", lambda logs, output: 7)
     return tmp_path
 
@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: Broker) -> P
         ("admin delete rate queue orders", {}),
     ],
 )
-def test_a_command_prints_exactly_one_json_object(
+def test_with_json_a_command_prints_exactly_one_json_object(
     command: str, told: dict[str, Any], folder: Path, capsys: Capture
 ) -> None:
     assert main([*command.split(), "--json"]) == 0
@@ -90,7 +90,9 @@ def test_a_command_prints_exactly_one_json_object(
     assert out.isascii()
 
 
-def test_each_message_of_an_outbox_is_a_json_object(folder: Path, capsys: Capture) -> None:
+def test_with_json_the_commands_for_outboxes_print_a_json_object_for_each_message(
+    folder: Path, capsys: Capture
+) -> None:
     assert main(["outbox", "ls", "outbox", "--json", "-n", "2"]) == 0
     first, second = json.loads(capsys.readouterr().out)["messages"]
     assert (first["sequence"], first["message_id"], second["body_bytes"]) == (1, "id-0", 4)
@@ -98,14 +100,14 @@ def test_each_message_of_an_outbox_is_a_json_object(folder: Path, capsys: Captur
     assert [json.loads(line)["sequence"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3]
 
 
-def test_policies_are_added_and_deleted(folder: Path, capsys: Capture) -> None:
+def test_with_json_the_commands_for_policies_print_the_policy_or_an_empty_object(folder: Path, capsys: Capture) -> None:
     assert main(["admin", "add", "policy", "small pattern=^o policy=ring max_count=9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["definition"]["maxCount"] == 9
     assert main(["admin", "delete", "policy", "small", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {}
 
 
-def test_a_name_with_control_characters_is_escaped(broker: Broker, folder: Path, capsys: Capture) -> None:
+def test_with_json_control_characters_in_names_are_escaped(broker: Broker, folder: Path, capsys: Capture) -> None:
     broker.declare_queue("\x9b31m\u202e")
     assert main(["admin", "queues", "--json"]) == 0
     out = capsys.readouterr().out
@@ -135,7 +137,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.program
-def test_the_broker_prints_its_addresses_when_it_is_ready(tmp_path: Path) -> None:
+def test_with_json_the_broker_command_prints_its_urls_when_the_broker_is_ready(tmp_path: Path) -> None:
     for options, has_http in (["--http-port", "0"], True), ([], False):
         with started("broker", "--port", "0", "--queue", "orders", *options) as process:
             assert process.stdout is not None
@@ -149,7 +151,7 @@ def test_the_broker_prints_its_addresses_when_it_is_ready(tmp_path: Path) -> Non
 
 
 @pytest.mark.program
-def test_the_relay_prints_its_counts_when_it_ends(folder: Path, broker: Broker) -> None:
+def test_with_json_the_relay_command_prints_its_counts_of_messages_at_its_end(folder: Path, broker: Broker) -> None:
     with started("relay", broker.url) as process:
         broker.wait_until(lambda broker: broker.queue("orders").depth == 2)
         process.send_signal(signal.SIGTERM)

@@ -49,7 +49,7 @@ def test_ls_shows_the_messages_of_an_outbox_even_while_it_is_used(path: Path, ca
     assert total.endswith(" bytes; 2 of them may have been sent before")
 
 
-def test_ls_shows_names_unchanged(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_prints_names_that_look_like_markup_unchanged(tmp_path: Path, capsys: Capture) -> None:
     with Outbox(tmp_path / "outbox") as outbox:
         outbox.put(b"", "[bold]", "[red]x[/]", "[/nothing]")
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
@@ -59,7 +59,7 @@ def test_ls_shows_names_unchanged(tmp_path: Path, capsys: Capture) -> None:
     assert "[/nothing]" in out
 
 
-def test_ls_of_an_empty_outbox_prints_no_messages(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_of_an_empty_outbox_prints_0_messages(tmp_path: Path, capsys: Capture) -> None:
     Outbox(tmp_path / "outbox").close()
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
     assert capsys.readouterr().out == "0 messages, 0 bytes\n"
@@ -112,7 +112,7 @@ def test_drain_keeps_refused_messages_and_reports_them(path: Path, broker: Broke
     assert left(path) == ["id-1", "id-2", "id-3"]
 
 
-def test_drain_stops_when_it_is_flowed_for_too_long(
+def test_drain_stops_if_it_is_blocked_by_flow_control_for_too_long(
     path: Path, broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.outbox, "_GRACE", 0.1)
@@ -121,11 +121,13 @@ def test_drain_stops_when_it_is_flowed_for_too_long(
     assert main(["outbox", "drain", str(path), "--url", url]) == 3
     assert "3 messages left: the message was not sent within 0.2" in capsys.readouterr().err
     assert left(path) == ["id-1", "id-2", "id-3"]
-    # They were written, or may have been.
+    # The messages were written to the broker, or may have been.
     assert all(stored.may_be_second_copy for stored in Outbox.look(path))
 
 
-def test_drain_without_a_broker_fails_clearly(path: Path, capsys: Capture) -> None:
+def test_the_error_of_drain_for_an_unreachable_broker_shows_the_address_without_the_password(
+    path: Path, capsys: Capture
+) -> None:
     assert main(["outbox", "drain", str(path), "--url", "amqp://guest:secret@127.0.0.1:1/%2F"]) == 1
     err = capsys.readouterr().err
     assert "127.0.0.1:1" in err
@@ -133,7 +135,7 @@ def test_drain_without_a_broker_fails_clearly(path: Path, capsys: Capture) -> No
     assert len(left(path)) == 3
 
 
-def test_drain_needs_confirms_and_an_outbox_that_is_not_in_use(
+def test_drain_fails_without_confirms_and_for_an_outbox_that_is_missing_or_in_use(
     path: Path, tmp_path: Path, broker: Broker, capsys: Capture
 ) -> None:
     assert main(["outbox", "drain", str(path), "--url", f"{broker.url}?confirms=false"]) == 2
@@ -146,7 +148,7 @@ def test_drain_needs_confirms_and_an_outbox_that_is_not_in_use(
 
 
 @pytest.mark.program
-def test_an_interrupted_drain_keeps_unconfirmed_messages(path: Path, broker: Broker) -> None:
+def test_an_interrupted_drain_keeps_unconfirmed_messages_in_the_outbox(path: Path, broker: Broker) -> None:
     broker.withhold_confirms()
     with Forked[str](
         [sys.executable, "-c", BRIEF, "outbox", "drain", str(path), "--url", broker.url],
@@ -161,18 +163,18 @@ def test_an_interrupted_drain_keeps_unconfirmed_messages(path: Path, broker: Bro
     assert len(left(path)) == 3
 
 
-# Damaged messages, and such as nobody wants.
+# Damaged messages, and messages that the user removes.
 
 
 @pytest.fixture
 def damaged(path: Path) -> Path:
-    """As `path`, and what is in the middle cannot be read."""
+    """The outbox `path`, whose second message cannot be read."""
     with closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
     return path
 
 
-def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> None:
+def test_ls_and_export_report_damaged_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "ls", str(damaged)]) == 0
     *_, told, total = capsys.readouterr().out.splitlines()
     assert told.startswith("message 2 is damaged, and will not be sent: the content header cannot be decoded")
@@ -184,7 +186,7 @@ def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> 
     assert err == "qflow: 1 damaged message left out; qflow outbox ls shows the reasons\n"
 
 
-def test_ls_and_export_show_messages_with_damaged_dates(path: Path, capsys: Capture) -> None:
+def test_ls_and_export_report_a_message_with_a_damaged_date(path: Path, capsys: Capture) -> None:
     with closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE message SET at = 1e300 WHERE sequence = 2")
     assert main(["outbox", "ls", "--json", str(path)]) == 0
@@ -230,7 +232,9 @@ def test_drop_asks_for_confirmation(
     assert left(path) == (["id-1", "id-2", "id-3"] if code else ["id-2"])
 
 
-def test_drop_of_a_message_that_does_not_exist_removes_nothing(path: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_drop_removes_nothing_if_a_message_does_not_exist_or_the_outbox_is_in_use(
+    path: Path, tmp_path: Path, capsys: Capture
+) -> None:
     assert main(["outbox", "drop", str(path), "1", "7", "--yes"]) == 1
     assert "message 7 is no longer in the outbox" in capsys.readouterr().err
     with Outbox(path):

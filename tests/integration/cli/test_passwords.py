@@ -98,7 +98,7 @@ def test_E8_a_password_on_the_command_line_causes_a_warning(
 
 
 @pytest.mark.parametrize("arguments", [["--url", f"amqp://guest:guest@{HERE}"], ["--url", f"amqp://{HERE}"], []])
-def test_E8_an_argument_without_a_secret_causes_no_warning(
+def test_E8_a_url_without_a_secret_on_the_command_line_causes_no_warning(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QFLOW_URL", VALUES["plain"])
@@ -106,7 +106,7 @@ def test_E8_an_argument_without_a_secret_causes_no_warning(
     assert "can see a password" not in capsys.readouterr().err
 
 
-def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several_users(
+def test_a_users_file_must_not_be_empty_and_cannot_be_combined_with_the_option_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "users"
@@ -119,7 +119,7 @@ def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several_user
 
 @pytest.mark.program
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])
-def test_E8_users_of_a_broker_can_be_configured_without_the_command_line(
+def test_E8_users_can_be_passed_by_a_file_by_standard_input_or_by_the_environment(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = "ann:s3cr3t:x\n\nbob:two words \n"

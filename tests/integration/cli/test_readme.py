@@ -16,7 +16,7 @@ URL = "amqp://guest:guest@localhost:5672/%2F"
 
 
 def run(program: str, broker: Broker) -> dict[str, Any]:
-    """What it has defined."""
+    """Run a program, and return the names that it has defined."""
     names: dict[str, Any] = {}
     exec(compile(program.replace(URL, broker.url), str(README), "exec"), names)
     return names
@@ -24,11 +24,13 @@ def run(program: str, broker: Broker) -> dict[str, Any]:
 
 @pytest.mark.parametrize("program", PROGRAMS[:2], ids=["threads", "asyncio"])
 @pytest.mark.parametrize("is_there", [False, True], ids=["empty broker", "queue with thresholds"])
-def test_the_first_programs_of_the_readme_work(program: str, is_there: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_threaded_and_the_asyncio_program_of_the_readme_publish_a_message(
+    program: str, is_there: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert URL in program
     with Broker() as broker:
         if is_there:
-            # As `qflow broker --queue orders --flow-stop-count 100` has it.
+            # The same queue as with `qflow broker --queue orders --flow-stop-count 100`.
             broker.declare_queue("orders", durable=True, arguments={"qpid.flow_stop_count": 100})
         run(program, broker)
         assert "confirmed\n" in capfd.readouterr().out

@@ -30,7 +30,7 @@ from tests.integration.producer.tools import eventually
 
 Capture = pytest.CaptureFixture[str]
 
-# `qflow`, killed with -9 when all of its records are refused, and that is on disk, before it looks at any.
+# `qflow` that kills itself when all its records were returned, and this is on disk, but before it handles any of them.
 KILLED_BEFORE_IT_LOOKS = """
 import os, signal, sys
 from qflow_client import UndeliveredMessages
@@ -66,7 +66,7 @@ def summary(capsys: Capture) -> dict[str, Any]:
     return told
 
 
-def test_every_line_becomes_a_message_and_all_are_confirmed(
+def test_send_publishes_each_line_as_a_message_and_waits_for_all_confirms(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
 ) -> None:
     stdin(b"one\ntwo\nthree\n")
@@ -77,7 +77,7 @@ def test_every_line_becomes_a_message_and_all_are_confirmed(
     assert err == ""
 
 
-def test_the_queue_is_declared_on_request(stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_the_option_declare_declares_the_queue(stdin: Callable[[bytes], None], capsys: Capture) -> None:
     with Broker() as empty:
         stdin(b"one\n")
         assert main(["send", "--url", empty.url, "--routing-key", "orders", "--declare"]) == 0
@@ -148,19 +148,21 @@ def test_settings_that_are_not_on_the_command_line_come_from_the_environment(
     assert bodies(broker) == [b"one"]
 
 
-def test_an_empty_input_succeeds(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_run_with_empty_input_succeeds(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     stdin(b"")
     assert main(["send", "-u", broker.url, "-k", "orders"]) == 0
     assert capsys.readouterr().out.startswith("0 records confirmed")
 
 
-def test_quiet_prints_nothing(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_successful_run_with_the_option_quiet_prints_nothing(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
     stdin(b"one\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "-q"]) == 0
     assert capsys.readouterr() == ("", "")
 
 
-def test_skip_continues_where_an_earlier_run_ended(
+def test_the_option_skip_omits_the_first_records(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
 ) -> None:
     stdin(b"one\ntwo\nthree\n")
@@ -169,7 +171,9 @@ def test_skip_continues_where_an_earlier_run_ended(
     assert summary(capsys)["confirmed_up_to_record"] == 3
 
 
-def test_a_bad_record_ends_the_run_and_no_later_record_is_sent(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
+def test_an_invalid_record_ends_the_run_and_no_later_record_is_sent(
+    broker: Broker, tmp_path: Path, capsys: Capture
+) -> None:
     path = tmp_path / "orders.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n{"n": \n{"n": 4}\n', encoding="utf-8")
     assert main(["send", str(path), "-u", broker.url, "-k", "orders"]) == 1
@@ -189,12 +193,14 @@ def test_unroutable_records_are_reported_one_by_one(
     assert "qflow: record 1 (line 1): " in err
     assert "returned (312 NO_ROUTE)" in err
     assert "returned" in out
-    # There is nothing to skip.
+    # The summary does not suggest --skip, because no record was confirmed.
     assert "--skip" not in out
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_run_with_a_nacked_record_fails_and_reports_the_record(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
     broker.nack_publishes()
     stdin(b"one\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--json"]) == 1
@@ -202,13 +208,15 @@ def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], cap
     assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
 
 
-def test_late_confirms_are_not_a_failure(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_run_waits_for_confirms_even_if_the_maximum_flow_control_wait_is_0(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
     stdin(b"one\ntwo\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0"]) == 0
     assert capsys.readouterr().out.startswith("2 records confirmed")
 
 
-def test_missing_confirms_are_a_failure_that_shows_how_long_the_command_waited(
+def test_if_confirms_are_missing_the_error_shows_how_long_the_command_waited(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
@@ -221,7 +229,7 @@ def test_missing_confirms_are_a_failure_that_shows_how_long_the_command_waited(
     assert "--skip" not in out
 
 
-def test_the_command_waits_for_room_even_with_the_setting_raise(
+def test_send_waits_for_room_in_the_window_even_if_QFLOW_WHEN_FLOWED_is_raise(
     broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
@@ -239,7 +247,9 @@ def test_empty_lines_arbitrary_bytes_and_a_line_of_many_frames_arrive_unchanged(
     assert bodies(broker) == lines
 
 
-def test_a_skip_beyond_the_end_is_an_error(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_skip_beyond_the_end_of_the_input_is_an_error(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
     for skip, code in (("2", 0), ("3", 1)):
         stdin(b"one\ntwo\n")
         assert main(["send", "-u", broker.url, "-k", "orders", "--skip", skip]) == code
@@ -255,7 +265,7 @@ def test_a_closed_standard_input_is_reported(broker: Broker, capsys: Capture, mo
     assert capsys.readouterr().err == "qflow: standard input is closed; give a FILE\n"
 
 
-def test_without_a_terminal_the_command_reports_that_it_waits_and_draws_no_bar(
+def test_without_a_terminal_the_command_reports_a_long_wait_and_draws_no_progress_bar(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_FLOW_CONTROL_WAIT_NOTIFY_PERIOD", "0.05")
@@ -276,7 +286,7 @@ def test_a_flow_control_timeout_shows_which_records_were_not_sent(
     stdin(b"".join(b"%d\n" % n for n in range(1, 100)))
     arguments = ["-k", "small", "--capacity", "1", "--max-producer-flow-control-wait", "0.2"]
     assert main(["send", "-u", broker.url, *arguments]) == 3
-    # One goes past the mark before the producer is flowed by it.
+    # One message exceeds the threshold before the broker stops the producer.
     assert broker.queue("small").depth == 4
     out, err = capsys.readouterr()
     assert "record 5 (line 5) and all after it were not sent" in err
@@ -299,7 +309,7 @@ def test_a_flow_control_timeout_shows_which_records_were_not_sent(
         (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),
     ],
 )
-def test_an_operation_that_fails_prints_one_clear_line(
+def test_a_run_that_cannot_start_prints_the_reason_without_a_traceback(
     stdin: Callable[[bytes], None], capsys: Capture, arguments: list[str], code: int, words: str
 ) -> None:
     stdin(b"")
@@ -309,7 +319,7 @@ def test_an_operation_that_fails_prints_one_clear_line(
     assert "Traceback" not in err
 
 
-def test_a_missing_broker_prints_one_clear_line(
+def test_the_error_for_an_unreachable_broker_is_one_line(
     stdin: Callable[[bytes], None], capsys: Capture, unused_url: str
 ) -> None:
     stdin(b"one\n")
@@ -333,7 +343,7 @@ def start(
     options: Sequence[str] = ("--json",),
     program: Sequence[str] = ("-m", "qflow_client.cli"),
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """A run that has sent some records and waits for more, and where to write them."""
+    """Start a run that has sent some records and waits for more. Return the process and its standard input."""
     process = Forked[bytes](
         [sys.executable, *program, "send", "-u", url or broker.url, "-k", "orders", *options],
         stdin=subprocess.PIPE,
@@ -348,11 +358,13 @@ def start(
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
-def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Broker, as_json: bool) -> None:
+def test_the_summary_shows_confirmed_records_the_rate_and_the_time_under_flow_control(
+    broker: Broker, as_json: bool
+) -> None:
     process, _ = start(broker, b"one\n", options=("--json",) if as_json else ())
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
-    # Seconds are told to the millisecond.
+    # The summary shows seconds with three decimals.
     eventually(lambda: broker.producers()[0].flowed_seconds >= 0.05, "a stop that is long enough to be told")
     broker.flow(True)
     out, err = process.communicate(b"two\nthree\n", timeout=20)
@@ -361,9 +373,9 @@ def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Brok
         told = json.loads(out)
         assert (told["complete"], told["sent"], told["confirmed"]) == (True, 3, 3)
         assert told["times_flowed"] >= 1
-        # Not the time before there was a connection, which is no flow control.
+        # The time before the first connection does not count as flow control.
         assert 0 < told["seconds_flowed"]["channel_flow"] < told["seconds"]
-        # The seconds are told to the millisecond.
+        # The summary shows seconds with three decimals.
         assert 3 / (told["seconds"] + 0.001) < told["messages_per_second"] < 3 / (told["seconds"] - 0.001)
     else:
         confirmed, flowed = out.decode().splitlines()
@@ -372,7 +384,7 @@ def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Brok
 
 
 @pytest.mark.program
-def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_hold(
+def test_on_a_terminal_a_progress_bar_shows_the_sent_part_of_the_file_and_the_current_hold(
     broker: Broker, tmp_path: Path
 ) -> None:
     path = tmp_path / "orders.csv"
@@ -381,14 +393,14 @@ def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_
     with on_a_terminal("send", str(path), "-u", broker.url, "-k", "orders") as terminal:
         terminal.read_until("flowed by channel_flow for ")
         assert "orders.csv" in terminal.drawn
-        # The first record is what waits.
+        # The first record waits.
         assert "0 confirmed" in terminal.drawn
         broker.flow(True)
         terminal.read_until(None)
         assert terminal.process.wait(20) == 0
         assert terminal.output().startswith("1,000 records confirmed in ")
     assert re.search(r"orders\.csv ━+ 2\.0/2\.0 kB\s+1,000 confirmed, [\d,]+ msg/s  unflowed", terminal.drawn)
-    # Nothing of it stays.
+    # The bar is erased at the end.
     assert terminal.raw.endswith("\x1b[2K")
 
 
@@ -410,7 +422,7 @@ def test_on_a_terminal_an_input_of_unknown_length_has_a_spinner(broker: Broker) 
 
 @pytest.mark.program
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_while_reading_prints_how_far_the_run_got(
+def test_after_an_interrupt_while_reading_the_summary_shows_the_last_confirmed_record(
     broker: Broker, number: signal.Signals, code: int
 ) -> None:
     process, _ = start(broker, b"one\ntwo\n")
@@ -423,7 +435,7 @@ def test_an_interrupt_while_reading_prints_how_far_the_run_got(
 
 
 @pytest.mark.program
-def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(broker: Broker) -> None:
+def test_after_an_interrupt_while_flowed_the_run_ends_and_sends_no_further_record(broker: Broker) -> None:
     process, stdin = start(broker, b"one\n")
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
@@ -438,7 +450,9 @@ def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(brok
 
 
 @pytest.mark.program
-def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_unknown(broker: Broker) -> None:
+def test_after_an_interrupt_while_waiting_for_confirms_unconfirmed_records_are_reported_as_unknown(
+    broker: Broker,
+) -> None:
     broker.withhold_confirms()
     process, stdin = start(broker, b"one\ntwo\n", options=("--json", "--name", "shop"), program=("-c", BRIEF))
     assert [each.client_properties["connection_name"] for each in broker.connections()] == ["shop"]
@@ -456,7 +470,7 @@ def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_u
 
 
 @pytest.mark.program
-def test_an_interrupt_while_disconnected_ends_the_run_and_reports_unknown_records(broker: Broker) -> None:
+def test_after_an_interrupt_while_disconnected_unconfirmed_records_are_reported_as_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
     with FaultProxy(broker.url) as proxy:
         process, _ = start(broker, b"one\ntwo\n", proxy.url, program=("-c", BRIEF))
@@ -473,19 +487,19 @@ def test_an_interrupt_while_disconnected_ends_the_run_and_reports_unknown_record
 
 @pytest.mark.program
 @pytest.mark.usefixtures("one_connection")
-def test_a_lost_connection_ends_the_run_and_prints_how_far_it_got(broker: Broker) -> None:
+def test_after_a_lost_connection_the_summary_shows_the_last_confirmed_record(broker: Broker) -> None:
     process, _ = start(broker, b"one\n")
     broker.drop_connections()
     out, err = process.communicate(b"two\nthree\n", timeout=20)
     assert process.returncode == 1
     told = json.loads(out)
-    # The answer to the first may have been lost with the connection.
+    # The confirm of the first record may have been lost with the connection.
     assert told["confirmed_up_to_record"] == told["confirmed"] <= 1
     assert told["confirmed"] + sum(told["not_confirmed"].values()) == told["sent"]
     assert err.decode().startswith("qflow: record ")
 
 
-# What messages are made of.
+# The properties of messages.
 
 
 def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
@@ -497,7 +511,7 @@ def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path:
     assert [message.properties.message_id for message in messages] == ["7", "8"]
     assert [message.properties.headers for message in messages] == [{"tenant": "a=b"}] * 2
     assert json.loads(messages[0].body) == {"number": "7", "who": "Zoë"}
-    # What is sent again keeps them, beside its mark.
+    # A record that is sent again has the same id and headers, and the mark.
     path = tmp_path / "outbox"
     assert send_file(file, path, broker, *options) == 0
     assert send_file(file, path, broker, "--skip", "1", *options) == 0
@@ -518,7 +532,7 @@ def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path:
         (["--header", "tenant"], 2, "--header 'tenant': it must be NAME=VALUE"),
     ],
 )
-def test_contradictory_options_are_reported(
+def test_invalid_options_for_message_ids_headers_and_formats_are_reported(
     broker: Broker, tmp_path: Path, capsys: Capture, options: list[str], code: int, words: str
 ) -> None:
     file = tmp_path / "orders.csv"
@@ -528,7 +542,7 @@ def test_contradictory_options_are_reported(
     assert bodies(broker) == []
 
 
-def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_bash_can_complete_the_name_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     asked = {"_QFLOW_COMPLETE": "complete_bash", "COMP_WORDS": "qflow se", "COMP_CWORD": "1"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
@@ -537,7 +551,7 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Cap
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
-def test_colours_can_be_switched_off_before_or_after_the_command(
+def test_the_option_no_color_may_be_at_any_place_in_the_command_line(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "")
@@ -553,7 +567,7 @@ def send_with(path: Path, broker: Broker, *more: str) -> int:
     return main(["send", "-u", broker.url, "-k", "orders", "--outbox", str(path), *more])
 
 
-def test_with_an_outbox_confirmed_records_are_removed_from_it(
+def test_confirmed_records_are_removed_from_the_outbox(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     stdin(b"one\ntwo\n")
@@ -564,7 +578,7 @@ def test_with_an_outbox_confirmed_records_are_removed_from_it(
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_record_that_is_admitted_but_not_yet_on_disk_is_sent_once_and_counted(
+def test_if_the_disk_fails_once_after_a_record_is_admitted_the_record_is_sent_once_and_counted(
     broker: Broker,
     stdin: Callable[[bytes], None],
     capsys: Capture,
@@ -625,7 +639,7 @@ def test_after_a_sigterm_unconfirmed_records_stay_in_the_outbox_and_the_next_run
     assert Outbox.look(path) == []
 
 
-def test_unroutable_records_of_an_earlier_run_are_reported(
+def test_unroutable_messages_of_an_earlier_run_in_the_outbox_are_reported(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -638,7 +652,7 @@ def test_unroutable_records_of_an_earlier_run_are_reported(
         "a message of an earlier run: message id-left to ''/'nowhere': stored (312 NO_ROUTE); there is no queue" in err
     )
     assert "1 record confirmed" in out
-    # It stays until it is delivered.
+    # The message stays in the outbox until it is delivered.
     broker.declare_queue("nowhere")
     stdin(b"")
     assert send_with(path, broker) == 0
@@ -646,7 +660,7 @@ def test_unroutable_records_of_an_earlier_run_are_reported(
     assert Outbox.look(path) == []
 
 
-def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missing(
+def test_with_an_outbox_returned_records_are_reported_even_if_confirms_are_missing(
     broker: Broker,
     stdin: Callable[[bytes], None],
     tmp_path: Path,
@@ -657,7 +671,7 @@ def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missin
     flush = Producer.flush
 
     def flush_after_returns(producer: Producer) -> None:
-        # However long the broker takes for them.
+        # Wait for all returns, however slow the broker is.
         flight = producer._protocol.parts.unconfirmed.flight
         eventually(lambda: sum(receipt._reply is not None for receipt in tuple(flight.values())) == 7)
         flush(producer)
@@ -665,7 +679,7 @@ def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missin
     monkeypatch.setattr(Producer, "flush", flush_after_returns)
     path = tmp_path / "outbox"
     broker.withhold_confirms()
-    # The returns come, and no acks.
+    # The broker sends the returns, but no acks.
     stdin(b"x\n" * 7)
     command = ["send", "-u", broker.url, "--outbox", str(path), "--max-producer-flow-control-wait", "0.1", "-q"]
     assert main([*command, "-k", "nowhere"]) == 1
@@ -678,7 +692,7 @@ def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missin
         "qflow: and 2 more records",
         "qflow: not every record was confirmed: 7 messages are not settled after 0.1 s",
     ]
-    # The next run tells it, too; and nothing of what has only had no answer.
+    # The next run also reports these records, but not records that only have no confirm yet.
     stdin(b"one\n")
     assert main([*command, "-k", "orders"]) == 1
     told = capsys.readouterr().err.splitlines()
@@ -707,7 +721,7 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def test_E13_a_file_that_was_sent_is_not_sent_again_unless_requested(
+def test_E13_a_file_that_was_sent_is_sent_again_only_with_the_option_from_start(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -723,7 +737,7 @@ def test_E13_a_file_that_was_sent_is_not_sent_again_unless_requested(
     told_json = summary(capsys)
     assert (told_json["resumed_behind_record"], told_json["sent"]) == (0, 3)
     assert bodies(broker) == [b"one", b"two", b"three"] * 2
-    # Each time in full: what was asked for is no second copy.
+    # With --from-start all records are sent without a mark, because the user wants them twice.
     assert marks(broker) == [False] * 6
 
 
@@ -757,7 +771,7 @@ def test_E13_only_the_new_part_of_a_file_that_has_grown_is_sent(
     ],
     ids=["shorter", "changed", "another format"],
 )
-def test_E13_a_file_that_differs_from_the_one_sent_is_refused(
+def test_E13_a_file_that_has_changed_since_an_earlier_run_is_not_sent(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, content: bytes, options: list[str], words: str
 ) -> None:
     path = tmp_path / "outbox"
@@ -771,7 +785,7 @@ def test_E13_a_file_that_differs_from_the_one_sent_is_refused(
     assert bodies(broker)[3:] == content.splitlines()
 
 
-def test_E13_skip_is_obeyed_and_the_position_is_stored(
+def test_E13_skip_overrides_the_stored_position_and_the_run_stores_a_new_position(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -786,12 +800,12 @@ def test_E13_skip_is_obeyed_and_the_position_is_stored(
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["delivered", "refused"])
-def test_E13_skip_does_not_forget_the_position_of_an_earlier_run(
+def test_E13_after_a_shorter_run_with_skip_records_of_an_earlier_run_are_resent_with_a_mark(
     broker: Broker, lines: Path, tmp_path: Path, is_refused: bool
 ) -> None:
     path = tmp_path / "outbox"
     assert send_file(lines, path, broker) == 0
-    # A run with --skip that does not get as far as the first run, as if it had been killed.
+    # This run with --skip ends before the end of the first run, as if it had been killed.
     lines.write_bytes(b"one\ntwo\n")
     if is_refused:
         broker.delete_queue("orders")
@@ -804,7 +818,7 @@ def test_E13_skip_does_not_forget_the_position_of_an_earlier_run(
     assert all(marks(broker))
 
 
-def test_E13_skip_works_with_an_unreadable_position(broker: Broker, lines: Path, tmp_path: Path) -> None:
+def test_E13_skip_works_if_the_stored_position_is_unreadable(broker: Broker, lines: Path, tmp_path: Path) -> None:
     path = tmp_path / "outbox"
     with Outbox(path) as outbox:
         outbox.set_position(source_of(str(lines), "", "orders"), "of something else")
@@ -813,7 +827,7 @@ def test_E13_skip_works_with_an_unreadable_position(broker: Broker, lines: Path,
     assert not any(marks(broker))
 
 
-def test_E13_the_same_file_for_a_different_queue_is_a_different_source(
+def test_E13_a_file_that_was_sent_to_one_queue_is_sent_completely_to_another_queue(
     broker: Broker, lines: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
@@ -850,7 +864,7 @@ def test_E13_the_run_after_a_sigterm_resends_the_unconfirmed_records_and_continu
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["from the beginning", "after delivered records"])
-def test_E13_undelivered_records_are_sent_again_with_a_mark(
+def test_E13_the_next_run_resends_undelivered_records_with_a_mark(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, first: int
 ) -> None:
     path = tmp_path / "outbox"
@@ -858,7 +872,7 @@ def test_E13_undelivered_records_are_sent_again_with_a_mark(
         lines.write_bytes(b"one\ntwo\n")
         assert send_file(lines, path, broker) == 0
         lines.write_bytes(b"one\ntwo\nthree\n")
-    # No queue is there for it any more.
+    # The records become unroutable.
     before = bodies(broker)
     broker.delete_queue("orders")
     capsys.readouterr()
@@ -880,7 +894,7 @@ def test_E13_undelivered_records_are_sent_again_with_a_mark(
 
 
 @pytest.mark.program
-def test_E13_a_run_killed_between_a_refusal_and_its_handling_loses_no_record(
+def test_E13_a_run_that_is_killed_after_its_records_were_returned_loses_no_record(
     broker: Broker, lines: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
@@ -896,7 +910,7 @@ def test_E13_a_run_killed_between_a_refusal_and_its_handling_loses_no_record(
     assert Outbox.look(path) == []
 
 
-def test_E13_while_the_disk_fails_no_waiting_record_is_sent_twice(
+def test_E13_records_that_wait_for_the_rate_limit_are_sent_once_even_if_the_disk_fails(
     broker: Broker, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines.write_bytes(b"1\n2\n3\n4\n5\n")
@@ -908,12 +922,12 @@ def test_E13_while_the_disk_fails_no_waiting_record_is_sent_twice(
         return write(self, *arguments, **options)
 
     monkeypatch.setattr(Noted, "write", fail_at_first)
-    # The third record and those behind it wait for the rate.
+    # The third record and all later records wait for the rate limit.
     assert send_file(lines, tmp_path / "outbox", broker, "--rate", "20", "--rate-burst", "2") == 0
     assert bodies(broker) == [b"1", b"2", b"3", b"4", b"5"]
 
 
-def test_E13_a_damaged_position_is_reported_and_ignored_with_from_start(
+def test_E13_a_damaged_stored_position_is_reported_and_from_start_ignores_it(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -927,7 +941,7 @@ def test_E13_a_damaged_position_is_reported_and_ignored_with_from_start(
     assert bodies(broker) == [b"one", b"two", b"three"] * 2
 
 
-def test_E13_standard_input_is_read_from_its_beginning_each_time(
+def test_E13_each_run_sends_all_records_of_standard_input(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path
 ) -> None:
     for _ in range(2):

@@ -10,16 +10,16 @@ from benchmarks.send_kills import FORMATS, audit, run
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-# It starts a process for every kill, however busy the machine is.
+# These tests start a process for every kill, which takes long on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.program
-def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are_marked(
+def test_E13_after_kills_at_random_moments_each_row_arrives_in_order_and_copies_are_marked(
     broker: Broker, tmp_path: Path
 ) -> None:
     kills = rounds(10, least=5)
-    # Rows of CSV have several lines, so there the position is the hardest to tell.
+    # Rows of CSV may have several lines, so CSV is the hardest format for positions.
     verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, format="csv")
     while not verdict.resumed:
         kills *= 2
@@ -29,7 +29,7 @@ def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are
 
 
 @pytest.mark.program
-def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker, tmp_path: Path) -> None:
+def test_E13_a_kill_after_the_broker_has_refused_rows_loses_no_row(broker: Broker, tmp_path: Path) -> None:
     kills = rounds(10, least=6)
     verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, refusals=True)
     while not verdict.refused:
@@ -49,8 +49,8 @@ def test_E13_without_a_kill_a_file_of_any_format_is_sent_exactly_once(
     assert (verdict.rows, verdict.in_queue, verdict.copies) == (50, 50, 0)
 
 
-def test_E13_the_audit_finds_faults_that_the_test_inserts() -> None:
-    # The second run's copy of row 3 has overtaken that of the first run.
+def test_E13_the_audit_counts_lost_and_misordered_rows_and_unmarked_copies() -> None:
+    # The second run's copy of row 3 has arrived before the first run's copy.
     right = [(1, False), (2, False), (3, True), (2, True), (3, False), (4, False)]
     assert audit(4, right) == {"in_queue": 6, "lost": 0, "out_of_order": 0, "copies": 2, "unmarked": 0}
     wrong = [(1, False), (3, False), (2, False), (1, False)]
@@ -58,7 +58,7 @@ def test_E13_the_audit_finds_faults_that_the_test_inserts() -> None:
 
 
 def test_E13_the_audit_permits_only_refused_rows_to_arrive_out_of_order() -> None:
-    # Row 2 was refused, and came behind row 5; then rows 7 and 6.
+    # Row 2 was refused and arrived after row 5. Row 6 arrived after row 7.
     queue = [(1, False), (3, False), (4, False), (5, False), (2, True), (7, False), (6, False)]
     assert audit(7, queue, {2})["out_of_order"] == 1
     assert audit(7, queue, {2, 6})["out_of_order"] == audit(7, queue, {2, 7})["out_of_order"] == 0

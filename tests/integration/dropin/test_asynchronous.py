@@ -26,7 +26,7 @@ ADAPTERS = [
 
 
 class Running:
-    """An asynchronous connection whose loop runs on a thread of its own."""
+    """An asynchronous connection whose loop runs on a separate thread."""
 
     def __init__(self, adapter: str, url: str) -> None:
         self._ready: Future[Any] = Future()
@@ -67,7 +67,7 @@ class Running:
         self._ready.set_result(None)
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call something in the loop."""
+        """Call a function on the loop's thread, and return its result."""
         result: Future[Any] = Future()
 
         def call() -> None:
@@ -113,7 +113,7 @@ def settings(query: str) -> Callable[[Any], Any]:
     return mark
 
 
-def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire):
+def test_J7_a_stopped_channel_answers_with_flow_ok_raises_on_publish_and_sends_flow_events(broker, running, wire):
     events: list[Any] = []
     running.do(running.channel.on_flow, events.append)
     broker.flow(False, broker.channels()[0].name)
@@ -123,7 +123,7 @@ def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire
         running.publish(b"refused")
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
     assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (b"refused", "", "q")
-    # What tells when to go on may go on.
+    # A flow callback that reports the end of a stop may publish.
     running.do(
         running.channel.on_flow,
         lambda event: event.flowed or running.channel.basic_publish("", "q", b"at last"),
@@ -134,7 +134,7 @@ def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire
     assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
 
 
-def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(broker, running):
+def test_calls_in_a_forked_child_raise_an_error_and_the_parent_can_continue(broker, running):
     channel, connection = running.channel, running.connection
 
     def child() -> None:
@@ -173,7 +173,7 @@ def test_a_blocked_connection_holds_the_channel_even_if_a_flow_callback_fails(br
 
 
 @settings("capacity=3")
-def test_C6_the_window_is_full_until_confirms_arrive_and_the_callback_of_pika_may_fill_it_again(broker, running):
+def test_C6_the_window_is_full_until_confirms_arrive_and_confirm_callbacks_may_publish(broker, running):
     answers: list[Any] = []
     ready = threading.Event()
 
@@ -199,7 +199,7 @@ def test_C6_the_window_is_full_until_confirms_arrive_and_the_callback_of_pika_ma
     assert set(answers) == {"Ack"}
 
 
-def test_the_buffer_of_the_transport_of_pika_is_bounded(adapter, broker, proxy):
+def test_the_setting_max_unwritten_bytes_limits_the_write_buffer_of_pika(adapter, broker, proxy):
     running = Running(adapter, f"{proxy.url(broker)}?max_unwritten_bytes=100000")
     events: list[Any] = []
     running.do(running.channel.on_flow, events.append)
@@ -223,7 +223,7 @@ def test_the_buffer_of_the_transport_of_pika_is_bounded(adapter, broker, proxy):
 
 
 @settings("rate=3&rate_burst=1")
-def test_the_error_of_a_rate_limit_says_when_to_continue(running):
+def test_a_rate_limit_holds_the_channel_and_an_unflowed_event_reports_the_end_of_the_hold(running):
     unflowed = threading.Event()
     running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())
 
@@ -232,7 +232,7 @@ def test_the_error_of_a_rate_limit_says_when_to_continue(running):
             unflowed.clear()
             running.channel.basic_publish("", "q", b"")
 
-    # On a slow machine the second may be due already.
+    # On a slow machine the rate may already permit the second message.
     with pytest.raises(ProducerFlowed):
         running.do(burst)
     assert unflowed.wait(PATIENCE)
@@ -248,7 +248,7 @@ def test_messages_and_methods_are_written_in_the_order_of_the_calls(broker, runn
     broker.wait_until(lambda broker: [queue for queue in broker.queues() if queue.name == "new" and queue.depth == 1])
 
 
-def test_the_flow_callback_of_pika_is_called(broker, running):
+def test_the_callback_of_add_on_flow_callback_gets_channel_flow_as_in_pika(broker, running):
     frames: list[Any] = []
     running.do(running.channel.add_on_flow_callback, frames.append)
     broker.flow(False, broker.channels()[0].name)
@@ -256,8 +256,8 @@ def test_the_flow_callback_of_pika_is_called(broker, running):
     assert frames[0].method.active is False
 
 
-def test_arguments_that_pika_refuses_are_still_refused(running):
-    # Which of the two depends on pika's version.
+def test_confirm_delivery_without_a_callback_raises_the_error_of_pika_and_changes_nothing(running):
+    # The type of the error depends on pika's version.
     with pytest.raises((TypeError, ValueError), match="requires a callback"):
         running.do(lambda: running.channel.confirm_delivery(None))
     running.publish()
@@ -275,14 +275,14 @@ def test_a_second_confirm_delivery_does_not_restart_the_count_of_confirms(runnin
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
 
 
-def test_closing_by_the_program_itself_causes_no_warning(running, caplog):
+def test_a_close_by_the_program_logs_no_warning(running, caplog):
     running.publish()
     running.close()
     assert flush_logs(PATIENCE)
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_channel_closed_by_the_broker_causes_no_warning_unless_messages_are_affected(broker, running, caplog):
+def test_a_channel_closed_by_the_broker_logs_a_warning_only_if_messages_are_unconfirmed(broker, running, caplog):
     closed = threading.Event()
     for body in None, b"unconfirmed":
         made: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""The same program with pika and with the drop-in, against a broker that says ``Channel.Flow``."""
+"""The same program with pika and with the drop-in, against a broker that sends ``Channel.Flow``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 500
 def program(
     module: Any, url: str, queue: str, *, confirms: bool = False, has_come: Callable[[int], object] = bool
 ) -> None:
-    """Publishes far more than the queue is to hold; `has_come` waits until so many are there."""
+    """Publish far more messages than the queue may hold. `has_come` waits until a number of them has arrived."""
     with module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
         if confirms:
@@ -36,24 +36,24 @@ def queues(broker: Any) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_pika_ignores_a_stop_and_the_drop_in_waits_until_its_deadline(broker):
+def test_C3_pika_publishes_during_a_stop_and_the_drop_in_waits_until_its_deadline(broker):
     program(original, broker.url, "theirs")
     broker.wait_until(lambda broker: broker.queue("theirs").depth == COUNT)
 
     def has_come(count: int) -> None:
-        # A slow broker has not said stop before all is written.
+        # Wait for each message. Otherwise the program could write all messages before a slow broker sends the stop.
         broker.wait_until(lambda broker: broker.queue("ours").published == count)
 
     with pytest.raises(FlowControlTimeout, match="channel_flow"):
         program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", has_come=has_come)
-    # One more than the mark, and what was under way until the client had read the stop.
+    # The queue gets one message above the threshold, and the messages in flight until the client reads the stop.
     assert 11 <= broker.queue("ours").peak_depth < COUNT
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_the_drop_in_continues_when_the_flow_is_active_again(broker):
+def test_C3_the_drop_in_continues_to_publish_when_a_stop_ends(broker):
     job: Job = start(program, drop_in, broker.url, "ours", confirms=True)
-    # Who publishes may be slower than who takes.
+    # The publisher may be slower than this consumer, so first wait until the queue is ON.
     broker.wait_until(lambda broker: broker.queue("ours").flow_stopped)
     taken: list[bytes] = []
 

@@ -24,11 +24,11 @@ from tests.interrupting import EVERY, interrupted
 
 from .tools import held, pump, stop
 
-# What runs between the admission of a message and pika's buffer.
+# The code that runs after a message is admitted and before it is in pika's buffer.
 _WRITING = ("pika/flow.py", "core/protocol.py", "core/writing.py", "core/unconfirmed.py", "amqp/outbound.py")
 
 
-def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, connect, wire):
+def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends(broker, connect, wire):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
     wire.wait_for("in", "Channel.FlowOk")
@@ -43,22 +43,22 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, co
 
 
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_J7_a_stop_that_crosses_the_close_on_the_wire_is_not_answered(broker, connect, what):
+def test_J7_a_stop_that_arrives_after_the_channel_or_connection_was_closed_is_not_answered(broker, connect, what):
     connection = connect()
     channel = connection.channel()
     channel.queue_declare("few", arguments={"qpid.flow_stop_count": 10})
-    # The last of them has the broker say stop, and nothing is read before the close is sent.
+    # The last message makes the broker send the stop. The client reads nothing before it sends the close.
     for _ in range(11):
         channel.basic_publish("", "few", b"")
     (channel if what == "channel" else connection).close()
     if what == "channel":
-        # Of what is wrong the broker would tell the connection, and close it.
+        # If the client had sent a wrong frame, the broker would close the connection, and these calls would fail.
         connection.channel().close()
         connection.close()
     assert broker.queue("few").depth == 11
 
 
-def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(broker, connect):
+def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     stop(channel, broker)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
@@ -73,7 +73,7 @@ def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_se
     assert bodies(broker) == [b"later"]
 
 
-def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
+def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(channel, broker)
     with pytest.raises(ProducerFlowed) as caught:
@@ -82,7 +82,7 @@ def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
     assert (caught.value.exchange, caught.value.routing_key) == ("", "q")
 
 
-def test_other_channels_continue_while_one_is_stopped(broker, connect):
+def test_a_stop_of_one_channel_does_not_hold_other_channels_of_the_connection(broker, connect):
     connection = connect()
     channel = connection.channel()
     stop(channel, broker)
@@ -91,12 +91,12 @@ def test_other_channels_continue_while_one_is_stopped(broker, connect):
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
 
-def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
+def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker, connect):
     connection = connect(max_producer_flow_control_wait=0.2)
     one, two = connection.channel(), connection.channel()
     broker.block("no memory")
     held(one, HoldKind.CONNECTION_BLOCKED)
-    # One that is made now learns of it, too. Our broker goes on reading, so it can be made.
+    # A channel that is opened now is also held. It can be opened, because our broker still reads.
     three = connection.channel()
     for channel in one, two, three:
         with pytest.raises(FlowControlTimeout, match="no memory"):
@@ -114,7 +114,7 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     channel = connection.channel()
     stop(channel, broker)
     job = start(channel.basic_publish, "", "q", b"")
-    # A broker that hears nothing for two intervals ends the connection.
+    # A broker that receives nothing for two intervals ends the connection.
     wire.wait_for("in", "Heartbeat", 2)
     assert job.is_alive()
     broker.flow(True)
@@ -132,13 +132,13 @@ def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(brok
     assert watch.kept(0.3)
     assert [each.body for each in channel.unconfirmed] == [b"unknown"]
     broker.release_confirms()
-    # The late confirm is not taken for this one's.
+    # The late confirm must not be assigned to this message.
     channel.basic_publish("", "q", b"known")
     assert channel.unconfirmed == ()
     assert bodies(broker) == [b"unknown", b"known"]
 
 
-def test_a_late_nack_is_reported_by_wait_for_confirms(broker, connect):
+def test_wait_for_confirms_also_waits_for_messages_whose_publish_has_timed_out(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.2).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -165,7 +165,7 @@ def test_a_late_return_is_not_attributed_to_the_next_message(broker, connect, pr
 
 def test_a_message_is_sent_once_when_the_socket_has_just_become_writable(broker, connect):
     channel = connect(broker.url).channel()
-    # Written at once, it ends the wait for the socket, and who waited for that writes what there is.
+    # The first message is written immediately. This ends the wait for the socket, whose callback writes the rest.
     channel._turns.when_writable()
     channel.basic_publish("", "q", b"once")
     channel.basic_publish("", "q", b"last")
@@ -173,7 +173,7 @@ def test_a_message_is_sent_once_when_the_socket_has_just_become_writable(broker,
     assert bodies(broker) == [b"once", b"last"]
 
 
-def test_J8_an_unconfirmed_message_is_not_buffered_for_a_socket_that_accepts_nothing(broker, connect, proxy):
+def test_J8_while_the_socket_accepts_no_bytes_messages_are_not_buffered_and_time_out_unsent(broker, connect, proxy):
     channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).channel()
     proxy.stop_reading()
     sent, begun = 0, 0
@@ -184,7 +184,7 @@ def test_J8_an_unconfirmed_message_is_not_buffered_for_a_socket_that_accepts_not
         with watch:
             error = _publish(channel, b"%06d" % (sent + begun) + bytes(100_000))
         sent += error is None
-        # A part of it has left.
+        # A part of this message was written.
         begun += isinstance(error, ConfirmTimeout)
     assert watch.kept(0.5)
     assert [hold.kind for hold in error.holds] == [HoldKind.TRANSPORT]
@@ -192,7 +192,7 @@ def test_J8_an_unconfirmed_message_is_not_buffered_for_a_socket_that_accepts_not
     assert channel.wait_unflowed(PATIENCE)
     channel.basic_publish("", "q", b"last")
     broker.wait_until(lambda broker: bodies(broker)[-1:] == [b"last"])
-    # What was told to be written is there, in order, and so is what had begun; nothing else.
+    # Only the sent messages and the half-written message have arrived, in order.
     assert begun <= 1
     assert [each[:6] for each in bodies(broker)] == [b"%06d" % at for at in range(sent + begun)] + [b"last"]
 
@@ -227,7 +227,7 @@ def test_acks_are_sent_and_callbacks_do_not_nest_while_a_publish_waits(broker, c
         if body == b"0":
             broker.flow(False, broker.channels()[0].name)
             eventually(lambda: broker.channels()[0].flowed)
-            # Others come meanwhile, and are kept.
+            # More deliveries arrive meanwhile, and are kept.
             threading.Thread(target=let_go).start()
         channel.basic_publish("", "q", body)
         calls.append(body)
@@ -240,7 +240,7 @@ def test_acks_are_sent_and_callbacks_do_not_nest_while_a_publish_waits(broker, c
     broker.wait_until(lambda broker: bodies(broker) == calls)
 
 
-def test_flow_callbacks_are_called_where_pika_calls_callbacks_and_in_order(broker, connect):
+def test_flow_callbacks_are_called_in_order_and_only_in_process_data_events(broker, connect):
     connection = connect(max_producer_flow_control_wait=0.2)
     channel = connection.channel()
     events: list[Any] = []
@@ -257,7 +257,7 @@ def test_flow_callbacks_are_called_where_pika_calls_callbacks_and_in_order(broke
     assert {event.producer for event in events} == {"pika channel 1"}
 
 
-def test_the_end_of_a_socket_hold_is_reported_where_pika_calls_callbacks(broker, connect, proxy):
+def test_process_data_events_reports_the_end_of_a_transport_hold(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.2)
     channel = connection.channel()
     events: list[Any] = []
@@ -268,12 +268,12 @@ def test_the_end_of_a_socket_hold_is_reported_where_pika_calls_callbacks(broker,
     connection.process_data_events()
     assert events[-1].kind is FlowEventKind.FLOWED
     proxy.go_on_reading()
-    # Nothing else is called.
+    # The test calls nothing else that could report the end.
     pump(connection, lambda: events[-1].kind is FlowEventKind.UNFLOWED)
     channel.basic_publish("", "q", b"")
 
 
-def test_ctrl_c_ends_a_wait_and_the_message_is_not_sent(broker, connect):
+def test_ctrl_c_ends_a_waiting_publish_and_the_message_is_not_sent(broker, connect):
     channel = connect().channel()
     stop(channel, broker)
 
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_a_wait_and_the_message_is_not_sent(broker, connect):
         eventually(lambda: channel._flow.protocol.controller.waiting == 1)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    # A shell has its background jobs ignore Ctrl-C.
+    # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         job = start(interrupt)
@@ -296,11 +296,11 @@ def test_ctrl_c_ends_a_wait_and_the_message_is_not_sent(broker, connect):
     broker.wait_until(lambda broker: bodies(broker) == [b"after"])
 
 
-def test_an_unreferenced_open_connection_is_freed(broker):
+def test_an_open_connection_without_references_is_garbage_collected(broker):
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     connection.channel().basic_publish("", "q", b"")
     impl = weakref.ref(connection._impl)
-    # It is collected here and now, and not by a thread that happens to come first.
+    # Collect it on this thread, and not on a thread that runs the collector by chance.
     gc.disable()
     try:
         del connection
@@ -311,7 +311,7 @@ def test_an_unreferenced_open_connection_is_freed(broker):
     assert impl() is None
 
 
-def test_the_connection_works_over_tls(certificate, stack):
+def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, stack):
     path, key = certificate
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(path, key)
@@ -338,7 +338,7 @@ def test_the_connection_works_over_tls(certificate, stack):
     assert [int(body.split(b"\0")[0]) for body in bodies(broker)] == list(range(count))
 
 
-def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, connect):
+def test_D5_the_flow_manager_stops_and_starts_a_channel_from_another_thread(broker, connect):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     start(flow_manager.stop_all, "maintenance").result()
@@ -354,7 +354,7 @@ def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, co
     assert channel._flow not in flow_manager.resources
 
 
-def test_wait_unflowed_returns_at_its_timeout(broker, connect):
+def test_wait_unflowed_returns_False_at_its_timeout(broker, connect):
     channel = connect().channel()
     assert channel.wait_unflowed(0)
     stop(channel, broker)
@@ -372,7 +372,7 @@ def test_a_rate_limit_delays_publishing(broker, connect):
     broker.wait_until(lambda broker: broker.queue("q").depth == 11)
 
 
-def test_a_waiting_publish_ends_when_its_channel_closes(broker, connect):
+def test_a_waiting_publish_raises_when_the_broker_closes_the_channel(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
     job = start(channel.basic_publish, "", "q", b"")
@@ -382,7 +382,7 @@ def test_a_waiting_publish_ends_when_its_channel_closes(broker, connect):
         job.result()
 
 
-def test_a_waiting_publish_ends_when_its_connection_closes(broker, connect):
+def test_a_waiting_publish_raises_when_the_connection_is_lost(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
     job = start(channel.basic_publish, "", "q", b"")
@@ -392,7 +392,7 @@ def test_a_waiting_publish_ends_when_its_connection_closes(broker, connect):
         job.result()
 
 
-def test_a_wait_for_a_confirm_ends_when_the_connection_closes(broker, connect):
+def test_a_publish_that_waits_for_its_confirm_raises_when_the_connection_is_lost(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -403,12 +403,12 @@ def test_a_wait_for_a_confirm_ends_when_the_connection_closes(broker, connect):
         job.result()
 
 
-def test_closing_a_blocked_connection_ends_in_time(broker, connect, proxy):
+def test_closing_a_blocked_connection_raises_at_the_deadline(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     broker.block("no memory")
     held(channel, HoldKind.CONNECTION_BLOCKED)
-    # As RabbitMQ, which does not read from a connection that it blocks.
+    # RabbitMQ, too, does not read from a connection that it has blocked.
     proxy.stop_reading()
     with Stopwatch() as watch, pytest.raises(pika.exceptions.ConnectionBlockedTimeout):
         connection.close()
@@ -416,7 +416,9 @@ def test_closing_a_blocked_connection_ends_in_time(broker, connect, proxy):
     assert connection.is_closed
 
 
-def test_closing_a_blocked_connection_ends_at_the_first_of_its_two_deadlines(broker, connect, proxy, monkeypatch):
+def test_closing_a_blocked_connection_ends_at_the_earlier_deadline_of_channel_and_connection(
+    broker, connect, proxy, monkeypatch
+):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     broker.block("no memory")
@@ -429,7 +431,7 @@ def test_closing_a_blocked_connection_ends_at_the_first_of_its_two_deadlines(bro
         later.append(deadline)
         return call_later(seconds, deadline) if len(later) == 1 else None
 
-    # The connection's deadline ends it, and as soon as it has ended the channel's has passed, too.
+    # The connection's deadline ends the close. Immediately afterwards, the channel's deadline expires, too.
     monkeypatch.setattr(loop, "call_later", call_one_later)
     connection._impl.add_on_close_callback(lambda *_: call_later(0, later[1]))
     with pytest.raises(pika.exceptions.ConnectionBlockedTimeout):
@@ -438,7 +440,7 @@ def test_closing_a_blocked_connection_ends_at_the_first_of_its_two_deadlines(bro
     assert len(later) == 2
 
 
-def test_closing_a_connection_whose_socket_is_full_ends_in_time(broker, connect, proxy):
+def test_closing_a_connection_whose_socket_accepts_no_bytes_raises_at_the_deadline(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     proxy.stop_reading()
@@ -449,7 +451,7 @@ def test_closing_a_connection_whose_socket_is_full_ends_in_time(broker, connect,
     assert watch.kept(0.4)
 
 
-def test_an_exception_leaves_the_with_block_even_if_the_broker_does_not_read(broker, connect, proxy):
+def test_an_exception_leaves_a_with_block_in_time_even_if_the_broker_reads_nothing(broker, connect, proxy):
     parameters = pika.URLParameters(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3")
     connection: Any = None
     watch = Stopwatch()
@@ -505,7 +507,7 @@ def test_J7_no_message_follows_a_flow_ok_even_if_the_broker_stops_the_channel_of
 
 
 @pytest.mark.parametrize("closed", ["channel", "connection", "both"])
-def test_closing_by_the_program_itself_causes_no_warning(broker, connect, caplog, closed):
+def test_a_close_by_the_program_logs_no_warning(broker, connect, caplog, closed):
     connection = connect()
     channel = connection.channel()
     channel.basic_publish("", "q", b"")
@@ -518,7 +520,9 @@ def test_closing_by_the_program_itself_causes_no_warning(broker, connect, caplog
 
 
 @pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
-def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confirms):
+def test_E11_a_channel_closed_by_the_broker_without_unconfirmed_messages_logs_no_warning(
+    broker, connect, caplog, confirms
+):
     channel = connect().channel()
     if confirms != "none":
         channel.confirm_delivery(pipelined=confirms == "pipelined")
@@ -545,7 +549,7 @@ def test_the_traceback_of_a_closed_channel_does_not_grow_with_each_error(connect
     assert frames_of_an_error() == frames_of_an_error()
 
 
-def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
+def test_a_lost_connection_logs_a_warning(broker, connect, caplog):
     connection = connect()
     connection.channel()
     broker.drop_connections()
@@ -557,7 +561,7 @@ def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     assert "pika channel 1: blocked (flowed): disconnected" in record.message
 
 
-def test_E2_no_confirm_counts_for_another_message_after_an_interrupted_write(connect):
+def test_E2_after_an_interrupted_write_no_confirm_is_assigned_to_another_message(connect):
     at, came = 1, 1
     while came:
         connection = connect(max_producer_flow_control_wait=PATIENCE)
@@ -565,7 +569,7 @@ def test_E2_no_confirm_counts_for_another_message_after_an_interrupted_write(con
         channel.confirm_delivery(pipelined=True)
         came = interrupted(partial(channel.basic_publish, "", "q", b"interrupted"), at, only=_WRITING)
         with suppress(pika.exceptions.AMQPConnectionError):
-            # The connection has ended if pika may not have the bytes.
+            # If the bytes may not be in pika's buffer, the drop-in has ended the connection.
             channel.basic_publish("", "q", b"the next one")
             channel.wait_for_confirms()
             connection.close()
@@ -591,5 +595,5 @@ def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipe
             channel.close()
             continued += 1
         at += EVERY
-    # Only an interrupt of the write itself ends the connection.
+    # Only an interrupt during the write ends the connection.
     assert continued > at / EVERY / 2

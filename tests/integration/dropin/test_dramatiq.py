@@ -16,13 +16,13 @@ from tests.integration.producer.tools import Stopwatch, bodies, eventually, go_o
 dramatiq = pytest.importorskip("dramatiq")
 rabbitmq = pytest.importorskip("dramatiq.brokers.rabbitmq")
 
-# As long as a test waits for Dramatiq, in milliseconds.
+# Maximum milliseconds of a wait for Dramatiq.
 PATIENCE = 60_000
 
 
 @pytest.fixture
 def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes Dramatiq's broker, with settings by name."""
+    """A function that creates Dramatiq's broker with the given settings."""
     monkeypatch.setattr(rabbitmq, "pika", qflow_client.pika)
     made: list[Any] = []
 
@@ -39,7 +39,7 @@ def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_a_send_raises_at_its_deadline_while_stopped_and_succeeds_after_the_stop(
+def test_J7_a_send_of_Dramatiq_raises_at_its_deadline_during_a_stop_and_works_after_it(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
     app = application(max_producer_flow_control_wait=0.3)
@@ -58,7 +58,7 @@ def test_J7_a_send_raises_at_its_deadline_while_stopped_and_succeeds_after_the_s
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_a_worker_waits_until_the_flow_is_active_again_if_its_actors_send(
+def test_a_worker_whose_actors_send_messages_waits_until_a_stop_ends(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
     app = application(max_producer_flow_control_wait=60)

@@ -13,7 +13,7 @@ from tests.integration.producer.tools import PATIENCE, bodies, eventually, start
 
 from .tools import pump
 
-# Both are stopped at once, and stay so until the other has taken what there is.
+# Both programs are stopped soon, and each stays stopped until the other has consumed enough messages.
 ARGUMENTS = {"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 2}
 COUNT = 60
 
@@ -40,7 +40,7 @@ class Program:
             for number in range(sent):
                 channel.basic_publish("", self.feeds, b"%d" % number)
             pump(connection, lambda: channel.flow_state.flowed)
-            # Both are stopped by what the other has not taken.
+            # Each program is stopped because the other has not consumed its messages.
             self.barrier.wait(PATIENCE)
             channel.basic_consume(self.takes, lambda *message: self.taken.append(message[3]), auto_ack=True)
             for number in range(sent, COUNT):
@@ -50,7 +50,7 @@ class Program:
 
 
 @pytest.mark.usefixtures("queues")
-def test_D11_deliveries_are_read_while_a_publish_waits_so_both_programs_continue(broker):
+def test_D11_two_programs_that_feed_each_other_continue_because_a_waiting_publish_reads_deliveries(broker):
     barrier = threading.Barrier(2)
     one, two = Program(broker.url, "a", "b", barrier), Program(broker.url, "b", "a", barrier)
     jobs = [start(program.run) for program in (one, two)]
@@ -63,7 +63,7 @@ def test_D11_deliveries_are_read_while_a_publish_waits_so_both_programs_continue
 
 @pytest.mark.usefixtures("queues")
 def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
-    # Who feeds is let go by who takes, whose own publish waits all the time.
+    # The feeder continues because the taker acks, although the taker's own publish waits all the time.
     feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.1)
     broker.declare_queue("stopped", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     feeds, takes = feeder.channel(), taker.channel()
@@ -90,8 +90,8 @@ def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
 
 
 @pytest.mark.usefixtures("queues")
-def test_D11_a_deadline_ends_a_mutual_wait(broker):
-    """Each program takes its next message only after it has passed one on, and neither can pass one on."""
+def test_D11_a_deadline_ends_a_mutual_wait_of_two_programs(broker):
+    """Each program consumes its next message only after it has passed one on, but both are stopped."""
     stuck: list[FlowControlTimeout] = []
     for name in "a", "b":
         for _ in range(10):
@@ -145,7 +145,7 @@ def test_D11_a_deadline_ends_a_wait_for_a_broker_that_does_not_read(broker, conn
 
 
 def test_D11_deadlines_end_a_mutual_wait_if_the_broker_reads_from_neither_program(broker, proxy):
-    """Each program holds the message that the other waits for, and the broker reads no byte, not even an ack."""
+    """Each program has the message that the other waits for, and the broker reads nothing, not even an ack."""
     for name in "a", "b":
         broker.declare_queue(name)
         broker.publish(b"first", routing_key=name)

@@ -22,7 +22,7 @@ def open_files() -> list[int]:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(
+def test_calls_in_a_forked_child_raise_an_error_and_the_parent_can_continue(
     broker: Any, connect: Any, pipelined: bool
 ) -> None:
     connection = connect()
@@ -72,7 +72,7 @@ def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(
     assert bodies(broker) == [b"1", b"2", b"3"]
 
 
-def test_calls_of_a_wrapped_channel_in_a_forked_child_are_refused(broker: Any, stack: Any) -> None:
+def test_calls_of_a_wrapped_channel_in_a_forked_child_raise_an_error(broker: Any, stack: Any) -> None:
     connection = original.BlockingConnection(original.URLParameters(broker.url))
     stack.callback(connection.close)
     channel = pika.wrap(connection.channel())

@@ -17,11 +17,11 @@ from tests.integration.parity import members, parameters, public, until_release
 
 from .scenarios import all_scenarios, members_of, outcome_on_its_own, recorder, until
 
-# The newest release that is known.
+# The newest release with which these tests have passed.
 KNOWN = {"pika": "1.5.0rc1"}
-# What is new, by class and method: parameters that pika's do not have.
+# For each class and method, the parameters that pika's method does not have.
 NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined", "republish"]}
-# Members that not every release of pika has that is admitted.
+# Members that some supported releases of pika do not have.
 NEWER = {"accept_consumer_cancel_ok_supported"}
 
 CLASSES = {
@@ -34,7 +34,7 @@ CLASSES = {
     "URLParameters": (original.URLParameters, drop_in.URLParameters),
 }
 if find_spec("pika.adapters.thread_safe_connection"):
-    # pika has it from 1.5 on.
+    # pika has this connection since release 1.5.
     ours, theirs = drop_in.adapters.thread_safe_connection, original.adapters.thread_safe_connection
     CLASSES["Connection"] = theirs.Connection, ours.Connection
     CLASSES["Connection's Channel"] = theirs.Channel, ours.Channel
@@ -42,7 +42,7 @@ if find_spec("pika.adapters.thread_safe_connection"):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_signature_equals_that_of_pika(name: str) -> None:
+def test_every_method_of_the_drop_in_has_the_signature_of_pika(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
     for member, of_pika in members(theirs, "__init__", "__enter__", "__exit__").items():
@@ -58,7 +58,7 @@ def test_every_signature_equals_that_of_pika(name: str) -> None:
                 assert type(of_ours) is type(of_pika), member
 
 
-def test_every_name_of_pika_exists() -> None:
+def test_the_drop_in_has_every_public_name_of_pika() -> None:
     for name in (each for each in dir(original) if not each.startswith("_")):
         with until_release(**KNOWN):
             assert hasattr(drop_in, name), name
@@ -72,20 +72,20 @@ def test_every_name_of_pika_exists() -> None:
 
 
 @pytest.mark.parametrize("name", ["BlockingChannel", "BlockingConnection"])
-def test_every_public_member_has_a_scenario(name: str) -> None:
+def test_every_public_member_of_pika_has_a_parity_scenario(name: str) -> None:
     of_pika = public(CLASSES[name][0])
     with until_release(**KNOWN):
         assert of_pika == members_of(name) - (NEWER - of_pika)
 
 
 @all_scenarios
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str) -> None:
+def test_the_drop_in_has_the_results_exceptions_and_order_of_callbacks_of_pika(name: str) -> None:
     with Broker() as ours, Broker() as theirs:
         assert outcome_on_its_own(drop_in, ours.url, name) == outcome_on_its_own(original, theirs.url, name)
 
 
 @pytest.mark.parametrize("module", [original, drop_in], ids=["pika", "drop-in"])
-def test_blocked_and_unblocked_reach_the_callbacks_of_a_connection_in_order(broker: Any, module: Any) -> None:
+def test_connection_blocked_and_unblocked_reach_the_callbacks_in_order(broker: Any, module: Any) -> None:
     told: list[Any] = []
     with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
         channel = connection.channel()
@@ -113,7 +113,7 @@ PROPERTIES = [
 ]
 
 
-def test_the_bytes_on_the_wire_equal_those_of_pika(broker: Any) -> None:
+def test_the_drop_in_writes_the_same_bytes_as_pika(broker: Any) -> None:
     wires = []
     for module in original, drop_in:
         with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
@@ -128,7 +128,7 @@ def test_the_bytes_on_the_wire_equal_those_of_pika(broker: Any) -> None:
 
             impl._output_marshaled_frames = record
             for _ in range(2):
-                # The second time some of it is not encoded anew.
+                # The second round uses some frames that were encoded in the first round.
                 for properties in PROPERTIES:
                     for body in BODIES:
                         for mandatory in False, True:

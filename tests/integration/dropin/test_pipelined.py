@@ -16,7 +16,7 @@ from .tools import pump
 
 @pytest.fixture
 def wait() -> float:
-    """Seconds that `channel` waits."""
+    """Maximum seconds of a wait of the fixture `channel`."""
     return PATIENCE
 
 
@@ -27,7 +27,7 @@ def channel(connect: Any, wait: float) -> pika.BlockingChannel:
     return channel
 
 
-def test_an_unchanged_loop_publishes_all_messages_in_order(broker, channel):
+def test_a_loop_of_publishes_sends_all_messages_in_order(broker, channel):
     for number in range(1000):
         channel.basic_publish("", "q", b"%d" % number)
     channel.wait_for_confirms(PATIENCE)
@@ -65,7 +65,7 @@ def test_C6_a_publish_that_waits_for_the_window_continues_when_there_is_room(bro
     assert bodies(broker)[10:] == [b"in time"]
 
 
-def test_a_few_messages_are_each_sent_immediately(broker, channel):
+def test_each_of_a_few_messages_is_sent_immediately(broker, channel):
     broker.withhold_confirms()
     for number in range(3):
         channel.basic_publish("", "q", b"")
@@ -73,7 +73,7 @@ def test_a_few_messages_are_each_sent_immediately(broker, channel):
     broker.release_confirms()
 
 
-def test_all_of_many_messages_are_sent_even_if_no_further_call_follows(broker, connect):
+def test_many_messages_are_all_sent_even_if_the_program_makes_no_further_call(broker, connect):
     channel = connect().channel()
     channel.confirm_delivery(pipelined=True)
     broker.withhold_confirms()
@@ -83,7 +83,7 @@ def test_all_of_many_messages_are_sent_even_if_no_further_call_follows(broker, c
     broker.release_confirms()
 
 
-def test_the_next_publish_raises_the_error_for_a_nack_and_sends_nothing(broker, channel):
+def test_the_publish_after_a_nack_raises_NackError_and_sends_no_message(broker, channel):
     broker.nack_publishes()
     properties = pika.BasicProperties(message_id="1")
     channel.basic_publish("", "q", b"refused", properties)
@@ -99,7 +99,7 @@ def test_the_next_publish_raises_the_error_for_a_nack_and_sends_nothing(broker, 
     assert bodies(broker) == [b"sent"]
 
 
-def test_a_return_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
+def test_the_error_for_a_returned_message_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
     told: list[bytes] = []
     raised: list[tuple[int, bytes]] = []
     channel.add_on_return_callback(lambda _channel, _method, _properties, body: told.append(body))
@@ -117,7 +117,7 @@ def test_a_return_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, 
         until_it_passes(channel.basic_publish, "", "q" if number % 2 else "nowhere", b"%d" % number, None, True)
     until_it_passes(channel.wait_for_confirms)
     assert raised == [(312, b"0"), (312, b"2"), (312, b"4")]
-    # pika's own callback is called, too, where pika calls it.
+    # pika's own callback is also called, at the same time as in pika.
     assert told == []
     channel.connection.process_data_events()
     assert told == [b"0", b"2", b"4"]
@@ -125,7 +125,7 @@ def test_a_return_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, 
 
 
 @pytest.mark.parametrize("close", ["channel", "connection"])
-def test_close_waits_for_confirms_and_raises_undelivered_messages(broker, channel, close):
+def test_close_waits_for_confirms_and_raises_NackError_for_a_nacked_message(broker, channel, close):
     connection = channel.connection
     other = connection.channel()
     broker.nack_publishes()
@@ -138,7 +138,7 @@ def test_close_waits_for_confirms_and_raises_undelivered_messages(broker, channe
 
 @pytest.mark.parametrize("wait", [0.4])
 @pytest.mark.parametrize("close", ["channel", "connection"])
-def test_close_reports_unknown_messages_in_time(broker, channel, close):
+def test_close_raises_ConfirmTimeout_at_its_deadline_if_confirms_are_missing(broker, channel, close):
     connection = channel.connection
     other = connection.channel()
     other.confirm_delivery(pipelined=True)
@@ -174,7 +174,7 @@ def test_leaving_a_with_block_by_an_exception_does_not_wait_for_confirms(broker,
     broker.release_confirms()
 
 
-def test_unknown_messages_of_a_lost_connection_are_available(broker, channel):
+def test_the_attribute_unconfirmed_contains_the_messages_of_a_lost_connection(broker, channel):
     broker.withhold_confirms()
     for number in range(3):
         channel.basic_publish("", "q", b"%d" % number)
@@ -186,13 +186,13 @@ def test_unknown_messages_of_a_lost_connection_are_available(broker, channel):
         channel.basic_publish("", "q", b"")
 
 
-def test_calls_after_the_loop_see_its_messages_in_the_queue(broker, channel):
+def test_a_queue_declare_after_a_loop_of_publishes_counts_all_messages(broker, channel):
     for _ in range(100):
         channel.basic_publish("", "q", b"")
     assert channel.queue_declare("q", passive=True).method.message_count == 100
 
 
-def test_without_pipelining_wait_for_confirms_does_not_wait(connect):
+def test_without_pipelined_confirms_wait_for_confirms_returns_immediately(connect):
     channel = connect().channel()
     channel.basic_publish("", "q", b"")
     channel.wait_for_confirms()
@@ -201,7 +201,7 @@ def test_without_pipelining_wait_for_confirms_does_not_wait(connect):
     channel.wait_for_confirms()
 
 
-def test_a_late_return_with_several_messages_in_flight_is_reported_once(channel):
+def test_the_error_for_a_returned_message_is_raised_only_once(channel):
     channel.basic_publish("", "nowhere", b"", mandatory=True)
     pump(channel.connection, lambda: channel._flow.returned)
     with pytest.raises(pika.exceptions.UnroutableError):

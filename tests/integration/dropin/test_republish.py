@@ -32,7 +32,7 @@ def has_arrived(broker: Broker, count: int) -> bool:
 
 
 def lost(broker: Broker, channel: Any, *numbers: int, returned: bool = False) -> Any:
-    """Publish these, which arrive, and perhaps one that is returned; lose the connection before they are confirmed."""
+    """Publish messages that arrive, and optionally one that is returned. Lose the connection before the confirms."""
     broker.withhold_confirms()
     depth = broker.queue("q").depth
     for number in numbers:
@@ -54,7 +54,7 @@ def pipelined(connect: Connect, republish: Any = None, **settings: Any) -> Any:
     return channel
 
 
-def test_unconfirmed_messages_are_resent_first_in_order_and_marked_with_their_ids(
+def test_the_next_channel_resends_unconfirmed_messages_first_in_order_with_their_ids_and_a_mark(
     broker: Broker, connect: Connect
 ) -> None:
     first = lost(broker, pipelined(connect), 0, 1, 2)
@@ -68,7 +68,7 @@ def test_unconfirmed_messages_are_resent_first_in_order_and_marked_with_their_id
     assert second.unconfirmed == ()
 
 
-def test_a_second_lost_channel_passes_all_its_unconfirmed_messages_to_the_next_channel(
+def test_after_a_second_loss_the_third_channel_resends_only_messages_that_are_still_unconfirmed(
     broker: Broker, connect: Connect
 ) -> None:
     second = pipelined(connect, lost(broker, pipelined(connect), 0, 1))
@@ -81,7 +81,9 @@ def test_a_second_lost_channel_passes_all_its_unconfirmed_messages_to_the_next_c
 
 
 @pytest.mark.parametrize("size", [10, 5000])
-def test_a_program_that_reconnects_loses_nothing_over_many_losses(broker: Broker, connect: Connect, size: int) -> None:
+def test_a_program_that_reconnects_after_each_lost_connection_loses_no_message(
+    broker: Broker, connect: Connect, size: int
+) -> None:
     count, losses = rounds(400, least=150), rounds(20, least=8)
     orders = iter(range(count))
     channel, cuts = None, 0
@@ -89,7 +91,7 @@ def test_a_program_that_reconnects_loses_nothing_over_many_losses(broker: Broker
     while True:
         try:
             fresh = connect(capacity=20, max_producer_flow_control_wait=PATIENCE).channel()
-            # Messages without confirms before, so that its tags are not its numbers.
+            # First publish a message without confirms, so that delivery tags differ from the numbers of messages.
             fresh.basic_publish("", "other", b"")
             fresh.confirm_delivery(pipelined=True, republish=channel)
             channel = fresh
@@ -117,7 +119,7 @@ def holds(channel: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("still", [True, False])
-def test_a_pause_that_began_before_the_loss_also_holds_the_next_channel_until_it_ends(
+def test_a_pause_by_the_flow_manager_also_holds_the_next_channel_until_the_pause_ends(
     broker: Broker, connect: Connect, still: bool
 ) -> None:
     first = pipelined(connect)
@@ -138,7 +140,9 @@ def test_a_pause_that_began_before_the_loss_also_holds_the_next_channel_until_it
 
 
 @pytest.mark.parametrize("reason", ["stopped", "blocked", "paused"])
-def test_republishing_waits_while_the_new_channel_is_stopped(broker: Broker, connect: Connect, reason: str) -> None:
+def test_unconfirmed_messages_are_resent_only_when_the_next_channel_is_not_stopped_blocked_or_paused(
+    broker: Broker, connect: Connect, reason: str
+) -> None:
     first = lost(broker, pipelined(connect), 0)
     events: list[Any] = []
     second = connect(max_producer_flow_control_wait=0.1).channel()
@@ -158,7 +162,7 @@ def test_republishing_waits_while_the_new_channel_is_stopped(broker: Broker, con
         kinds = {"stopped": HoldKind.CHANNEL_FLOW, "blocked": HoldKind.CONNECTION_BLOCKED, "paused": HoldKind.PAUSED}
         assert [hold.kind for hold in second.flow_state.holds] == [kinds[reason]]
         if reason != "paused":
-            # A pause holds what is not admitted yet.
+            # A pause holds only messages that are not admitted yet.
             assert second.queue_declare("q", passive=True).method.message_count == 1
     finally:
         flow_manager.start_all()
@@ -190,7 +194,7 @@ def test_a_partly_written_message_is_resent_as_a_whole(broker: Broker, connect: 
     assert bodies(broker) == [body]
 
 
-def test_a_publish_that_sees_the_loss_after_its_message_was_accepted_does_not_raise(
+def test_a_publish_whose_message_is_accepted_before_the_connection_is_lost_does_not_raise(
     broker: Broker, connect: Connect, proxy: Proxy
 ) -> None:
     first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=PATIENCE)
@@ -239,7 +243,7 @@ def test_if_a_message_is_accepted_just_before_the_connection_is_lost_the_next_ca
     assert [each.body for each in first.unconfirmed] == [b"1"]
 
 
-def test_a_smaller_frame_size_is_respected(broker: Broker, connect: Connect) -> None:
+def test_resent_messages_respect_a_smaller_frame_max_of_the_new_connection(broker: Broker, connect: Connect) -> None:
     first = pipelined(connect)
     broker.withhold_confirms()
     first.basic_publish("", "q", bytes(range(256)) * 100)
@@ -252,7 +256,9 @@ def test_a_smaller_frame_size_is_respected(broker: Broker, connect: Connect) -> 
     assert bodies(broker)[-1] == bytes(range(256)) * 100
 
 
-def test_a_message_returned_before_the_loss_is_reported_on_the_new_channel(broker: Broker, connect: Connect) -> None:
+def test_a_message_returned_before_the_connection_is_lost_is_reported_by_the_next_channel(
+    broker: Broker, connect: Connect
+) -> None:
     first = pipelined(connect)
     first.basic_publish("", "nowhere", b"returned", mandatory=True)
     pump(first.connection, lambda: not first._flow.protocol.unsettled)
@@ -265,7 +271,7 @@ def test_a_message_returned_before_the_loss_is_reported_on_the_new_channel(broke
     assert [each.body for each in caught.value.messages] == [b"returned"]
 
 
-def test_messages_that_close_could_not_settle_can_be_republished(broker: Broker, connect: Connect) -> None:
+def test_messages_that_are_unconfirmed_after_close_can_be_republished(broker: Broker, connect: Connect) -> None:
     first = pipelined(connect, max_producer_flow_control_wait=0.1)
     broker.withhold_confirms()
     first.basic_publish("", "q", b"0")
@@ -276,7 +282,9 @@ def test_messages_that_close_could_not_settle_can_be_republished(broker: Broker,
     assert marked(broker) == [False, True]
 
 
-def test_a_channel_without_messages_to_republish_is_refused(broker: Broker, connect: Connect) -> None:
+def test_confirm_delivery_rejects_a_channel_whose_messages_cannot_be_republished(
+    broker: Broker, connect: Connect
+) -> None:
     closed = pipelined(connect)
     closed.basic_publish("nowhere", "", b"")
     with pytest.raises(pika.exceptions.ChannelClosedByBroker):
@@ -307,10 +315,10 @@ def test_a_channel_without_messages_to_republish_is_refused(broker: Broker, conn
 
 
 @pytest.mark.parametrize("others", ["none", "before it", "after it"])
-def test_a_message_that_repeatedly_loses_connections_is_not_resent_unless_others_publish_on_them(
+def test_after_8_lost_connections_a_message_is_not_resent_unless_other_channels_have_published(
     broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
-    # A connection has held after a moment, but is lost just after it is sent.
+    # Shorten the time after which a connection counts as stable. The connection is lost just after the message is sent.
     monkeypatch.setattr(PoisonDetector, "note_open", lambda self, now: setattr(self, "_send_at", now + 0.01))
     broker.withhold_confirms()
     channel: Any = None
@@ -349,12 +357,14 @@ def test_a_message_that_repeatedly_loses_connections_is_not_resent_unless_others
     assert bodies(broker) == [b"poison"] * 8 + [b"goes on"]
 
 
-def test_E2_an_interrupt_leaves_the_messages_to_exactly_one_channel(broker: Broker, connect: Connect) -> None:
+def test_E2_after_an_interrupt_of_confirm_delivery_exactly_one_channel_has_the_messages(
+    broker: Broker, connect: Connect
+) -> None:
     def confirm(channel: Any) -> None:
         try:
             channel.wait_for_confirms(PATIENCE)
         except pika.exceptions.StreamLostError:
-            # The interrupt of a write has ended the connection.
+            # An interrupt during a write has ended the connection.
             pipelined(connect, channel).wait_for_confirms(PATIENCE)
 
     at, came = 1, 1
@@ -367,7 +377,7 @@ def test_E2_an_interrupt_leaves_the_messages_to_exactly_one_channel(broker: Brok
             second = pipelined(connect, first)
         with pytest.raises(pika.exceptions.UnroutableError) as caught:
             confirm(second)
-        # The first return, and that of its second copy.
+        # The first return, and the return of the second copy.
         assert [each.body for each in caught.value.messages] == [b"returned"] * 2
         assert bodies(broker)[:4] == [b"0", b"1"] * 2
         at += EVERY

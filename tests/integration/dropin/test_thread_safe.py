@@ -1,4 +1,4 @@
-"""pika 1.5's thread-safe `Connection`: a thread that publishes waits."""
+"""Publishing from threads with the thread-safe `Connection` of pika 1.5. A publish waits under flow control."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def publish_when_unflowed(channel: Any, body: bytes) -> None:
     channel.connection.run(lambda: channel.basic_publish("", "q", body))
 
 
-def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(broker: Any, connect: Any) -> None:
+def test_calls_in_a_forked_child_raise_an_error_and_the_parent_can_continue(broker: Any, connect: Any) -> None:
     connection = connect()
     channel = connection.channel()
 
@@ -62,7 +62,7 @@ def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(broker: An
     broker.wait_until(lambda broker: bodies(broker) == [b"parent"])
 
 
-def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker, connect, wire):
+def test_J7_threads_that_publish_wait_during_a_stop_and_then_continue_in_order(broker, connect, wire):
     channel = connect().channel()
     stop(broker, channel)
     wire.wait_for("in", "Channel.FlowOk")
@@ -86,7 +86,7 @@ def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker,
 
 
 @pytest.mark.parametrize("how", ["flow", "blocked"])
-def test_E4_a_message_that_was_not_sent_in_time_is_in_the_error_and_is_never_sent(broker, connect, how):
+def test_E4_a_publish_that_times_out_raises_an_error_with_the_message_and_never_sends_it(broker, connect, how):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     if how == "flow":
         stop(broker, channel)
@@ -134,7 +134,7 @@ def test_C6_the_window_is_full_until_confirms_arrive_and_on_publish_reports_each
     assert early == []
 
 
-def test_E2_on_the_ioloop_thread_a_publish_succeeds_immediately_or_is_refused(broker, connect):
+def test_E2_on_the_ioloop_thread_a_publish_succeeds_immediately_or_raises_ProducerFlowed(broker, connect):
     connection = connect()
     channel = connection.channel()
     results: list[Any] = []
@@ -159,7 +159,7 @@ def test_E2_on_the_ioloop_thread_a_publish_succeeds_immediately_or_is_refused(br
     broker.wait_until(lambda broker: bodies(broker) == [b"from the loop"])
 
 
-def test_E2_a_flow_callback_and_on_publish_may_publish(broker, connect):
+def test_E2_flow_callbacks_and_on_publish_callbacks_may_publish(broker, connect):
     channel = connect(capacity=50).channel()
     channel.confirm_delivery(lambda _answer: None)
     tags: list[int] = []
@@ -206,7 +206,7 @@ def test_E2_a_publish_in_a_consumer_callback_raises_before_pika_closes_the_conne
     assert connection.is_open
 
 
-def test_E4_deadlines_are_kept_if_the_loop_does_not_answer(broker, connect):
+def test_E4_publishes_raise_at_their_deadline_even_if_the_ioloop_hangs(broker, connect):
     connection = connect(max_producer_flow_control_wait=2)
     channel = connection.channel()
     go_on = threading.Semaphore(0)
@@ -226,14 +226,14 @@ def test_E4_deadlines_are_kept_if_the_loop_does_not_answer(broker, connect):
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
-def test_accepted_messages_are_sent_after_a_stop_or_logged_as_not_sent(broker, connect, caplog, ends):
+def test_accepted_messages_are_sent_after_a_stop_or_logged_if_the_channel_closes_first(broker, connect, caplog, ends):
     connection = connect()
     channel = connection.channel()
     go_on = threading.Semaphore(0)
     connection.add_callback_threadsafe(lambda: go_on.acquire(timeout=PATIENCE) and None)
     flow_manager.stop_all()
     try:
-        # The IOLoop's thread does not know yet that it is stopped.
+        # The IOLoop's thread has not noticed the stop yet.
         headers = {"a": 1}
         channel.basic_publish("", "q", b"accepted", pika.BasicProperties(headers=headers))
         headers["a"] = 2
@@ -254,7 +254,7 @@ def test_accepted_messages_are_sent_after_a_stop_or_logged_as_not_sent(broker, c
 
 
 @pytest.mark.parametrize("how", ["channel", "connection", "broker", "cut", "crash"])
-def test_E2_the_end_of_the_channel_ends_the_wait(broker, connect, proxy, how):
+def test_E2_a_waiting_publish_raises_when_its_channel_or_connection_ends(broker, connect, proxy, how):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE * 5)
     channel = connection.channel()
     stop(broker, channel)
@@ -286,7 +286,9 @@ def test_E2_the_end_of_the_channel_ends_the_wait(broker, connect, proxy, how):
 
 
 @pytest.mark.parametrize("confirms", [False, True])
-def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confirms):
+def test_E11_a_channel_closed_by_the_broker_without_unconfirmed_messages_logs_no_warning(
+    broker, connect, caplog, confirms
+):
     channel = connect().channel()
     if confirms:
         channel.confirm_delivery(print)
@@ -298,14 +300,14 @@ def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confir
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_the_error_of_wrap_names_the_class_of_the_channel_that_it_refuses(broker, stack):
+def test_the_error_of_wrap_for_a_thread_safe_channel_names_its_class(broker, stack):
     connection = original.Connection(pika.URLParameters(broker.url))
     stack.callback(end_thread_safe, connection)
     with pytest.raises(TypeError, match=r"not pika\.adapters\.thread_safe_connection\.Channel; to publish"):
         pika.wrap(connection.channel())
 
 
-def test_the_buffer_of_the_transport_of_pika_is_bounded(broker, connect, proxy):
+def test_the_setting_max_unwritten_bytes_limits_the_write_buffer_of_pika(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_unwritten_bytes=100_000, max_producer_flow_control_wait=0.3)
     channel = connection.channel()
     proxy.stop_reading()
@@ -325,7 +327,7 @@ def test_the_buffer_of_the_transport_of_pika_is_bounded(broker, connect, proxy):
     broker.wait_until(lambda broker: broker.queue("q").depth == sent + 1)
 
 
-def test_a_publish_does_not_wait_with_the_setting_raise_and_a_rate_hold_ends(broker, connect):
+def test_with_the_setting_when_flowed_raise_a_publish_raises_during_a_stop_but_waits_for_a_rate_limit(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(broker, channel)
     with pytest.raises(ProducerFlowed) as caught:

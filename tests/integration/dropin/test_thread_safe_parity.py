@@ -1,4 +1,4 @@
-"""What programs do with pika 1.5's thread-safe `Connection`: run with pika and with the drop-in, and compared.
+"""Scenarios for the thread-safe `Connection` of pika 1.5, run with pika and with the drop-in, and compared.
 
 A publish on a closed channel of an open connection is not compared: pika drops the message, and the drop-in raises.
 """
@@ -21,8 +21,8 @@ from .tools import end_thread_safe
 
 pytest.importorskip("pika.adapters.thread_safe_connection", reason="pika has it from 1.5 on")
 
-# Gets the module (pika, or the drop-in), a channel with an empty queue ``q``, its broker and a list, into which it
-# writes what happened; what it returns or raises counts, too.
+# A scenario gets the module (pika or the drop-in), a channel with an empty queue ``q``, the broker, and a list for its
+# observations. The tests also compare its result or exception.
 Scenario = Callable[[Any, Any, Broker, list[Any]], Any]
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -34,7 +34,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 def outcome(module: Any, name: str) -> Any:
-    """Run a scenario on a broker of its own."""
+    """Run a scenario on a separate broker."""
     log: list[Any] = []
     with Broker() as broker:
         connection = module.Connection(module.URLParameters(broker.url))
@@ -53,7 +53,7 @@ def outcome(module: Any, name: str) -> Any:
 
 
 def raised(function: Callable[..., object], *arguments: Any, **keywords: Any) -> list[Any]:
-    """The error that a call raises."""
+    """Return the result of a call, or the exception that it raises."""
     try:
         return ["returned", normal(function(*arguments, **keywords))]
     except Exception as error:
@@ -68,7 +68,7 @@ def topology(_pika: Any, channel: Any, _broker: Broker, log: list[Any]) -> Any:
     log.append(channel.queue_declare("other", durable=True, arguments={"x-max-length": 5}))
     log.append(channel.queue_bind("other", "y"))
     channel.basic_publish("x", "key", b"body")
-    # The answer comes after the message.
+    # The broker answers after it has stored the message.
     log.append(channel.queue_purge("other"))
     log.append(channel.queue_unbind("other", "y"))
     log.append(channel.exchange_unbind("y", "x", "#"))
@@ -94,7 +94,7 @@ def confirms(_pika: Any, channel: Any, broker: Broker, log: list[Any]) -> Any:
     log.append(channel.next_publish_seq_no)
     for number in range(20):
         channel.basic_publish("", "q", b"%d" % number, on_publish=log.append)
-    # How many one answer confirms is a matter of time.
+    # The number of messages that one answer confirms is random.
     eventually(lambda: answers and answers[-1].method.delivery_tag == 20)
     log.append({type(answer.method).__name__ for answer in answers})
     return channel.next_publish_seq_no, bodies(broker)
@@ -135,7 +135,7 @@ def consume_and_answer(_pika: Any, channel: Any, broker: Broker, log: list[Any])
             channel.basic_reject(method.delivery_tag, requeue=False)
         elif method.redelivered or body == b"taken":
             channel.basic_ack(method.delivery_tag)
-            # From a callback, too.
+            # Publish also in a callback.
             channel.basic_publish("", "other", body)
         else:
             channel.basic_nack(method.delivery_tag)
@@ -212,7 +212,7 @@ def blocked_and_unblocked(_pika: Any, channel: Any, broker: Broker, log: list[An
     connection.add_on_connection_blocked_callback(recorder(log, "one"))
     connection.add_on_connection_blocked_callback(recorder(log, "two"))
     connection.add_on_connection_unblocked_callback(recorder(log, "three"))
-    # pika registers them on its own thread, before this call.
+    # pika registers these callbacks on its own thread, before this call.
     channel.queue_declare("q")
     broker.block("no memory")
     eventually(lambda: len(log) == 2)
@@ -266,5 +266,5 @@ def a_lost_connection(_pika: Any, channel: Any, broker: Broker, log: list[Any]) 
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str) -> None:
+def test_the_drop_in_has_the_results_exceptions_and_order_of_callbacks_of_pika(name: str) -> None:
     assert outcome(drop_in, name) == outcome(original, name)

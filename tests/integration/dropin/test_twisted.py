@@ -20,7 +20,7 @@ from .tools import refused
 pytest.importorskip("twisted")
 
 
-def test_J7_a_stop_is_answered_and_the_deferred_fails(broker, wire):
+def test_J7_a_stop_is_answered_with_flow_ok_and_the_deferred_of_a_publish_fails(broker, wire):
     adapter = import_module("qflow_client.pika.adapters.twisted_connection")
     protocol = import_module("twisted.internet.protocol")
     ready: Future[Any] = Future()
@@ -48,7 +48,7 @@ def test_J7_a_stop_is_answered_and_the_deferred_fails(broker, wire):
     reactor, connection, channel = ready.result(PATIENCE)
 
     def do(function: Any) -> Any:
-        """The result of something in the reactor, or of its Deferred."""
+        """Call a function in the reactor, and return its result or the result of its Deferred."""
         result: Future[Any] = Future()
 
         def call() -> None:

@@ -39,7 +39,7 @@ def test_wrap_returns_the_same_channel_object_with_flow_control(broker, connecti
     broker.wait_until(lambda broker: bodies(broker) == [b"sent"])
 
 
-def test_a_wrapped_channel_is_notified_of_a_blocked_connection(broker, connection):
+def test_connection_blocked_holds_a_wrapped_channel_until_connection_unblocked(broker, connection):
     channel = drop_in.wrap(connection.channel())
     broker.block()
     held(channel, HoldKind.CONNECTION_BLOCKED)
@@ -63,7 +63,7 @@ def fill(channel: drop_in.BlockingChannel) -> None:
         channel.basic_publish("", "q", bytes(1_000_000))
 
 
-def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(broker, proxy, monkeypatch, stack):
+def test_while_the_socket_accepts_no_bytes_a_publish_on_a_wrapped_channel_times_out(broker, proxy, monkeypatch, stack):
     monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
     connection = original.BlockingConnection(original.URLParameters(proxy.url(broker)))
     stack.callback(connection.close)
@@ -78,7 +78,7 @@ def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(broker, pr
     channel.wait_unflowed(PATIENCE)
 
 
-def test_objects_that_cannot_be_wrapped_safely_are_refused(connection):
+def test_wrap_rejects_objects_that_cannot_be_wrapped_safely(connection):
     channel = connection.channel()
     channel.confirm_delivery()
     with pytest.raises(ValueError, match="before confirm_delivery"):

@@ -1,4 +1,4 @@
-"""The same program with aio-pika and with the drop-in, against a broker that says ``Channel.Flow``."""
+"""The same program with aio-pika and with the drop-in, against a broker that sends ``Channel.Flow``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COUNT = 500
 
 
 async def have_come(_count: int) -> None:
-    """Nobody waits for them."""
+    """Do not wait."""
 
 
 async def program(module: Any, url: str, queue: str, have_come: Callable[[int], Awaitable[None]] = have_come) -> None:
-    """Publishes far more than the queue is to hold; `have_come` waits until so many are there."""
+    """Publish far more messages than the queue may hold. `have_come` waits until a number of them has arrived."""
     async with await module.connect_robust(url) as connection:
         channel = await connection.channel(publisher_confirms=False)
         for number in range(COUNT):
@@ -38,27 +38,25 @@ def queues(broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_aio_pika_ignores_a_stop_and_the_drop_in_waits_until_its_deadline(run: Run, broker: Broker) -> None:
+def test_C3_aio_pika_publishes_during_a_stop_and_the_drop_in_waits_until_its_deadline(run: Run, broker: Broker) -> None:
     async def main() -> None:
         await program(original, broker.url, "theirs")
         await soon(lambda: broker.queue("theirs").depth == COUNT)
 
         async def have_come(count: int) -> None:
-            # A slow broker has not said stop before all is written.
+            # Wait for each message. Otherwise the program could write all messages before a slow broker sends the stop.
             await soon(lambda: broker.queue("ours").published == count)
 
         with pytest.raises(FlowControlTimeout, match="channel_flow"):
             await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", have_come)
-        # One more than the mark, and what was under way until the client had read the stop.
+        # The queue gets one message above the threshold, and the messages in flight until the client reads the stop.
         assert 11 <= broker.queue("ours").peak_depth < COUNT
 
     run(main())
 
 
 @pytest.mark.usefixtures("queues")
-def test_J7_after_a_stop_the_channel_of_aio_pika_is_broken_and_that_of_the_drop_in_is_not(
-    run: Run, broker: Broker
-) -> None:
+def test_J7_a_queue_declare_after_a_stop_fails_in_aio_pika_and_works_in_the_drop_in(run: Run, broker: Broker) -> None:
     async def declares(module: Any, queue: str) -> None:
         async with await module.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -85,10 +83,10 @@ def test_J7_after_a_stop_the_channel_of_aio_pika_is_broken_and_that_of_the_drop_
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_the_drop_in_continues_when_the_flow_is_active_again(run: Run, broker: Broker) -> None:
+def test_C3_the_drop_in_continues_to_publish_when_a_stop_ends(run: Run, broker: Broker) -> None:
     async def main() -> None:
         publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
-        # Who publishes may be slower than who takes.
+        # The publisher may be slower than this consumer, so first wait until the queue is ON.
         await soon(lambda: broker.queue("ours").flow_stopped)
         taken: list[bytes] = []
 

@@ -63,13 +63,13 @@ def connect(request: pytest.FixtureRequest, broker: Broker) -> Callable[..., Any
     return lambda url=broker.url, **settings: getattr(aio_pika, name)(url, **settings)
 
 
-# A robust connection and its channels are of classes of their own, and what has to do with their making or their end
-# is to be tried with both. How a publish is held is the same code for both.
+# Robust connections and their channels have different classes. Tests of creating and closing them use both kinds. All
+# other tests use one kind, because both share the code that holds publishes.
 with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"], indirect=True)
 
 
 @with_both
-def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(
+def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends(
     run: Run, broker: Broker, connect: Any, wire: Wire
 ) -> None:
     async def main() -> None:
@@ -80,7 +80,7 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(
             stopped = wire.where("in", "Channel.FlowOk")[0]
             waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
             await in_line(channel, 3)
-            # Everything else goes on, on the same channel too.
+            # Other methods and other channels still work, and so does the stopped channel, except for publishing.
             queue = await channel.declare_queue("q", passive=True)
             assert await queue.get(fail=False) is None
             other = await connection.channel()
@@ -104,7 +104,7 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(
     ],
     indirect=["connect"],
 )
-def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(
+def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(
     run: Run, broker: Broker, connect: Any, confirms: bool, by: str
 ) -> None:
     async def main() -> None:
@@ -126,7 +126,9 @@ def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_se
     run(main())
 
 
-def test_D1_a_publish_does_not_wait_with_the_setting_raise(run: Run, broker: Broker, connect: Any) -> None:
+def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(
+    run: Run, broker: Broker, connect: Any
+) -> None:
     async def main() -> None:
         async with await connect(when_flowed="raise") as connection:
             channel = await connection.channel()
@@ -140,7 +142,7 @@ def test_D1_a_publish_does_not_wait_with_the_setting_raise(run: Run, broker: Bro
 
 
 @with_both
-def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(
+def test_connection_blocked_holds_all_channels_until_connection_unblocked(
     run: Run, broker: Broker, connect: Any
 ) -> None:
     async def main() -> None:
@@ -174,14 +176,14 @@ def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(
                 await publish(channel, b"unknown too", timeout=2 * WAIT)
             assert watch.kept(2 * WAIT)
             broker.release_confirms()
-            # The late confirms are not taken for this one's.
+            # The late confirms must not be assigned to this message.
             assert (await publish(channel, b"known", timeout=PATIENCE)).delivery_tag == 3
             assert bodies(broker) == [b"unknown", b"unknown too", b"known"]
 
     run(main())
 
 
-def test_without_a_hold_the_error_of_a_timeout_of_0_does_not_name_flow_control(
+def test_without_a_hold_the_error_of_a_publish_with_timeout_0_names_only_the_timeout(
     run: Run, broker: Broker, connect: Any
 ) -> None:
     async def main() -> None:
@@ -212,7 +214,7 @@ def test_C6_unconfirmed_messages_never_exceed_the_capacity(run: Run, broker: Bro
     run(main())
 
 
-def test_F2_a_rate_limit_is_a_hold(run: Run, connect: Any) -> None:
+def test_F2_a_rate_limit_delays_publishing(run: Run, connect: Any) -> None:
     async def main() -> None:
         async with await connect(rate=50, rate_burst=1) as connection:
             channel = await connection.channel()
@@ -225,13 +227,13 @@ def test_F2_a_rate_limit_is_a_hold(run: Run, connect: Any) -> None:
 
 
 @with_both
-def test_settings_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> None:
+def test_settings_of_flow_control_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         url = f"{broker.url}?name=shop&capacity=7&heartbeat=30&max_producer_flow_control_wait=0.5"
         async with await connect(url) as connection:
             assert connection.flow_settings.capacity == 7
             assert connection.flow_settings.max_producer_flow_control_wait == 0.5
-            # aio-pika's own stay; its name is for both.
+            # Parameters of aio-pika stay in the URL. Both libraries use the parameter "name".
             assert dict(connection.url.query) == {"name": "shop", "heartbeat": "30"}
             assert broker.connections()[0].client_properties["connection_name"] == "shop"
             assert (await connection.channel()).flow_control.name == "shop"
@@ -248,7 +250,7 @@ def test_settings_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> N
     run(main())
 
 
-def test_flow_events_are_reported_in_order_on_the_loop(run: Run, broker: Broker, connect: Any) -> None:
+def test_flow_callbacks_get_events_in_order_on_the_event_loop(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(flow_control_wait_notify_period=0.05) as connection:
             channel = await connection.channel()
@@ -277,7 +279,7 @@ def test_flow_events_are_reported_in_order_on_the_loop(run: Run, broker: Broker,
     run(main())
 
 
-def test_F6_the_manager_stops_and_starts_the_channel_from_any_thread(run: Run, connect: Any) -> None:
+def test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread(run: Run, connect: Any) -> None:
     async def main() -> None:
         async with await connect() as connection:
             channel = await connection.channel()
@@ -314,7 +316,7 @@ def test_a_cancelled_publish_that_was_not_written_is_never_sent(run: Run, broker
     run(main())
 
 
-def test_a_waiting_publish_raises_the_reason_why_the_channel_was_closed(run: Run, broker: Broker) -> None:
+def test_a_waiting_publish_raises_the_error_with_which_the_broker_closed_the_channel(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -331,7 +333,7 @@ def test_a_waiting_publish_raises_the_reason_why_the_channel_was_closed(run: Run
             with pytest.raises(ChannelInvalidStateError):
                 await channel.wait_unflowed()
             assert kinds(channel) == [HoldKind.DISCONNECTED]
-            # Opened again it is as new.
+            # After it is reopened, the channel has no holds.
             await channel.reopen()
             assert kinds(channel) == []
             await publish(channel, b"again")
@@ -342,7 +344,7 @@ def test_a_waiting_publish_raises_the_reason_why_the_channel_was_closed(run: Run
 
 @with_both
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_waiting_calls_end_when_the_program_closes_the_channel(
+def test_a_waiting_publish_raises_when_the_program_closes_the_channel_or_the_connection(
     run: Run, broker: Broker, connect: Any, what: str
 ) -> None:
     async def main() -> None:
@@ -360,7 +362,7 @@ def test_waiting_calls_end_when_the_program_closes_the_channel(
     run(main())
 
 
-def test_a_robust_channel_keeps_its_gate_correct_over_reconnections(
+def test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a_robust_channel(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire
 ) -> None:
     async def main() -> None:
@@ -377,14 +379,14 @@ def test_a_robust_channel_keeps_its_gate_correct_over_reconnections(
                 waiting = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
                 await in_line(channel, 1)
                 proxy.cut()
-                # What the last channel was told does not hold for the next one. It goes to the exchange that aio-pika
-                # has declared again, and the queue that it has bound again.
+                # The stop of the lost channel does not apply to the new channel. The message goes to the exchange and
+                # the queue that aio-pika has declared and bound again.
                 assert type(await waiting).__name__ == "Ack"
                 assert (await queue.get(no_ack=True)).body == b"%d" % number
                 assert kinds(channel) == []
                 assert channel.flow_control.protocol.unsettled == 0
             assert {str(each.hold.kind) for each in told if each.hold} == {"channel_flow", "disconnected"}
-            # What the new channel is told holds.
+            # A stop of the new channel applies.
             await stop(channel, broker)
             with pytest.raises(FlowControlTimeout, match="channel_flow"):
                 await publish(channel, b"", timeout=WAIT)
@@ -392,7 +394,7 @@ def test_a_robust_channel_keeps_its_gate_correct_over_reconnections(
     run(main())
 
 
-def test_messages_written_before_a_lost_connection_raise_as_with_aio_pika(
+def test_publishes_written_before_the_connection_is_lost_raise_the_error_of_aio_pika(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -409,7 +411,7 @@ def test_messages_written_before_a_lost_connection_raise_as_with_aio_pika(
                 with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
                     await each
             broker.release_confirms()
-            # It had not been written, and waits on.
+            # This message had not been written, so its publish still waits.
             await written[2]
             assert channel.flow_control.protocol.unsettled == 0
             await publish(channel, b"3")
@@ -418,7 +420,9 @@ def test_messages_written_before_a_lost_connection_raise_as_with_aio_pika(
     run(main())
 
 
-def test_a_program_without_confirms_is_held_by_a_full_socket(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
     async def main() -> None:
         async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3") as connection:
             channel = await connection.channel(publisher_confirms=False)
@@ -428,7 +432,7 @@ def test_a_program_without_confirms_is_held_by_a_full_socket(run: Run, broker: B
             async def fill() -> None:
                 while True:
                     with suppress(ConfirmTimeout):
-                        # One that has begun is not taken back.
+                        # A message that is partly written cannot be withdrawn.
                         await publish(channel, b"%06d" % len(sent) + bytes(100_000))
                     sent.append(len(sent))
 
@@ -459,7 +463,7 @@ def test_heartbeats_continue_while_a_publish_waits(run: Run, broker: Broker, wir
             channel = await connection.channel()
             await stop(channel, broker)
             waiting = asyncio.ensure_future(publish(channel, b"", timeout=PATIENCE))
-            # A broker that hears nothing for two intervals ends the connection.
+            # A broker that receives nothing for two intervals ends the connection.
             await soon(lambda: wire.count("in", "Heartbeat") >= 2)
             assert not waiting.done()
             broker.flow(True)
@@ -469,7 +473,7 @@ def test_heartbeats_continue_while_a_publish_waits(run: Run, broker: Broker, wir
 
 
 @with_both
-def test_a_producer_can_be_opened_on_the_same_connection(run: Run, broker: Broker, connect: Any) -> None:
+def test_a_producer_and_a_channel_of_the_drop_in_can_share_a_connection(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect() as connection:
             channel = await connection.channel()
@@ -510,7 +514,7 @@ def test_a_channel_without_references_is_garbage_collected(run: Run, broker: Bro
             await channel.close()
             known = weakref.ref(channel.flow_control)
             del channel
-            # aiormq's reader has a hand on the channel that it read of last.
+            # aiormq's reader keeps a reference to the channel of the last frame, so use another channel.
             last = await connection.channel()
             await publish(last, b"")
             await soon(lambda: gc.collect() is not None and known() is None)
@@ -521,7 +525,7 @@ def test_a_channel_without_references_is_garbage_collected(run: Run, broker: Bro
 
 @with_both
 @pytest.mark.parametrize("closed", ["channel", "connection"])
-def test_closing_by_the_program_itself_causes_no_warning(run: Run, connect: Any, caplog: Any, closed: str) -> None:
+def test_a_close_by_the_program_logs_no_warning(run: Run, connect: Any, caplog: Any, closed: str) -> None:
     async def main() -> None:
         async with await connect() as connection:
             channel = await connection.channel()
@@ -536,7 +540,7 @@ def test_closing_by_the_program_itself_causes_no_warning(run: Run, connect: Any,
 
 @with_both
 @pytest.mark.parametrize("state", ["never published", "confirmed", "unconfirmed", "in line", "without confirms"])
-def test_E11_an_expected_error_causes_no_warning_unless_messages_are_affected(
+def test_E11_a_channel_closed_by_the_broker_logs_a_warning_only_if_messages_may_be_lost(
     run: Run, broker: Broker, connect: Any, caplog: Any, state: str
 ) -> None:
     async def main() -> None:
@@ -563,11 +567,11 @@ def test_E11_an_expected_error_causes_no_warning_unless_messages_are_affected(
     broker.release_confirms()
     assert flush_logs(PATIENCE)
     told = [each for each in caplog.records if each.name == "qflow_client" and "disconnected" in each.message]
-    # Without confirms the message may have come after the refused method.
+    # Without confirms, the broker may have received the message after the method that it refused.
     assert bool(told) is (state in ("unconfirmed", "in line", "without confirms"))
 
 
-def test_a_channel_closed_because_of_an_unconfirmed_publish_causes_a_warning(
+def test_a_publish_without_confirms_to_a_missing_exchange_logs_a_warning(
     run: Run, broker: Broker, connect: Any, caplog: Any
 ) -> None:
     async def main() -> None:
@@ -582,7 +586,7 @@ def test_a_channel_closed_because_of_an_unconfirmed_publish_causes_a_warning(
     assert "aio-pika channel 1: blocked (flowed): disconnected" in told[0]
 
 
-def test_our_channel_class_needs_our_connection_class(run: Run, broker: Broker) -> None:
+def test_a_channel_of_the_drop_in_cannot_be_created_on_a_connection_of_aio_pika(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             with pytest.raises(TypeError, match=r"qflow_client\.aio_pika"):
@@ -591,7 +595,7 @@ def test_our_channel_class_needs_our_connection_class(run: Run, broker: Broker) 
     run(main())
 
 
-def test_a_port_without_a_listener_raises_as_with_aio_pika(run: Run) -> None:
+def test_connecting_to_a_port_without_a_listener_raises_the_error_of_aio_pika(run: Run) -> None:
     async def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

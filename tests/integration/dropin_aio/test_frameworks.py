@@ -13,7 +13,7 @@ from qflow_client import FlowControlTimeout
 from qflow_client.broker import Broker
 from tests.integration.producer.tools import PATIENCE, bodies
 
-# Publishes one message.
+# A function that publishes one message.
 Publish = Callable[[int], Awaitable[object]]
 
 
@@ -38,7 +38,7 @@ async def with_faststream(url: str, monkeypatch: pytest.MonkeyPatch, use: Callab
 
 
 async def failure(publish: Awaitable[object]) -> list[type]:
-    """The types of what publishing raised, and of its causes."""
+    """Return the type of the exception that a publish raises, and the types of its causes."""
     try:
         await publish
     except Exception as error:
@@ -55,7 +55,7 @@ async def failure(publish: Awaitable[object]) -> list[type]:
 @pytest.mark.parametrize(
     ("run", "queue"), [(with_taskiq, "taskiq"), (with_faststream, "q")], ids=["taskiq", "faststream"]
 )
-def test_J7_publishing_raises_at_its_deadline_while_stopped_and_succeeds_after_the_stop(
+def test_J7_a_publish_of_Taskiq_or_FastStream_raises_at_its_deadline_during_a_stop_and_works_after_it(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, run: Any, queue: str, how: str
 ) -> None:
     def stop() -> None:
@@ -70,14 +70,14 @@ def test_J7_publishing_raises_at_its_deadline_while_stopped_and_succeeds_after_t
         began = loop.time()
         stop()
         async with asyncio.timeout(PATIENCE):
-            # Until the stop has been read, messages are still sent.
+            # Messages are still sent until the client has read the stop.
             while not (found := await failure(publish(2))):
                 pass
             assert FlowControlTimeout in found
             assert loop.time() - began >= 0.5
             before = len(bodies(broker, queue))
             go_on()
-            # Until that has been read, messages are still refused.
+            # Publishes still raise until the client has read the end of the stop.
             while found := await failure(publish(3)):
                 assert FlowControlTimeout in found
         assert len(bodies(broker, queue)) == before + 1

@@ -25,11 +25,11 @@ CLASSES = {
     name: (getattr(original, name), getattr(drop_in, name))
     for name in ("Connection", "RobustConnection", "Channel", "RobustChannel")
 }
-#: What is aio-pika's own.
+#: Classes that the drop-in takes unchanged from aio-pika.
 SAME = ("Exchange", "Queue", "RobustExchange", "RobustQueue", "Message", "IncomingMessage", "DeliveryMode")
-# The newest releases that are known.
+# The newest releases with which these tests have passed.
 KNOWN = {"aio-pika": "10.2.1", "aiormq": "7.2.4"}
-# Newer releases than the oldest that is admitted have it, and ours always.
+# Parameters that the drop-in always has, and the oldest supported release of aio-pika does not have.
 NEW = {("Connection", "__init__"): ["client_properties"]}
 
 
@@ -38,7 +38,7 @@ def without(found: list[tuple[str, Any, Any]], new: list[str]) -> list[tuple[str
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_signature_equals_that_of_aio_pika(name: str) -> None:
+def test_every_method_of_the_drop_in_has_the_signature_of_aio_pika(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
     for member, of_theirs in members(theirs, "__init__", "__aenter__", "__aexit__", "__await__").items():
@@ -56,7 +56,7 @@ def test_every_signature_equals_that_of_aio_pika(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["connect", "connect_robust"])
-def test_functions_that_connect_have_the_signatures_of_aio_pika(name: str) -> None:
+def test_connect_and_connect_robust_have_the_signatures_of_aio_pika(name: str) -> None:
     theirs, ours = getattr(original, name), getattr(drop_in, name)
     assert inspect.iscoroutinefunction(ours)
     with until_release(**KNOWN):
@@ -65,14 +65,14 @@ def test_functions_that_connect_have_the_signatures_of_aio_pika(name: str) -> No
     assert kind is (drop_in.Connection if name == "connect" else drop_in.RobustConnection)
 
 
-def test_the_replacement_has_the_same_signature_as_publish_of_aiormq() -> None:
+def test_basic_publish_of_the_drop_in_has_the_signature_of_basic_publish_of_aiormq() -> None:
     ours = parameters(ChannelFlow.basic_publish)
     assert [each[0] for each in ours[:2]] == ["self", "channel"]
     with until_release(**KNOWN):
         assert ours[2:] == parameters(aiormq.Channel.basic_publish)[1:]
 
 
-def test_every_name_of_aio_pika_exists() -> None:
+def test_the_drop_in_has_every_public_name_of_aio_pika() -> None:
     for name in (each for each in dir(original) if not each.startswith("_")):
         with until_release(**KNOWN):
             assert hasattr(drop_in, name), name
@@ -92,7 +92,7 @@ def test_modules_of_aio_pika_can_be_imported_from_the_drop_in(name: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["Channel", "Exchange", "Queue", "Connection"])
-def test_every_public_method_has_a_scenario(kind: str) -> None:
+def test_every_public_method_of_aio_pika_has_a_parity_scenario(kind: str) -> None:
     found = members(getattr(original, kind))
     described = {name for name, member in found.items() if inspect.ismemberdescriptor(member)}
     covered = {of(name).split(".")[1] for name in SCENARIOS if of(name).startswith(f"{kind}.")}
@@ -100,7 +100,7 @@ def test_every_public_method_has_a_scenario(kind: str) -> None:
         assert found.keys() - described == covered
 
 
-# Exchanges and queues are aio-pika's own, of either kind; ours is what a connection, a channel and a publish do.
+# The drop-in changes only connections, channels and publishes, so test exchanges and queues with one kind only.
 @pytest.mark.parametrize(
     ("name", "robust"),
     [
@@ -110,17 +110,19 @@ def test_every_public_method_has_a_scenario(kind: str) -> None:
         if robust or name.startswith(("Connection__", "Channel__", "Exchange__publish"))
     ],
 )
-def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str, robust: bool, run: Run) -> None:
+def test_the_drop_in_has_the_results_exceptions_and_order_of_callbacks_of_aio_pika(
+    name: str, robust: bool, run: Run
+) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(drop_in, broker.url, name, robust=robust))
-    # Not with `run`, because older releases leave futures behind whose exceptions are never retrieved.
+    # Do not use `run`, because older releases leave futures whose exceptions are never retrieved.
     with Broker() as broker, asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda _loop, _context: None)
         assert ours == runner.run(outcome_on_its_own(original, broker.url, name, robust=robust))
 
 
 class Wrapped:
-    """aio-pika, whose connections are put under flow control."""
+    """aio-pika with connections that `wrap` puts under flow control."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(original, name)
@@ -136,7 +138,7 @@ class Wrapped:
 _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchange__publish"))]
 
 
-# What is wrapped differs in the connection alone, so each scenario has one of the two, and at night both.
+# The kinds differ only in the connection, so each scenario runs with one kind by day, and with both at night.
 @pytest.mark.parametrize(
     ("name", "robust"),
     [
@@ -145,7 +147,7 @@ _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchang
         for robust in ((False, True) if EFFORT == "nightly" else (bool(number % 2),))
     ],
 )
-def test_a_wrapped_connection_behaves_like_the_original(name: str, robust: bool, run: Run) -> None:
+def test_a_wrapped_connection_behaves_like_a_connection_of_aio_pika(name: str, robust: bool, run: Run) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(Wrapped(), broker.url, name, robust=robust))
     with Broker() as broker, asyncio.Runner() as runner:
@@ -154,7 +156,7 @@ def test_a_wrapped_connection_behaves_like_the_original(name: str, robust: bool,
 
 
 async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:
-    """How many callbacks everything has that has some, from the start to the end."""
+    """Return the numbers of callbacks of all collections of callbacks, after opening and after closing."""
     connection = await (module.connect_robust if robust else module.connect)(url)
     channel = await connection.channel()
     queue = await channel.declare_queue("callbacks", auto_delete=True)
@@ -180,7 +182,7 @@ def test_E11_internal_callbacks_of_the_drop_in_are_hidden_from_the_program(broke
 
 @pytest.mark.parametrize("who", ["program", "broker"])
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_E11_the_socket_is_closed_even_if_the_program_has_cleared_the_callbacks(
+def test_E11_the_socket_is_closed_even_if_the_program_has_cleared_close_callbacks(
     broker: Any, robust: bool, who: str, run: Run
 ) -> None:
     async def close() -> None:

@@ -34,7 +34,7 @@ def answers(results: list[Any]) -> list[str]:
     return [type(each).__name__ for each in results]
 
 
-def test_unconfirmed_messages_are_resent_in_order_and_marked_before_newer_ones(
+def test_unconfirmed_messages_are_resent_in_order_and_marked_before_new_messages_are_sent(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -47,7 +47,7 @@ def test_unconfirmed_messages_are_resent_in_order_and_marked_before_newer_ones(
             await soon(lambda: broker.queue("q").depth == 4)
             proxy.cut()
             await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
-            # It begins while there is no connection.
+            # This publish begins while there is no connection.
             tasks += publishing(channel, 5)
             broker.release_confirms()
             assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 5
@@ -61,7 +61,7 @@ def test_unconfirmed_messages_are_resent_in_order_and_marked_before_newer_ones(
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["drop-in", "wrapped"])
-def test_many_tasks_lose_nothing_over_many_losses(
+def test_many_tasks_that_publish_lose_no_message_over_many_lost_connections(
     run: Run, broker: Broker, wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
@@ -74,7 +74,7 @@ def test_many_tasks_lose_nothing_over_many_losses(
             if wrapped:
                 aio_pika.wrap(connection)
             channel = await connection.channel()
-            # An idle one comes and goes with it, so a channel may have another number afterwards.
+            # With a second, idle channel, a restored channel may have another number.
             await connection.channel()
 
             async def work(sender: int) -> list[Any]:
@@ -119,7 +119,9 @@ def test_messages_are_resent_after_the_topology_is_redeclared(run: Run, broker: 
     run(main())
 
 
-def test_holds_of_the_new_channel_apply_to_resent_messages(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_unconfirmed_messages_are_resent_even_if_the_lost_connection_was_blocked(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
             channel = await connection.channel()
@@ -138,9 +140,11 @@ def test_holds_of_the_new_channel_apply_to_resent_messages(run: Run, broker: Bro
     run(main())
 
 
-def test_a_deadline_ends_the_wait_and_the_message_is_not_resent(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnected_is_not_resent(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
     async def main() -> None:
-        # The second try comes later than the test ends, unless it asks for it.
+        # With this interval, aio-pika reconnects only after the deadlines of this test.
         async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
             channel = await connection.channel()
             broker.withhold_confirms()
@@ -180,14 +184,14 @@ def test_a_returned_mandatory_message_is_not_resent(run: Run, broker: Broker, pr
             await held(channel, HoldKind.DISCONNECTED)
             broker.delete_queue("q")
             broker.release_confirms()
-            # The second copy is.
+            # The broker returns the resent copy.
             assert answers(await asyncio.gather(*tasks)) == ["DeliveredMessage"]
             assert channel.flow_control.protocol.unsettled == 0
 
     run(main())
 
 
-def test_a_channel_closed_by_the_broker_fails_as_with_aio_pika(run: Run, broker: Broker) -> None:
+def test_publishes_on_a_channel_closed_by_the_broker_raise_the_error_of_aio_pika(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
             channel = await connection.channel()
@@ -248,7 +252,7 @@ def test_without_confirms_unwritten_messages_are_sent_on_the_next_connection(
     run(main())
 
 
-def test_a_message_can_be_resent_on_a_channel_with_a_different_number_and_smaller_frames(
+def test_messages_are_resent_even_if_the_restored_channel_has_another_number_and_smaller_frames(
     run: Run, broker: Broker, make_broker: Callable[..., Broker], proxy: Proxy
 ) -> None:
     small = make_broker(frame_max=8192)
@@ -274,7 +278,7 @@ def test_a_message_can_be_resent_on_a_channel_with_a_different_number_and_smalle
 
 
 @pytest.mark.parametrize("republishes", [False, True])
-def test_a_waiting_message_is_sent_on_a_channel_with_a_different_number(
+def test_a_waiting_message_is_sent_even_if_the_restored_channel_has_a_different_number(
     run: Run, broker: Broker, proxy: Proxy, republishes: bool
 ) -> None:
     async def main() -> None:
@@ -294,7 +298,7 @@ def test_a_waiting_message_is_sent_on_a_channel_with_a_different_number(
     run(main())
 
 
-def test_republishing_is_a_setting_of_robust_connections_only(
+def test_only_robust_connections_accept_the_setting_on_disconnect_republish(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -306,7 +310,7 @@ def test_republishing_is_a_setting_of_robust_connections_only(
             await aio_pika.connect(broker.url, on_disconnect="republish")
         with pytest.raises(TypeError, match="only connect_robust"):
             await aio_pika.connect(f"{broker.url}?on_disconnect=republish")
-        # In the environment it is for all that take it.
+        # The environment variable applies to all connections that accept the setting.
         monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
         async with await aio_pika.connect_robust(broker.url) as connection:
             assert connection.flow_settings.on_disconnect == "republish"

@@ -44,11 +44,11 @@ def test_wrap_returns_the_same_channel_object_with_flow_control(
             assert watch.kept(0.3)
             broker.flow(True)
             assert await channel.wait_unflowed(PATIENCE)
-            # The broker counts from the first message of the channel.
+            # The broker's delivery tags count all messages of the channel, also those before `wrap`.
             assert first.delivery_tag == 1
             assert (await publish(channel, b"sent")).delivery_tag == 2
             assert bodies(broker) == [b"before", b"sent"]
-            # The channel is aio-pika's in every other way.
+            # All other methods of the channel are unchanged.
             queue = await channel.declare_queue("q", passive=True)
             assert (await queue.get(no_ack=True)).body == b"before"
             await channel.close()
@@ -75,9 +75,7 @@ def test_the_channels_of_a_wrapped_connection_are_under_flow_control(run: Run, b
     run(main())
 
 
-def test_a_wrapped_channel_knows_about_a_stop_that_was_sent_before_it_was_wrapped(
-    run: Run, broker: Broker, wire: Wire
-) -> None:
+def test_wrap_applies_a_stop_that_the_channel_had_received_before(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel: Any = await connection.channel()
@@ -95,7 +93,7 @@ def test_a_wrapped_channel_knows_about_a_stop_that_was_sent_before_it_was_wrappe
 
 
 @with_both
-def test_a_wrapped_channel_knows_whether_the_connection_is_or_becomes_blocked(
+def test_connection_blocked_before_or_after_wrap_holds_the_wrapped_channel(
     run: Run, broker: Broker, connect: str
 ) -> None:
     async def main() -> None:
@@ -115,7 +113,7 @@ def test_a_wrapped_channel_knows_whether_the_connection_is_or_becomes_blocked(
     run(main())
 
 
-def test_every_answer_of_the_broker_reaches_its_publish_call(run: Run, broker: Broker) -> None:
+def test_acks_nacks_and_returns_reach_the_publish_call_of_their_message(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel = aio_pika.wrap(await connection.channel())
@@ -163,7 +161,9 @@ def test_C6_unconfirmed_messages_never_exceed_the_capacity(
     run(main())
 
 
-def test_a_robust_channel_stays_under_flow_control_when_it_is_restored(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_wrapped_robust_channel_stays_under_flow_control_after_a_reconnection(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
     async def main() -> None:
         async with await original.connect_robust(f"{proxy.url(broker)}?reconnect_interval=0.05") as connection:
             channel = aio_pika.wrap(await connection.channel())
@@ -184,7 +184,7 @@ def test_a_robust_channel_stays_under_flow_control_when_it_is_restored(run: Run,
 
 @with_both
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_waiting_calls_end_when_the_program_closes_the_channel(
+def test_a_waiting_publish_raises_when_the_program_closes_the_channel_or_the_connection(
     run: Run, broker: Broker, connect: str, what: str
 ) -> None:
     async def main() -> None:
@@ -202,7 +202,7 @@ def test_waiting_calls_end_when_the_program_closes_the_channel(
     run(main())
 
 
-def test_waiting_calls_during_a_reconnect_end_when_the_program_closes_the_channel(
+def test_a_publish_that_waits_for_a_reconnect_raises_when_the_program_closes_the_connection(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -220,7 +220,7 @@ def test_waiting_calls_during_a_reconnect_end_when_the_program_closes_the_channe
     run(main())
 
 
-def test_no_message_follows_the_close_of_its_channel(run: Run, broker: Broker, wire: Wire) -> None:
+def test_no_message_is_written_after_channel_close(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel, other = aio_pika.wrap(await connection.channel()), await connection.channel()
@@ -233,7 +233,9 @@ def test_no_message_follows_the_close_of_its_channel(run: Run, broker: Broker, w
     run(main())
 
 
-def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_while_the_socket_accepts_no_bytes_a_publish_on_a_wrapped_channel_times_out(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
     async def main() -> None:
         connection = await original.connect(proxy.url(broker))
         channel = aio_pika.wrap(await connection.channel())
@@ -255,7 +257,7 @@ def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(run: Run, 
     run(main())
 
 
-def test_objects_that_cannot_be_wrapped_safely_are_refused(run: Run, broker: Broker) -> None:
+def test_wrap_rejects_objects_that_cannot_be_wrapped_safely(run: Run, broker: Broker) -> None:
     class Other(original.Channel):
         pass
 

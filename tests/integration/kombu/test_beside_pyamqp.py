@@ -1,4 +1,4 @@
-"""The same program with kombu's transport for py-amqp and with ours, against a broker that says ``Channel.Flow``."""
+"""The same program with kombu's transport for py-amqp and with ours, against a broker that sends ``Channel.Flow``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.integration.producer.tools import PATIENCE, Job, eventually, start
 MARK = 10
 ARGUMENTS = {"qpid.flow_stop_count": MARK, "qpid.flow_resume_count": 5}
 COUNT = 50
-# Seconds that the transport waits for what is not to come. Whatever is to come has `PATIENCE`.
+# Maximum seconds of a wait that must time out. Waits that must succeed have the maximum `PATIENCE`.
 WAIT = 1.0
-# As a transport option it makes a connection of its own in Celery's pool, too.
+# A transport option also creates a separate connection in Celery's pool.
 SHORT: dict[str, Any] = {"max_producer_flow_control_wait": WAIT}
 
 Send = Callable[[int], object]
@@ -47,7 +47,7 @@ def of_celery(url: str, queue: str, options: dict[str, Any]) -> Iterator[Send]:
     try:
         yield lambda number: task.apply_async((number,), queue=queue)
     finally:
-        # Its connections are in a pool, which the next program at this URL has, too.
+        # Close the pool of connections, because the next program with this URL would use it.
         app.close()
 
 
@@ -56,7 +56,7 @@ PROGRAMS = pytest.mark.parametrize("program", [of_kombu, of_celery], ids=["kombu
 
 @pytest.fixture
 def queues(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The scheme in the URL is all that changes.
+    # Set the deadline in the environment, so that the programs differ only in the scheme of the URL.
     monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", str(PATIENCE))
     for queue in "theirs", "ours":
         broker.declare_queue(queue, arguments=ARGUMENTS)
@@ -67,7 +67,7 @@ def has_taken(broker: Broker, queue: str, count: int) -> bool:
 
 
 def publish_all(program: Any, broker: Broker, scheme: str, queue: str, count: int = COUNT, **options: Any) -> None:
-    """Publish, each message when the broker has the one before it."""
+    """Publish each message after the broker has received the previous message."""
     with program(broker.url.replace("amqp", scheme), queue, options) as send:
         for number in range(count):
             send(number)
@@ -76,19 +76,19 @@ def publish_all(program: Any, broker: Broker, scheme: str, queue: str, count: in
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C3_pyamqp_ignores_a_stop_and_the_transport_waits_until_its_deadline(broker, program):
+def test_C3_pyamqp_publishes_during_a_stop_and_the_qflow_transport_waits_until_its_deadline(broker, program):
     publish_all(program, broker, "pyamqp", "theirs")
     assert broker.queue("theirs").depth == COUNT
     with pytest.raises(OperationalError, match="channel_flow") as caught:
         publish_all(program, broker, "qflow", "ours", **SHORT)
     assert isinstance(caught.value.__cause__, FlowControlTimeout)
-    # One more than the mark, and what was under way until the client had read the stop.
+    # The queue gets one message above the threshold, and the messages in flight until the client reads the stop.
     assert MARK < broker.queue("ours").peak_depth < COUNT
 
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C3_the_transport_continues_when_the_flow_is_active_again(broker, program):
+def test_C3_the_qflow_transport_continues_to_publish_when_a_stop_ends(broker, program):
     job: Job = start(publish_all, program, broker, "qflow", "ours")
     taken = 0
     eventually(lambda: broker.queue("ours").flow_stopped)
@@ -106,7 +106,7 @@ def test_C3_the_transport_continues_when_the_flow_is_active_again(broker, progra
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C5_pyamqp_hangs_on_a_withheld_confirm_and_the_transport_raises(broker, program):
+def test_C5_if_a_confirm_is_withheld_pyamqp_hangs_and_the_qflow_transport_raises(broker, program):
     hanging = start(publish_all, program, broker, "pyamqp", "theirs", MARK + 2, confirm_publish=True)
     broker.wait_until(lambda broker: broker.queue("theirs").flow_stopped)
     publish_all(program, broker, "qflow", "ours", MARK, confirm_publish=True)
@@ -122,7 +122,7 @@ def test_C5_pyamqp_hangs_on_a_withheld_confirm_and_the_transport_raises(broker, 
 
 
 @pytest.mark.usefixtures("queues")
-def test_A4_after_a_message_with_an_unknown_outcome_the_next_one_is_not_sent_while_flowed(broker):
+def test_A4_after_a_ConfirmTimeout_on_a_stopped_channel_the_next_publish_is_held_and_not_sent(broker):
     url = broker.url.replace("amqp", "qflow")
     with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
         producer = connection.Producer(serializer="json")

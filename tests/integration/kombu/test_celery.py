@@ -15,14 +15,14 @@ from tests.integration.producer.tools import Stopwatch, eventually
 pytestmark = pytest.mark.program
 
 PATIENCE = 30.0
-# Seconds that a publish waits for the broker, and that a worker may take to end.
+# Maximum seconds of a publish under flow control, and of the end of a worker.
 WAIT = "1"
 LIMIT = 10.0
 
 
 @pytest.mark.parametrize("scheme", ["pyamqp", "qflow"])
-def test_a_celery_application_works_unchanged(scheme: str, tmp_path: Path) -> None:
-    # One after the other in one test, as each worker takes longer to start than most of them take.
+def test_a_celery_application_works_with_the_url_schemes_pyamqp_and_qflow(scheme: str, tmp_path: Path) -> None:
+    # Run all scenarios in one test, because starting a worker takes longer than most scenarios.
     with Broker() as broker:
         url = broker.url.replace("amqp://", f"{scheme}://")
         with application(url, tmp_path, "rpc://") as of:
@@ -31,7 +31,7 @@ def test_a_celery_application_works_unchanged(scheme: str, tmp_path: Path) -> No
             ends_when_told(of)
 
 
-def test_chords_work_in_every_kind_of_worker(tmp_path: Path) -> None:
+def test_chords_work_in_celery_workers_with_the_pools_prefork_threads_and_solo(tmp_path: Path) -> None:
     alone = ("--without-gossip", "--without-mingle")
     with Broker() as broker:
         url = broker.url.replace("amqp://", "qflow://")
@@ -43,7 +43,7 @@ def test_chords_work_in_every_kind_of_worker(tmp_path: Path) -> None:
                 ends_when_told(of)
 
 
-def test_a_worker_that_gets_sigterm_during_an_alarm_ends_in_time_and_loses_no_confirmed_task(
+def test_a_celery_worker_that_gets_SIGTERM_during_an_alarm_ends_in_time_and_loses_no_confirmed_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", WAIT)
@@ -56,14 +56,14 @@ def test_a_worker_that_gets_sigterm_during_an_alarm_ends_in_time_and_loses_no_co
             of.task("note").delay(100_000)
             eventually(lambda: noted.exists() and len(noted.read_text().splitlines()) > 100)
             broker.block("no memory")
-            # The alarm stays. So the task waits in a publish until that gives up.
+            # The alarm stays, so the task waits in a publish until the publish times out.
             of.process.send_signal(signal.SIGTERM)
             with Stopwatch() as watch:
                 assert of.process.wait(PATIENCE) == 0
             assert watch.within(LIMIT)
             log = of.log.read_text()
             assert "Warm shutdown" in log, log
-            # A busy machine may be some hundredths late.
+            # On a busy machine the timeout may be some hundredths of a second late.
             assert re.search(r"was not sent within 1(\.\d+)? s,", log), log
             confirmed = set(noted.read_text().split())
             done = {path.name.removeprefix("celery-task-meta-") for path in results.iterdir()}
@@ -71,5 +71,5 @@ def test_a_worker_that_gets_sigterm_during_an_alarm_ends_in_time_and_loses_no_co
             def ready() -> set[str]:
                 return {str((message.properties.headers or {})["id"]) for message in broker.messages(of.name)}
 
-            # Some were with the worker, and go back to the queue.
+            # The broker requeues the messages that the worker had not acknowledged.
             eventually(lambda: confirmed <= done | ready(), "a confirmed task is done or in the queue")

@@ -11,7 +11,7 @@ from qflow_client.broker import Broker
 from tests.integration.producer.tools import Stopwatch, bodies, eventually
 
 
-def test_J7_a_view_that_is_held_answers_in_time_and_works_again_after_the_alarm(
+def test_J7_a_django_view_that_sends_a_task_answers_503_in_time_during_an_alarm_and_202_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     django = pytest.importorskip("django")

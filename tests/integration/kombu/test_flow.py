@@ -35,26 +35,26 @@ from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.certificates import certify
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 
-# Of a connection whose socket takes nothing for longer than two waits, on a busy machine: Linux is not to end it.
+# Options for connections whose socket accepts no bytes for a long time. Without them, Linux would end the connection.
 LASTING: dict[str, Any] = {}
 if hasattr(socket, "TCP_USER_TIMEOUT"):
     LASTING["socket_settings"] = {socket.TCP_USER_TIMEOUT: int(3000 * PATIENCE)}
 
 
 def held(channel: Any, *kinds: str) -> None:
-    """Wait until a channel is held by exactly these."""
+    """Wait until a channel has holds of exactly these kinds."""
     eventually(lambda: sorted(str(hold.kind) for hold in channel.flow_state.holds) == sorted(kinds), f"{kinds}")
 
 
 def stop(channel: Any, broker: Broker) -> None:
-    """Have the broker stop a channel, and wait until it knows."""
+    """Let the broker stop a channel, and wait until the channel is held."""
     (name,) = (each.name for each in broker.channels() if each.number == channel.channel_id)
     broker.flow(False, name)
     held(channel, HoldKind.CHANNEL_FLOW)
 
 
 def wait_at_most(channel: Any, seconds: float) -> None:
-    """Have what a channel does from now on wait no longer, where it was connected with more for what is to succeed."""
+    """Set the maximum wait of later calls of a channel. Tests connect with a long wait for calls that must succeed."""
     connection = channel.connection
     connection.flow_settings = connection.flow_settings.replace(max_producer_flow_control_wait=seconds)
 
@@ -63,7 +63,7 @@ def publish(channel: Any, body: bytes = b"body", **keywords: Any) -> None:
     channel.basic_publish(channel.prepare_message(body), exchange="", routing_key="q", **keywords)
 
 
-def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, connect, wire):
+def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends(broker, connect, wire):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     stop(channel, broker)
     wire.wait_for("in", "Channel.FlowOk")
@@ -80,7 +80,9 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, co
 
 
 @pytest.mark.parametrize("confirms", [False, True, "pipelined"])
-def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(broker, connect, confirms):
+def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(
+    broker, connect, confirms
+):
     connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=confirms)
     producer = Producer(connection)
     stop(producer.channel, broker)
@@ -98,7 +100,7 @@ def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_se
     assert bodies(broker) == [b"later"]
 
 
-def test_A4_a_publish_can_set_its_own_deadline(broker, connect):
+def test_A4_the_argument_timeout_of_a_publish_sets_its_deadline(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     stop(channel, broker)
     with Stopwatch() as watch, pytest.raises(OperationalError):
@@ -106,7 +108,7 @@ def test_A4_a_publish_can_set_its_own_deadline(broker, connect):
     assert watch.kept(0.3)
 
 
-def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
+def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(broker, connect):
     channel = connect(when_flowed="raise").default_channel
     stop(channel, broker)
     with pytest.raises(OperationalError) as caught:
@@ -114,7 +116,7 @@ def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
     assert type(caught.value.__cause__) is ProducerFlowed
 
 
-def test_a_message_without_a_confirm_is_unknown_and_not_resent(broker, connect):
+def test_a_publish_without_a_confirm_raises_ConfirmTimeout_and_kombu_does_not_resend_the_message(broker, connect):
     producer = Producer(connect(max_producer_flow_control_wait=0.3, confirm_publish=True))
     broker.withhold_confirms()
     with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer from the broker") as caught:
@@ -129,7 +131,7 @@ def test_a_message_without_a_confirm_is_unknown_and_not_resent(broker, connect):
     assert bodies(broker) == [b"once", b"twice", b"thrice"]
 
 
-def test_a_refusal_by_the_broker_is_raised_as_by_py_amqp(broker, connect):
+def test_a_nack_raises_MessageNacked_as_in_py_amqp(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     broker.nack_publishes()
     with pytest.raises(MessageNacked):
@@ -138,7 +140,7 @@ def test_a_refusal_by_the_broker_is_raised_as_by_py_amqp(broker, connect):
     publish(channel)
 
 
-def test_pipelined_messages_without_confirms_fill_exactly_the_window(broker, connect):
+def test_unconfirmed_pipelined_messages_never_exceed_the_window(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3, confirm_publish="pipelined", capacity=5).default_channel
     publish(channel)
     channel.wait_for_confirms(PATIENCE)
@@ -156,7 +158,7 @@ def test_pipelined_messages_without_confirms_fill_exactly_the_window(broker, con
     publish(channel)
 
 
-def test_the_next_publish_raises_the_error_of_a_refused_pipelined_message(broker, connect):
+def test_the_publish_after_a_nacked_pipelined_message_raises_MessageNacked_and_sends_no_message(broker, connect):
     producer = Producer(connect(confirm_publish="pipelined"))
     producer.publish("taken", routing_key="q")
     producer.channel.wait_for_confirms()
@@ -174,7 +176,7 @@ def test_the_next_publish_raises_the_error_of_a_refused_pipelined_message(broker
     assert bodies(broker) == [b"taken", b"sent"]
 
 
-def test_closing_the_connection_waits_for_pipelined_messages(broker, connect):
+def test_closing_the_connection_waits_for_the_confirms_of_pipelined_messages(broker, connect):
     connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=PATIENCE)
     publish(connection.default_channel)
     connection.default_channel.wait_for_confirms()
@@ -187,7 +189,7 @@ def test_closing_the_connection_waits_for_pipelined_messages(broker, connect):
     job.result()
 
 
-def test_closing_does_not_wait_twice_for_pipelined_messages(broker, connect):
+def test_closing_the_connection_after_a_publish_has_timed_out_does_not_wait_for_confirms_again(broker, connect):
     """After an error the pools of kombu close the connection, and this must not wait again."""
     connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=3.0, capacity=1)
     publish(connection.default_channel)
@@ -201,7 +203,7 @@ def test_closing_does_not_wait_twice_for_pipelined_messages(broker, connect):
     assert watch.within(6.0)
 
 
-def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
+def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker, connect):
     connection = connect(max_producer_flow_control_wait=0.2)
     one, two = connection.channel(), connection.channel()
     broker.block("no memory")
@@ -209,7 +211,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
     for channel in one, two:
         with pytest.raises(OperationalError, match="no memory"):
             publish(channel)
-    # What the broker would not read does not hang, either.
+    # Other methods that the broker would not read also raise at their deadline.
     for method in connection.channel, lambda: one.queue_declare("other"), lambda: one.basic_get("q"):
         with Stopwatch() as watch, pytest.raises(OperationalError, match="connection_blocked") as caught:
             method()
@@ -221,7 +223,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
     assert one.queue_declare("other").queue == "other"
 
 
-def test_a_connection_closed_while_blocked_is_reused_until_it_is_unblocked(broker, connect):
+def test_a_connection_that_is_released_while_blocked_stays_open_and_is_reused(broker, connect):
     """The pools of kombu close a connection after any error."""
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.default_channel
@@ -243,14 +245,14 @@ def test_a_connection_closed_while_blocked_is_reused_until_it_is_unblocked(broke
     eventually(lambda: not again.connection.transport.look() or not again.connection.is_blocked)
     publish(again.default_channel)
     broker.wait_until(lambda broker: broker.queue("q").depth == 2)
-    # The channel that was closed meanwhile is closed.
+    # The channel that the program has released is closed.
     assert len(broker.channels()) == 1
     again.release()
     broker.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_pooled_connection_that_was_lost_is_replaced(make_broker, connect):
-    # Nobody reads on a kept connection, so the broker cuts it.
+def test_a_connection_kept_for_reuse_is_replaced_if_the_broker_has_closed_it(make_broker, connect):
+    # No thread reads on a kept connection, so the broker cuts the connection after this timeout.
     broker = make_broker(close_timeout=0.2)
     connection = connect(broker.url)
     broker.block("no memory")
@@ -264,7 +266,7 @@ def test_a_pooled_connection_that_was_lost_is_replaced(make_broker, connect):
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
 
-def test_a_blocked_connection_with_a_consumer_is_disconnected_when_it_is_closed(broker, connect):
+def test_a_connection_with_a_consumer_is_closed_if_it_is_released_while_blocked(broker, connect):
     connection = connect()
     broker.publish(b"one", "q")
     consumer = Consumer(connection, [Queue("q", durable=False)], on_message=lambda message: None)
@@ -315,10 +317,10 @@ def half_written(channel: Any) -> bool:
         ("pipelined", "while it waits"),
     ],
 )
-def test_J8_a_half_written_message_that_stalls_is_completed_and_consumed(
+def test_J8_a_half_written_message_is_completed_when_the_socket_accepts_bytes_again(
     broker, connect, faulty, confirms, healed, caplog
 ):
-    """First the waiting publish does the I/O of the connection, then the call that drains events."""
+    """The waiting publish does the I/O of the connection first, and then the call that drains events."""
     in_time = healed == "while it waits"
     connection = connect(faulty.url, max_producer_flow_control_wait=PATIENCE, confirm_publish=confirms, **LASTING)
     channel = connection.default_channel
@@ -364,7 +366,7 @@ def test_confirms_enabled_after_a_half_written_message_count_from_the_next_messa
     with pytest.raises(OperationalError, match="the message may still arrive"):
         publish(channel, bytes(1 << 24))
     assert half_written(channel)
-    # The rest is written before anything else is, and the broker reads it.
+    # The rest of the message is written first, and the broker reads it.
     channel.connection.transport.limit = PATIENCE
     faulty.heal()
     job = start(channel.basic_publish_confirm, channel.prepare_message(b"last"), "", "q", confirm_timeout=PATIENCE)
@@ -373,7 +375,7 @@ def test_confirms_enabled_after_a_half_written_message_count_from_the_next_messa
     assert channel._flow.protocol.unsettled == 0
 
 
-def test_closing_a_connection_that_accepts_nothing_does_not_hang(broker, connect, proxy):
+def test_closing_a_connection_whose_socket_accepts_no_bytes_ends_at_the_deadlines(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3, **LASTING)
     channel = connection.default_channel
     proxy.stop_reading()
@@ -384,7 +386,7 @@ def test_closing_a_connection_that_accepts_nothing_does_not_hang(broker, connect
     assert watch.kept(0.6), "the channel's good-bye and that of the connection"
 
 
-def test_an_operator_stops_and_starts_the_channel_together_with_all_other_producers(broker, connect):
+def test_the_flow_manager_stops_and_starts_a_channel_of_kombu(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     events: list[Any] = []
     channel.on_flow(events.append)
@@ -409,7 +411,7 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     job.result()
 
 
-def test_a_lost_connection_ends_a_wait_with_the_error_of_kombu(broker, connect):
+def test_a_lost_connection_ends_a_waiting_publish_with_a_recoverable_error_of_kombu(broker, connect):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.default_channel
     stop(channel, broker)
@@ -419,8 +421,8 @@ def test_a_lost_connection_ends_a_wait_with_the_error_of_kombu(broker, connect):
     assert isinstance(job.wait(), connection.recoverable_connection_errors)
 
 
-def test_the_retry_of_kombu_reconnects_and_publishes(make_broker, connect):
-    # Nobody reads on that connection, so the broker cuts it.
+def test_after_a_lost_connection_a_retry_of_kombu_reconnects_and_publishes(make_broker, connect):
+    # No thread reads on that connection, so the broker cuts the connection after this timeout.
     broker = make_broker(close_timeout=0.2)
     producer = Producer(connect(broker.url, confirm_publish=True))
     producer.publish("one", routing_key="q")
@@ -430,7 +432,7 @@ def test_the_retry_of_kombu_reconnects_and_publishes(make_broker, connect):
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_channel_closed_by_the_broker_is_reopened_with_a_new_flow_state(broker, connect):
+def test_a_channel_closed_by_the_broker_is_reopened_under_flow_control(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     publish(channel)
     with pytest.raises(amqp.NotFound):
@@ -443,7 +445,7 @@ def test_a_channel_closed_by_the_broker_is_reopened_with_a_new_flow_state(broker
 
 
 def test_deliveries_that_arrive_while_a_publish_waits_are_kept_for_later(broker, connect):
-    """kombu calls callbacks only in its own reads, and not in the middle of a publish."""
+    """kombu calls callbacks only when the program drains events, and not during a publish."""
     connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=True)
     channel = connection.default_channel
     heard: list[Any] = []
@@ -476,7 +478,7 @@ def _loop(connection: Connection, hub: Hub, broker: Broker, heard: list[Any]) ->
     channel = connection.default_channel
     broker.publish(b"one", "q")
     wire = channel.connection.transport
-    # The event loop's poll does not see what has been read.
+    # The event loop's poll does not see bytes that have already been read.
     eventually(lambda: wire.look() and wire.has_frames)
     publish(channel, b"two")
     end = time.monotonic() + PATIENCE
@@ -487,8 +489,8 @@ def _loop(connection: Connection, hub: Hub, broker: Broker, heard: list[Any]) ->
     del heard[1:]
 
 
-def test_a_publish_inside_an_event_loop_does_not_wait(broker, connect):
-    """It waits neither for holds nor for an answer of a broker that blocks it. A task does wait."""
+def test_a_publish_in_the_event_loop_of_kombu_raises_and_does_not_wait(broker, connect):
+    """It waits neither for holds nor for an answer of a broker that blocks the connection. Tasks do wait."""
     connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish=True)
 
     def run() -> list[Any]:
@@ -539,7 +541,7 @@ def test_clients_can_connect_with_tls(stack, certificate, confirms):
 
 @pytest.fixture(scope="module")
 def localhost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ssl.SSLContext]:
-    """A certificate for the name localhost, and not for 127.0.0.1; and a broker's context with it."""
+    """A certificate for the name localhost, but not for 127.0.0.1, and a broker's TLS context with it."""
     certificate, key = certify(tmp_path_factory.mktemp("localhost"), subject="DNS:localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -566,7 +568,7 @@ def tls_connection(broker: Broker, host: str, options: Any) -> Connection:
 def test_E11_tls_connects_if_the_certificate_names_the_host_or_verification_is_off(stack, localhost, host, options):
     broker = stack.enter_context(Broker(ssl_context=localhost[1]))
     with tls_connection(broker, host, options(localhost[0])) as connection:
-        # kombu forgets the name localhost when it connects for the first time.
+        # After its first connect, kombu no longer has the name localhost.
         for _ in range(2):
             connection.connect()
             assert connection.connected
@@ -588,12 +590,12 @@ def test_E11_tls_refuses_a_certificate_that_does_not_name_the_host(stack, localh
     broker = stack.enter_context(Broker(ssl_context=localhost[1]))
     connection = tls_connection(broker, "127.0.0.1", options(localhost[0]))
     stack.callback(connection.release)
-    # kombu's `connect` tries again after seconds.
+    # Do not use kombu's `connect`, because it tries again after seconds.
     with pytest.raises(ssl.SSLCertVerificationError, match=r"127\.0\.0\.1"):
         connection.transport.establish_connection()
 
 
-def test_settings_are_transport_options(broker, connect, monkeypatch):
+def test_settings_of_flow_control_can_be_transport_options(broker, connect, monkeypatch):
     monkeypatch.setenv("QFLOW_CAPACITY", "7")
     connection = connect(name="mine", rate=1000.0)
     settings = connection.connection.flow_settings
@@ -614,7 +616,7 @@ def test_F2_publishing_is_not_faster_than_the_configured_rate(broker, connect):
     assert time.monotonic() - began >= 0.2
 
 
-def test_an_ordinary_publish_logs_nothing(broker, connect, caplog):
+def test_a_publish_without_a_hold_logs_nothing(broker, connect, caplog):
     with caplog.at_level(logging.INFO, "qflow_client"):
         connection = connect(confirm_publish=True)
         publish(connection.default_channel)
@@ -622,7 +624,7 @@ def test_an_ordinary_publish_logs_nothing(broker, connect, caplog):
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_child_process_does_not_use_connections_kept_by_its_parent(broker, connect):
+def test_connections_kept_for_reuse_are_stored_by_process_id_so_that_no_child_uses_them(broker, connect):
     connection = connect()
     broker.block("no memory")
     held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
@@ -631,8 +633,8 @@ def test_a_child_process_does_not_use_connections_kept_by_its_parent(broker, con
     assert made_of.startswith(f"{os.getpid()} ")
 
 
-def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
-    """For example in a task that reaches its soft time limit. It is unknown how much of the message was written."""
+def test_a_publish_after_an_interrupted_write_raises_a_recoverable_error_of_kombu(broker, connect, monkeypatch):
+    """This happens in a task that reaches its soft time limit. It is unknown how much of the message was written."""
     connection = connect()
     channel = connection.default_channel
     publish(channel)
@@ -657,7 +659,7 @@ def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
     assert flow not in flow_manager.resources
 
 
-def test_two_threads_of_a_pool_acknowledge_while_a_third_reads(broker, connect):
+def test_two_threads_can_acknowledge_messages_while_a_third_thread_reads(broker, connect):
     connection = connect()
     count = 300
     messages: list[Any] = []

@@ -14,14 +14,14 @@ from tests.integration.producer.tools import bodies
 
 
 @pytest.mark.parametrize("confirms", [False, True, "pipelined"])
-def test_a_forked_child_gets_an_error_or_connects_again_and_its_parent_continues(
+def test_calls_in_a_forked_child_raise_an_error_or_reconnect_and_the_parent_can_continue(
     broker: Any, connect: Any, confirms: Any
 ) -> None:
     connection, other, closed = (connect(confirm_publish=confirms) for _ in range(3))
     channel, doomed = connection.channel(), other.channel()
     producer = Producer(channel)
     producer.publish(b"1", routing_key="q")
-    # As if another thread of the parent wrote at the moment of the fork.
+    # The lock below is held as if another thread of the parent were writing at the moment of the fork.
     raw = connection.connection
     broker.declare_queue("own")
 
@@ -40,7 +40,7 @@ def test_a_forked_child_gets_an_error_or_connects_again_and_its_parent_continues
         ):
             with pytest.raises(RecoverableConnectionError, match=r"made in process \d+, .* connection in the child"):
                 call()
-        # kombu connects again.
+        # With `retry=True`, kombu connects again.
         producer.publish(b"child", routing_key="own", retry=True)
         channel.close()
         closed.release()

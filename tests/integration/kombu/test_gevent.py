@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Greenlets:
-    """The program `greenlets.py`."""
+    """A running process of the program `greenlets.py`."""
 
     def __init__(self, url: str) -> None:
         self.process = subprocess.Popen(
@@ -36,10 +36,10 @@ class Greenlets:
         )
 
     def publish_when(self, state: str) -> tuple[list[str], float, int]:
-        """Publish once all channels are ``stopped`` or ``going``.
+        """Publish when all channels are ``stopped`` or ``going``.
 
         Returns:
-            What became of the messages, how long that took, and how many turns another greenlet had meanwhile.
+            The outcomes of the messages, the duration in seconds, and how often another greenlet ran meanwhile.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -60,14 +60,14 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
 
 @pytest.mark.program
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_greenlets_that_are_held_let_others_run_and_raise_at_their_deadline(
+def test_J7_greenlets_that_wait_to_publish_let_other_greenlets_run_and_raise_at_their_deadline(
     broker: Broker, greenlets: Greenlets, how: str
 ) -> None:
     assert greenlets.publish_when("going")[0] == ["sent"] * 5
     stop(broker, how)
     outcomes, took, turns = greenlets.publish_when("stopped")
     assert outcomes == ["FlowControlTimeout"] * 5
-    # They waited at the same time, and did not keep another greenlet from running.
+    # The greenlets waited at the same time, and another greenlet could run.
     assert took >= 2
     assert turns >= 10
     go_on(broker, how)
@@ -94,7 +94,7 @@ def test_in_a_celery_worker_with_the_gevent_pool_a_task_waits_for_the_end_of_a_s
             assert seconds >= 1.0
             go_on(broker, how)
             count, is_late = 500, True
-            # A worker that is faster than this thread needs more tasks, or the stop shows nothing.
+            # If the worker has published everything before this thread stops the broker, repeat with more tasks.
             while is_late:
                 last = broker.queue(of.name).published + count + 1
                 spread = of.task("spread").delay(count)
@@ -108,7 +108,7 @@ def test_in_a_celery_worker_with_the_gevent_pool_a_task_waits_for_the_end_of_a_s
             ends_when_told(of)
 
 
-def test_eventlet_is_refused_and_the_error_names_an_alternative(
+def test_connecting_under_eventlet_raises_an_error_that_names_other_pools(
     monkeypatch: pytest.MonkeyPatch, broker: Broker
 ) -> None:
     patcher: Any = SimpleNamespace(is_monkey_patched=lambda _name: True)

@@ -24,7 +24,7 @@ COUNT = 5
 
 
 class Peer:
-    """A broker that sends the reply to ``Basic.Qos`` and deliveries in one write, and no byte after that by itself."""
+    """A broker that sends the reply to ``Basic.Qos`` and all deliveries in one write, and then nothing more."""
 
     def __init__(self, context: ssl.SSLContext | None) -> None:
         self._context = context
@@ -98,11 +98,11 @@ class Peer:
 
 
 class Stuck(Exception):
-    """The event loop would wait for a socket although deliveries are left."""
+    """The event loop would wait for a socket, although some deliveries are not delivered yet."""
 
 
 class Loop(Hub):
-    """An event loop of kombu's that raises `Stuck` instead of waiting for sockets while something is to come."""
+    """An event loop of kombu that raises `Stuck` instead of waiting for sockets before all deliveries are delivered."""
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over
@@ -123,7 +123,7 @@ class Loop(Hub):
 
 @contextmanager
 def consuming(scheme: str, context: ssl.SSLContext | None, options: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """A connection of kombu's to a `Peer`, and what it has heard there."""
+    """Yield a connection of kombu to a `Peer`, and the list of the bodies that its consumer has got."""
     with ExitStack() as stack:
         peer = Peer(context)
         stack.callback(peer.close)
@@ -135,7 +135,7 @@ def consuming(scheme: str, context: ssl.SSLContext | None, options: dict[str, An
 
 
 def by_a_call_that_waits(connection: Any) -> None:
-    """As the worker of Celery does when it takes a task for later."""
+    """Call `basic_qos`, as a Celery worker does when it gets a task with an ETA."""
     connection.default_channel.basic_qos(0, 9, True)
 
 
@@ -192,16 +192,16 @@ def run(connection: Any, heard: list[Any], call: Callable[[Any, Hub], None]) -> 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("scheme", ["pyamqp", "qflow", "qflows"])
-def test_E11_deliveries_read_ahead_by_a_call_are_delivered_by_the_event_loop(
+def test_E11_the_event_loop_delivers_messages_that_another_call_has_already_read(
     scheme: str, call: Callable[[Any, Hub], None], certificate: tuple[Path, Path]
 ) -> None:
-    # Not amqps: py-amqp itself leaves bytes in its TLS object there, and the event loop does not see them.
+    # Do not test amqps, because py-amqp leaves bytes in its TLS object, which the event loop does not see.
     context, options = None, {}
     if scheme == "qflows":
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         options = {"ssl": {"ca_certs": str(certificate[0]), "server_hostname": "127.0.0.1"}}
     with consuming(scheme, context, options) as (connection, heard):
-        # On a thread of its own, which is that of an event loop from then on.
+        # Use a new thread, because a thread that has run an event loop counts as the event loop's thread.
         start(run, connection, heard, call).result()
         assert heard == [b"%d" % (number + 1) for number in range(COUNT)]

@@ -23,7 +23,7 @@ from tests.interop import matrix
 from tests.interop.clients.script import FIRST, GO, ORDERS, PATIENCE, SECOND, TOLD, body
 from tests.interop.toolchains import built, tool
 
-# The first time, what a program is written with may have to be fetched and built.
+# The first run may have to download and build the client's program.
 pytestmark = pytest.mark.timeout(400)
 
 HERE = Path(__file__).parent
@@ -41,7 +41,7 @@ def node() -> list[str]:
 
 
 def go() -> list[str]:
-    # What is there has to do: it fetches no other release of Go.
+    # Use the installed release of Go. Do not download another one.
     environment = {"GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
     folder = built(HERE / "go", [[tool("go", "golang-go"), "build", "-o", "client", "."]], environment)
     return [str(folder / "client")]
@@ -65,29 +65,29 @@ def java(program: str = "Client") -> list[str]:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a release of a client makes of what a broker says."""
+    """The expected reactions of a release of a client."""
 
-    #: Whether it answers `Channel.Flow`.
+    #: Whether the client answers `Channel.Flow`.
     answers: bool
-    #: What it tells when it has been stopped: "went on" publishing, is "held", or has "ended".
+    #: What the program reports after a stop: it "went on" publishing, was "held", or has "ended".
     stopped: str = "went on"
-    #: What it tells its user of `Channel.Flow`.
+    #: The values of `Channel.Flow` that the client passes to its user. None if it passes none.
     flow: list[bool] | None = None
-    #: What comes of a request on the channel that was stopped.
+    #: The result of a request on the channel that was stopped.
     request: str = "ok"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A client, and what is known of it."""
+    """A client and its expected behaviour."""
 
     name: str
-    #: Builds its program if need be, and returns how it is run.
+    #: A function that builds the program if necessary, and returns the command that runs it.
     command: Callable[[], list[str]]
-    #: What the release does that its program is built with. None: any release may be installed, and its behaviour
-    #: is recorded; what is demanded is what the broker owes to every client.
+    #: The behaviour of the release with which the program is built. None if any release may be installed. Then the test
+    #: records the behaviour, and checks only the duties of the broker.
     pinned: Behaviour | None = None
-    #: Up to which releases it is known to keep its connection when it is stopped, whatever else it makes of that.
+    #: The newest releases of the client's packages that are known to keep the connection after a stop.
     known: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -97,17 +97,17 @@ EXPECTED = [
     Expected("py-amqp", python("with_py_amqp"), known={"amqp": "5.4.2"}),
     Expected("kombu", python("with_kombu"), known={"amqp": "5.4.2", "kombu": "5.7.0"}),
     Expected("AMQPStorm", python("with_amqpstorm"), known={"AMQPStorm": "3.1.4"}),
-    # It takes the frame for a reply that it has not asked for, and closes the connection.
+    # amqplib interprets the frame as an unexpected reply, and closes the connection.
     Expected("amqplib", node, Behaviour(answers=False, stopped="ended", request="")),
     Expected("amqp091-go", go, Behaviour(answers=True, flow=[False, True])),
     Expected("RabbitMQ Java client", java, Behaviour(answers=True, stopped="held")),
 ]
-# Seconds after which a client that says nothing may be one that is held. Nothing is concluded of it.
+# Seconds without a report after which the test starts a client again, because the client may be held.
 SILENCE = 20.0
 
 
 class Program:
-    """A program that runs."""
+    """A running program of a client."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, broker: Broker) -> None:
         self._process = process
@@ -118,13 +118,13 @@ class Program:
         return self._process.poll() is not None or bool(self._broker.queue(TOLD).ready)
 
     def told(self) -> str:
-        """Wait for what it tells next; or that it has ended."""
+        """Wait for the next report of the program. Return "ended" if the program ends."""
         eventually(self._has_told, "a word of it", timeout=PATIENCE)
         told = self._broker.get(TOLD)
         return "ended" if told is None else told.body.decode()
 
     def told_soon(self) -> str | None:
-        """As `told`; None if it says nothing for a while."""
+        """Do as `told`, but return None if the program reports nothing for `SILENCE` seconds."""
         end = time.monotonic() + SILENCE
         while not self._has_told():
             if time.monotonic() > end:
@@ -133,7 +133,7 @@ class Program:
         return self.told()
 
     def expect(self, words: str) -> None:
-        """Wait for what it tells next, which is to be this."""
+        """Wait for the next report, and check it."""
         told = self.told()
         assert told == words, f"it told {told!r}, not {words!r}\n{self.errors()}"
 
@@ -141,7 +141,7 @@ class Program:
         self._broker.publish(b"", GO)
 
     def report(self) -> Any:
-        """Its one JSON document, when it has ended well."""
+        """Wait until the program has ended with exit code 0, and return its JSON document."""
         assert self._process.wait(PATIENCE) == 0, self.errors()
         return json.loads((self._folder / "stdout").read_bytes())
 
@@ -165,7 +165,7 @@ def running(command: list[str], broker: Broker, folder: Path) -> Iterator[Progra
 
 
 def publisher(broker: Broker) -> ChannelSnapshot:
-    """The program's first channel."""
+    """Return the program's first channel."""
     (found,) = (
         each for each in broker.channels() if each.confirms and ORDERS in {to.routing_key for to in each.targets}
     )
@@ -173,7 +173,7 @@ def publisher(broker: Broker) -> ChannelSnapshot:
 
 
 def stop_pinned(program: Program, broker: Broker, expected: Behaviour) -> None:
-    """Stop a client, check that it does what is known of it, and start it again."""
+    """Stop a client, check that it behaves as expected, and start it again."""
     broker.flow(False, channel=publisher(broker).name)
     program.go_on()
     program.expect(expected.stopped)
@@ -190,13 +190,13 @@ def stop_pinned(program: Program, broker: Broker, expected: Behaviour) -> None:
 
 
 def stop_any(program: Program, broker: Broker) -> None:
-    """Stop a client that may do as it likes, and let it go."""
+    """Stop a client whose behaviour is not known, and start it again."""
     name = publisher(broker).name
     broker.flow(False, channel=name)
     program.go_on()
     told = program.told_soon()
     if told != "ended":
-        # Who is lost has no channel.
+        # A client that has lost its connection has no channel.
         with suppress(LookupError):
             broker.flow(True, channel=name)
     if told is None:
@@ -206,7 +206,7 @@ def stop_any(program: Program, broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: each.name)
-def test_a_foreign_client_gets_confirms_and_deliveries_and_obeys_alarms_and_stops(
+def test_a_client_of_another_project_gets_confirms_and_deliveries_and_reacts_to_a_stop_as_expected(
     expected: Expected,
     installed: Callable[..., list[str]],
     tmp_path: Path,
@@ -222,7 +222,7 @@ def test_a_foreign_client_gets_confirms_and_deliveries_and_obeys_alarms_and_stop
             channel = publisher(broker)
             assert (channel.published, channel.unconfirmed, channel.nacked) == (FIRST, 0, 0)
             assert broker.queue(ORDERS).acked == FIRST
-            # A notice, which keeps nobody from anything here.
+            # The broker only sends the notice. It still reads from the connection.
             broker.block("low on memory")
             program.go_on()
             program.expect("blocked")
@@ -236,10 +236,10 @@ def test_a_foreign_client_gets_confirms_and_deliveries_and_obeys_alarms_and_stop
             report = program.report()
         ended = bool(report.get("lost"))
         orders = broker.queue(ORDERS)
-        # Before the broker stops.
+        # Get these frames before the broker stops, because it then also sends a close.
         closed = [frame for frame in wire.frames if frame[0] == "out" and frame[3].endswith(".Close")]
 
-    # Confirmed, and in order.
+    # The messages are confirmed and in order.
     assert report["version"]
     assert report["received"] == [[body(number).decode(), str(number)] for number in range(len(report["received"]))]
     if not ended:

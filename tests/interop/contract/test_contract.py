@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(400)
 WAIT = 0.5
 
 OURS = "qflow"
-# That of the installed package, and those in containers.
+# RabbitMQ of the installed package, and the releases in containers.
 RABBITMQ = ("RabbitMQ", *(f"RabbitMQ {release}" for release in RELEASES))
 BROKERJ = tuple(f"Broker-J {version}" for version in VERSIONS)
 ALL = (OURS, *RABBITMQ, *BROKERJ)
-# They reconnect, and send again what was lost.
+# Producers that reconnect, and resend lost messages.
 RECOVERING = ("Producer", "AsyncProducer")
 
-# pika has no confirms there, and its drop-in, which has no tap, neither.
+# pika has no confirms on Broker-J. Neither has its drop-in, because it does not read the frames itself.
 UNCONFIRMED = frozenset((broker, "pika drop-in") for broker in BROKERJ)
 
 Make = Callable[..., Any]
@@ -60,7 +60,7 @@ def capability(
 
 
 def if_it_has(make: Make, **settings: object) -> dict[str, object]:
-    """Settings that the drop-ins have not: they try nothing again, and each publish waits for its confirm."""
+    """Return settings that the drop-ins do not have. For a drop-in, return no settings."""
     return settings if make in (PRODUCERS[name] for name in RECOVERING) else {}
 
 
@@ -71,7 +71,7 @@ def body(number: int) -> bytes:
 def send_until_held(
     producer: Any, kind: HoldKind, numbers: Numbers, body: Callable[[int], bytes] = body
 ) -> list[bytes]:
-    """Send until the broker holds the producer, and return what was admitted before; tell how long the last waited."""
+    """Send until the broker holds the producer, record the wait of the last send, and return the admitted bodies."""
     admitted: list[bytes] = []
     end = time.monotonic() + PATIENCE
     for number in range(1_000_000):
@@ -80,10 +80,10 @@ def send_until_held(
         try:
             producer.send(body(number), timeout=WAIT)
         except FlowControlTimeout as error:
-            # It waited no shorter than it may, and did not hang.
+            # The send did not time out too early, and did not hang.
             waited = time.monotonic() - began
             assert WAIT <= waited < PATIENCE
-            # On a slow machine confirms alone may be late.
+            # On a slow machine, the send may also time out because confirms are late.
             if kind in {hold.kind for hold in error.holds}:
                 numbers[f"s for {WAIT:g} s"] = round(waited, 3)
                 break
@@ -105,7 +105,7 @@ def test_confirmed_messages_arrive_in_order(provider: Provider, make: Make, inbo
 
 
 @capability("bodies from empty to 10 MB")
-def test_bodies_of_every_size_arrive(provider: Provider, make: Make, inbox: Inbox) -> None:
+def test_message_bodies_from_0_bytes_to_10_MB_arrive(provider: Provider, make: Make, inbox: Inbox) -> None:
     frame = 131_072 - 8
     bodies = [bytes([size % 251]) * size for size in (0, 1, frame - 1, frame, frame + 1, 10_000_000)]
     queue = inbox.declare()
@@ -170,7 +170,7 @@ def test_messages_to_a_full_queue_with_the_policy_reject_are_nacked(
 
 
 @capability("a producer that Channel.Flow stops keeps its time limit", on=(OURS, *BROKERJ), without=())
-def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_when_the_queue_is_empty(
+def test_J7_A4_a_producer_that_a_full_queue_stops_keeps_its_deadlines_and_continues_when_there_is_room(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
     queue = provider.stopping(inbox)
@@ -179,7 +179,7 @@ def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_w
         admitted = send_until_held(producer, HoldKind.CHANNEL_FLOW, numbers)
         assert len(admitted) * len(body(0)) > STOP / 2
         numbers["kB admitted"] = len(admitted) * len(body(0)) // 1_000
-        # What was told to be not sent is in no queue; what was admitted is, or follows.
+        # The queue gets all admitted messages, and no message whose send has timed out.
         assert inbox.bodies(queue, len(admitted)) == admitted
         assert producer.wait_unflowed(PATIENCE)
         assert producer.send(b"later", timeout=PATIENCE).result(PATIENCE) in (Outcome.CONFIRMED, Outcome.SENT)
@@ -187,7 +187,7 @@ def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_w
 
 
 @capability("a producer that Connection.Blocked stops keeps its time limit", on=(OURS, *RABBITMQ))
-def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_it_is_unblocked(
+def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_the_connection_is_unblocked(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
     if provider.block is None:
@@ -225,7 +225,7 @@ def test_messages_that_are_unconfirmed_when_the_connection_is_cut_are_resent_and
 
 
 @capability("after a closed channel only the message that closed it is lost", of=RECOVERING)
-def test_a_message_to_a_missing_exchange_is_rejected_and_does_not_affect_the_others(
+def test_a_message_to_a_missing_exchange_is_rejected_and_all_other_messages_are_confirmed(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

@@ -25,12 +25,12 @@ from tests.interop.contract.test_contract import ALL, BROKERJ, OURS, RABBITMQ
 from tests.interop.flights.data import END, FLIGHTS, ORIGINS, flights, origin_of
 from tests.interop.flights.senders import CUT, RECOVERING, SENDERS
 
-# What a part of them takes; all of them, on a slow machine.
+# The maximum for some flights, and on a slow machine for all flights.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: How many of the flights: all, or as many as fit into a run of the tests.
+#: Number of flights: all, or as many as fit into a usual test run.
 COUNT = FLIGHTS if EFFORT == "nightly" else 4_000
-# Bytes beyond which a queue stops its producers, where it can, so that what is not taken yet fits into memory.
+# Stop threshold of the queue in bytes, if the broker has thresholds. It keeps waiting messages in memory small.
 CAPACITY = 8_000_000
 
 _all = cache(flights)
@@ -51,7 +51,7 @@ def _publish_end(url: str, queue: str) -> None:
 
 
 @pytest.mark.parametrize(("broker", "producer"), _pairs())
-def test_the_flights_arrive_complete_in_order_and_marked_if_they_were_resent(
+def test_all_messages_of_the_flight_data_arrive_in_order_and_resent_messages_are_marked(
     broker: str,
     producer: str,
     providers: Providers,
@@ -90,7 +90,7 @@ def test_the_flights_arrive_complete_in_order_and_marked_if_they_were_resent(
     print(f"{broker}, {producer}: {COUNT / seconds:,.0f}/s, {found}")
     assert found["flights"] == COUNT
     assert (found["damaged"], found["out of order"], found["twice and not marked"]) == (0, 0, 0)
-    # What was in flight when a connection was cut was sent again, and marked; where none was cut, nothing was.
+    # Messages in flight were resent and marked if the connection was cut. Otherwise no message was resent.
     assert found["sent again"] >= (2 * CUT if proxy is not None else 0)
     assert found["twice"] <= found["sent again"]
     if proxy is None:

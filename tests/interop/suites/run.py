@@ -1,7 +1,7 @@
-"""Runs the suites of clients of other hands against RabbitMQ and against `qflow broker`, and compares.
+"""Runs the test suites of clients of other projects with RabbitMQ and with `qflow broker`, and compares the results.
 
-    python -m tests.interop.suites.run                 # all of them
-    python -m tests.interop.suites.run amqplib         # this one
+    python -m tests.interop.suites.run                 # all suites
+    python -m tests.interop.suites.run amqplib         # one suite
     python -m tests.interop.suites.run --json amqplib  # with the outcome of each test
 
 A test that passes on RabbitMQ must pass on the broker of this repository, except for the tests in `DIFFERENT`. Each

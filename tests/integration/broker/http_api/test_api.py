@@ -15,7 +15,7 @@ from tests.integration.producer.tools import Stopwatch
 from .tools import Client
 
 
-def test_C7_queues_and_channels_have_the_same_field_names_as_in_Qpid(broker: Broker, ask: Client) -> None:
+def test_C7_the_json_of_queues_and_channels_has_the_field_names_of_Qpid(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     with Producer(broker.url, routing_key="orders") as producer:
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_D5_two_producers_are_stopped_within_a_second_and_started_again(broker: 
         assert watch.within(1)
         assert {channel["blockedBy"][0] for channel in ask("GET", "/api/producers").json} == {"operator"}
         assert ask("GET", "/api/counters").json["producersStopped"] is True
-        # One who comes while they are stopped is stopped too.
+        # A producer that connects during the stop is stopped, too.
         with Producer(broker.url, routing_key="orders") as three:
             broker.wait_until(lambda broker: sum(channel.flowed for channel in broker.producers()) == 3)
             assert ask("POST", "/api/producers/start").status == 204
@@ -63,7 +63,7 @@ def test_D5_two_producers_are_stopped_within_a_second_and_started_again(broker: 
                 producer.send(b"y").result(20)
 
 
-def test_D5_one_producer_is_stopped_and_the_other_continues(broker: Broker, ask: Client) -> None:
+def test_D5_a_stop_of_one_producer_does_not_hold_another_producer(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as one, Producer(broker.url, routing_key="orders") as two:
         one.send(b"x").result(20)
@@ -91,7 +91,7 @@ def test_a_queue_can_be_declared_queried_and_deleted(broker: Broker, ask: Client
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "ä ö", "a%2Fb", "100%", "?", "#", ".", "a+b"])
-def test_a_name_in_a_path_may_contain_any_characters(broker: Broker, ask: Client, name: str) -> None:
+def test_a_queue_name_in_the_path_of_a_url_may_contain_any_characters(broker: Broker, ask: Client, name: str) -> None:
     path = f"/api/queues/{quote(name, safe='')}"
     assert ask("PUT", path, {}).json["name"] == name
     assert [queue.name for queue in broker.queues()] == [name]
@@ -131,7 +131,7 @@ def test_a_name_in_a_path_may_contain_any_characters(broker: Broker, ask: Client
         ("GET", "/api/events?period=1&period=2", None, ["period"], "twice"),
     ],
 )
-def test_bad_input_is_answered_with_400_and_the_name_of_the_field(
+def test_a_request_with_an_invalid_field_is_answered_with_400_and_the_name_of_the_field(
     broker: Broker, ask: Client, method: str, path: str, body: object, fields: list[str], words: str
 ) -> None:
     broker.declare_queue("orders")
@@ -142,17 +142,17 @@ def test_bad_input_is_answered_with_400_and_the_name_of_the_field(
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b'{"arguments": {"x": NaN}}', b'{"arguments":' * 5000])
-def test_a_body_that_is_not_json_is_answered_with_400(ask: Client, raw: bytes) -> None:
+def test_a_request_body_that_is_not_valid_json_is_answered_with_400(ask: Client, raw: bytes) -> None:
     answer = ask("PUT", "/api/queues/q", raw=raw)
     assert (answer.status, answer.fields) == (400, [""])
 
 
-def test_a_body_that_is_too_large_is_refused(ask: Client) -> None:
+def test_a_request_body_above_16_MiB_is_answered_with_413(ask: Client) -> None:
     answer = ask("PUT", "/api/queues/q", raw=b" " * (16 * 1024 * 1024 + 1))
     assert (answer.status, answer.fields) == (413, [])
 
 
-def test_a_missing_resource_is_answered_with_a_problem_document(ask: Client) -> None:
+def test_requests_for_missing_or_protected_objects_are_answered_with_a_problem_document(ask: Client) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/api/channels/x", 404),
@@ -187,7 +187,7 @@ def test_exchanges_and_bindings_can_be_created_and_deleted(broker: Broker, ask: 
     assert "shop" not in {exchange["name"] for exchange in ask("GET", "/api/exchanges").json}
 
 
-def test_a_connection_can_be_closed(broker: Broker, ask: Client) -> None:
+def test_an_amqp_connection_can_be_closed_over_http(broker: Broker, ask: Client) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     (told,) = ask("GET", "/api/connections").json
     assert ask("DELETE", f"/api/connections/{told['name']}").status == 204
@@ -214,12 +214,12 @@ def test_definitions_are_exported_and_imported(broker: Broker, ask: Client) -> N
         assert other.exchanges() == broker.exchanges()
         assert other.bindings() == broker.bindings()
         assert other.policies == broker.policies
-        # What is there alike stays.
+        # Objects that already exist with the same definition stay.
         assert Client(other)("POST", "/api/definitions", document).status == 200
         assert Client(other)("GET", "/api/definitions").json == document
 
 
-def test_definitions_exported_by_rabbitmq_are_accepted(broker: Broker, ask: Client) -> None:
+def test_definitions_that_RabbitMQ_has_exported_can_be_imported(broker: Broker, ask: Client) -> None:
     document = {
         "rabbit_version": "3.10.8",
         "users": [{"name": "guest", "password_hash": "x", "tags": ["administrator"]}],
@@ -292,7 +292,7 @@ def test_definitions_are_imported_as_a_whole_or_not_at_all(
     broker: Broker, ask: Client, wrong: object, field: str, words: str
 ) -> None:
     broker.declare_queue("there")
-    # It goes with its last binding, which must not be one that is taken back.
+    # This exchange is deleted with its last binding. The rollback of the import must not delete it.
     broker.declare_exchange("leaving", auto_delete=True)
     before = broker.queues(), broker.exchanges(), broker.bindings(), broker.policies
     answer = ask("POST", "/api/definitions", wrong)
@@ -301,7 +301,7 @@ def test_definitions_are_imported_as_a_whole_or_not_at_all(
     assert (broker.queues(), broker.exchanges(), broker.bindings(), broker.policies) == before
 
 
-def test_an_exclusive_queue_is_not_exported(broker: Broker, ask: Client) -> None:
+def test_exported_definitions_omit_exclusive_queues(broker: Broker, ask: Client) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     channel = connection.channel()
     channel.queue_declare("mine", exclusive=True)
@@ -334,21 +334,21 @@ with Broker() as broker:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_the_http_extra_the_broker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_aiohttp_the_error_for_an_http_port_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qflow_client.broker.settings.find_spec", lambda name: None if name == "aiohttp" else name)
     with pytest.raises(ValueError, match=r"HTTP needs aiohttp: pip install 'qflow-client\[broker\]'"):
         Broker(http_port=0)
     Broker()
 
 
-def test_starting_with_an_http_port_in_use_fails(broker: Broker) -> None:
+def test_a_broker_whose_http_port_is_in_use_does_not_start(broker: Broker) -> None:
     port = int(broker.http_url.rpartition(":")[2])
     second = Broker(http_port=port)
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "), second:
         pass
 
 
-def test_the_http_server_runs_on_the_loop_of_the_application() -> None:
+def test_the_http_server_runs_on_the_event_loop_of_the_application() -> None:
     async def run() -> None:
         async with Broker(http_port=0) as broker:
             answer = await asyncio.to_thread(Client(broker), "PUT", "/api/queues/orders", {})
@@ -358,7 +358,9 @@ def test_the_http_server_runs_on_the_loop_of_the_application() -> None:
     asyncio.run(run())
 
 
-def test_D3_policies_can_be_set_replaced_and_deleted_and_queues_follow(broker: Broker, ask: Client) -> None:
+def test_D3_policies_can_be_set_replaced_and_deleted_and_change_the_thresholds_of_queues(
+    broker: Broker, ask: Client
+) -> None:
     broker.declare_queue("orders")
     for _ in range(3):
         broker.publish(b"x", "orders")
@@ -368,7 +370,7 @@ def test_D3_policies_can_be_set_replaced_and_deleted_and_queues_follow(broker: B
     assert (made.json["definition"]["flowStopCount"], made.json["definition"]["maxCount"]) == (2, None)
     queue = ask("GET", "/api/queues/orders").json
     assert (queue["flowStopped"], queue["policies"], queue["thresholds"]["flowStopCount"]) == (True, ["narrow"], 2)
-    # What an operator sets of one queue goes before.
+    # A threshold that the operator sets on one queue has priority over the policy.
     ask("PATCH", "/api/queues/orders/thresholds", {"flowStopCount": 9})
     assert ask("PUT", "/api/policies/narrow", body | {"priority": 5}).status == 200
     assert broker.queue("orders").thresholds.flow_stop_count == 9
@@ -396,7 +398,7 @@ def test_D3_policies_can_be_set_replaced_and_deleted_and_queues_follow(broker: B
         ({"definition": {"maxCount": 1}, "applyTo": "routing_keys"}, ["applyTo", "routingKey"]),
     ],
 )
-def test_a_refused_policy_is_answered_with_the_name_of_the_field(
+def test_an_invalid_policy_is_answered_with_400_and_the_name_of_the_invalid_field(
     broker: Broker, ask: Client, body: object, fields: list[str]
 ) -> None:
     answer = ask("PUT", "/api/policies/narrow", body)
@@ -433,7 +435,7 @@ def test_F6_rate_limits_can_be_set_and_removed(broker: Broker, ask: Client) -> N
         ("host/orders", {"messages": 1}, ["scope"]),
     ],
 )
-def test_a_refused_rate_limit_is_answered_with_the_name_of_the_field(
+def test_an_invalid_rate_limit_is_answered_with_400_and_the_name_of_the_invalid_field(
     broker: Broker, ask: Client, path: str, body: object, fields: list[str]
 ) -> None:
     answer = ask("PUT", f"/api/rate-limits/{path}", body)

@@ -15,7 +15,7 @@ FOLDER = Path(qflow_client.broker.http.__file__).parent / "console"
 VENDOR = FOLDER / "vendor"
 
 
-def test_vendored_libraries_match_the_list_and_have_their_licences() -> None:
+def test_the_vendored_libraries_match_the_checksums_in_their_list_and_have_licences() -> None:
     row = r"^\| `(.*?)` \| .*? (\d+\.\d+\.\d+).*? \| MIT, `(.*?)`.* \| `(\w{64})` \|$"
     listed = re.findall(row, (VENDOR / "README.md").read_text(), re.MULTILINE)
     files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*.*") if path.suffix in (".js", ".css")}
@@ -26,7 +26,7 @@ def test_vendored_libraries_match_the_list_and_have_their_licences() -> None:
         assert sha256((VENDOR / name).read_bytes()).hexdigest() == checksum
 
 
-def test_the_page_and_all_its_resources_are_served_without_requests_to_other_hosts(broker: Broker, ask: Client) -> None:
+def test_the_console_page_loads_all_its_resources_from_the_broker(broker: Broker, ask: Client) -> None:
     page = ask("GET", "/")
     assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert "default-src 'self'" in page.headers["Content-Security-Policy"]
@@ -44,7 +44,7 @@ def test_the_page_and_all_its_resources_are_served_without_requests_to_other_hos
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)\S+", ours) == []
 
 
-def test_the_page_contains_no_secret_and_needs_no_token() -> None:
+def test_the_console_page_contains_no_secret_and_is_served_without_a_token() -> None:
     with Broker(http_port=0, http_token="correct-horse") as broker:
         broker.declare_queue("orders")
         for path in ("/", "/console/console.js", "/console/model.js"):
@@ -54,9 +54,9 @@ def test_the_page_contains_no_secret_and_needs_no_token() -> None:
 
 
 @pytest.mark.parametrize("path", ["/console/", "/console/../server.py", "/console/%2e%2e/server.py", "/console/vendor"])
-def test_only_the_files_of_the_console_are_served(ask: Client, path: str) -> None:
+def test_paths_outside_the_files_of_the_console_are_answered_with_404(ask: Client, path: str) -> None:
     assert ask("GET", path).status == 404
 
 
-def test_a_request_with_a_foreign_host_name_does_not_get_the_page(ask: Client) -> None:
+def test_a_request_for_the_console_page_with_a_foreign_host_header_is_answered_with_403(ask: Client) -> None:
     assert ask("GET", "/", headers={"Host": "evil.example"}).status == 403

@@ -19,7 +19,7 @@ from .tools import Client
 
 @contextmanager
 def listening(broker: Broker) -> Iterator[Iterator[tuple[str, Any]]]:
-    """The events of a broker, each as its kind and data."""
+    """Yield an iterator over the broker's events. Each event is a pair of its kind and its data."""
     connection = http.client.HTTPConnection(broker.http_url.partition("//")[2], timeout=20)
     try:
         connection.request("GET", "/api/events?period=0.1")
@@ -41,7 +41,7 @@ def listening(broker: Broker) -> Iterator[Iterator[tuple[str, Any]]]:
         connection.close()
 
 
-def test_the_first_event_contains_the_complete_state(broker: Broker, ask: Client) -> None:
+def test_the_first_event_of_a_stream_contains_the_complete_state_of_the_broker(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     with listening(broker) as events:
         kind, told = next(events)
@@ -52,7 +52,7 @@ def test_the_first_event_contains_the_complete_state(broker: Broker, ask: Client
         assert told["producersStopped"] is False
 
 
-def test_C7_events_report_that_a_queue_turns_on_and_off(broker: Broker) -> None:
+def test_C7_events_report_that_a_queue_turns_ON_and_OFF(broker: Broker) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     broker.declare_queue("other")
     with listening(broker) as events:
@@ -91,7 +91,7 @@ def test_events_report_created_and_deleted_objects(broker: Broker) -> None:
         assert gone == {"queues": ["mine"], "channels": [name], "connections": [name.partition(" ")[0]]}
 
 
-def test_a_channel_is_not_in_an_event_if_only_its_flowed_time_has_changed(broker: Broker) -> None:
+def test_an_event_omits_a_channel_if_only_the_flowed_time_of_the_channel_has_changed(broker: Broker) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     channel = connection.channel()
     channel.confirm_delivery()
@@ -99,7 +99,7 @@ def test_a_channel_is_not_in_an_event_if_only_its_flowed_time_has_changed(broker
     broker.wait_until(lambda broker: broker.producers()[0].flowed)
     with listening(broker) as events:
         _, told = next(events)
-        # Looked at again because of this, the channel is flowed for longer than before.
+        # The broker compares all objects again after this change. The channel's flowed time has grown meanwhile.
         broker.declare_queue("orders")
         told = _until(events, lambda told: "queues" in told)
         assert "channels" not in told
@@ -120,7 +120,9 @@ def test_a_broker_that_stops_ends_its_event_streams(caplog: pytest.LogCaptureFix
     assert caplog.records == []
 
 
-def test_a_listener_that_disconnects_leaves_nothing_behind(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_event_stream_of_a_disconnected_http_client_is_removed(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
     assert broker._http is not None
     streams = broker._http._streams
     with caplog.at_level(logging.WARNING):

@@ -18,7 +18,7 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 @pytest.mark.parametrize(
     ("accept", "answered"),
     [
-        # As Prometheus 2 and 3 ask, and as browsers and curl do.
+        # The headers of Prometheus 2 and 3, browsers and curl, and some unusual headers.
         (
             "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1",
             OPEN,
@@ -48,10 +48,10 @@ def test_the_client_chooses_the_metrics_format_with_its_accept_header(ask: Clien
     assert answer.text.endswith("\n# EOF\n") is (answered == OPEN)
 
 
-def test_both_formats_contain_the_same_metrics(broker: Broker, ask: Client) -> None:
+def test_the_Prometheus_format_and_the_OpenMetrics_format_contain_the_same_metrics(broker: Broker, ask: Client) -> None:
     broker.declare_queue('a "quoted"\nname', arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     plain = text_string_to_metric_families(ask("GET", "/metrics", headers={"Accept": PLAIN}).text)
-    # It checks what the format demands, such as the end and the names.
+    # This parser checks the rules of the format, such as the end marker and the names.
     strict = openmetrics_families(ask("GET", "/metrics", headers={"Accept": OPEN}).text)
     said = [
         {(sample.name, *sorted(sample.labels.items())): sample.value for family in found for sample in family.samples}

@@ -21,11 +21,11 @@ _CHECKS = (
     "response_schema_conformance",
     "negative_data_rejection",
 )
-# As a program of its own: it takes seconds to import, and its plugin for pytest would cost every run of the tests that.
+# Run schemathesis as a program. Its import takes seconds, and its pytest plugin would add these to every test run.
 _SCHEMATHESIS = [
     *(sys.executable, "-m", "schemathesis.cli", "run"),
     f"--checks={','.join(_CHECKS)}",
-    # The events have no end; they have tests of their own.
+    # An event stream has no end. It is tested separately.
     "--exclude-path=/api/events",
     "--phases=fuzzing" if EFFORT == "quick" else "--phases=examples,coverage,fuzzing",
     f"--max-examples={rounds(10, least=2)}",
@@ -36,7 +36,7 @@ _SCHEMATHESIS = [
 
 
 @pytest.mark.program
-def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
+def test_every_http_response_matches_the_openapi_description(tmp_path: Path) -> None:
     with Broker(http_port=0) as broker:
         broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
         broker.bind("amq.topic", "orders", "orders.#")
@@ -45,7 +45,7 @@ def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
             producer.send(b"two")
             url = f"{broker.http_url}/api/openapi.json"
             ran = subprocess.run([*_SCHEMATHESIS, url], cwd=tmp_path, capture_output=True, text=True, check=False)
-            # What was tried may have stopped it, or deleted its queue.
+            # A generated request may have stopped the producer or deleted its queue.
             broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
             broker.delete_queue("orders")
             broker.flow(active=True)
@@ -55,7 +55,7 @@ def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
     assert int(found[1]) == int(found[2]) - 1 == int(found[3])
 
 
-def test_openapi_describes_the_answer_503_for_requests_that_may_be_refused_for_lack_of_memory(ask: Client) -> None:
+def test_openapi_lists_the_response_503_for_each_request_that_a_memory_limit_may_refuse(ask: Client) -> None:
     paths = ask("GET", "/api/openapi.json").json["paths"]
     assert {path for path, has in paths.items() if "503" in has.get("get", {}).get("responses", {})} == {
         "/metrics",
@@ -64,7 +64,7 @@ def test_openapi_describes_the_answer_503_for_requests_that_may_be_refused_for_l
     }
 
 
-def test_a_sentence_describes_each_operation_and_each_parameter_and_each_field() -> None:
+def test_openapi_has_a_sentence_for_every_operation_every_parameter_and_every_field() -> None:
     told = api.description(has_token=True)
     texts = {name: schema["description"] for name, schema in told["components"]["schemas"].items() if len(schema) > 1}
     for name, schema in told["components"]["schemas"].items():

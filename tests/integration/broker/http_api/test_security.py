@@ -26,14 +26,14 @@ def _guarded() -> Iterator[Broker]:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "broker.example", ""])
-def test_listening_beyond_loopback_requires_a_token(host: str) -> None:
+def test_an_http_host_that_is_not_a_loopback_address_requires_a_token(host: str) -> None:
     with pytest.raises(ValueError, match="is not a loopback address: set an http_token"):
         Broker(http_host=host, http_port=0)
     Broker(http_host=host, http_port=0, http_token=TOKEN)
 
 
 @pytest.mark.parametrize("token", ["", "short", "with a space in it", "with\nnewline", "pässwörter"])
-def test_an_invalid_token_is_refused_and_not_shown_in_the_error(token: str) -> None:
+def test_the_error_for_an_invalid_http_token_does_not_contain_the_token(token: str) -> None:
     with pytest.raises(ValueError, match="http_token must be at least 8") as caught:
         Broker(http_port=0, http_token=token)
     assert not token or token not in str(caught.value)
@@ -55,10 +55,10 @@ def path_of(operation: Operation) -> str:
     return operation.path.format(name="orders", id="x", scope="queue")
 
 
-def test_requests_without_the_token_change_nothing(guarded: Broker) -> None:
+def test_requests_without_the_token_get_no_data_and_change_nothing(guarded: Broker) -> None:
     ask = Client(guarded)
     for operation in api.operations:
-        # What is shown is looked at in one place, before it is known what is asked for.
+        # The token is checked in one place for all operations, so test all variants with one operation only.
         for shown in SHOWN if operation.name == api.operations[0].name else SHOWN[:2]:
             answer = ask(operation.method, path_of(operation), {}, headers=shown)
             if operation.is_public:
@@ -111,26 +111,28 @@ def test_a_request_from_the_same_origin_is_accepted(broker: Broker, ask: Client)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_form_is_refused_where_json_is_required(broker: Broker, ask: Client, kind: str) -> None:
-    """A form of another site can send this without a preflight request."""
+def test_a_request_body_with_the_content_type_of_a_form_is_answered_with_415(
+    broker: Broker, ask: Client, kind: str
+) -> None:
+    """A form of another site can send such a request without a preflight request."""
     answer = ask("PUT", "/api/queues/q", {}, headers={"Content-Type": kind})
     assert (answer.status, answer.fields) == (415, [])
     assert broker.queues() == ()
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "", "192.0.2.1"])
-def test_a_foreign_host_name_that_resolves_to_this_machine_is_refused(ask: Client, host: str) -> None:
-    """DNS rebinding: a page of evil.example, whose name now resolves to this machine."""
+def test_a_request_with_a_foreign_host_header_is_answered_with_403(ask: Client, host: str) -> None:
+    """This prevents DNS rebinding: a page of evil.example sends a request when this name resolves to this machine."""
     for method, path in (("GET", "/api/queues"), ("POST", "/api/producers/stop"), ("GET", "/api/events")):
         assert ask(method, path, headers={"Host": host}).status == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:15672", "127.1.2.3"])
-def test_the_host_names_of_this_machine_are_accepted(ask: Client, host: str) -> None:
+def test_requests_with_a_loopback_address_in_the_host_header_are_accepted(ask: Client, host: str) -> None:
     assert ask("GET", "/api/queues", headers={"Host": host}).status == 200
 
 
-def test_no_page_of_another_origin_may_read_an_answer_or_show_it_in_a_frame(ask: Client) -> None:
+def test_response_headers_forbid_pages_of_other_origins_to_read_or_frame_a_response(ask: Client) -> None:
     for path in ("/api/queues", "/api/queues/none", "/nowhere"):
         headers = ask("GET", path, headers={"Origin": "http://evil.example"}).headers
         assert "Access-Control-Allow-Origin" not in headers

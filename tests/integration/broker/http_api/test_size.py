@@ -49,7 +49,7 @@ def test_a_broker_with_hundreds_of_queues_and_producers_answers_all_requests(
     began = time.monotonic()
     assert ask("POST", "/api/producers/stop").status == 204
     assert all(producer.flowed for producer in broker.producers())
-    # Everybody has been sent it.
+    # Every channel gets the stop.
     for client in clients:
         assert all(not client.expect(commands.Channel.Flow).active for _ in range(CHANNELS))
     assert time.monotonic() - began < 10

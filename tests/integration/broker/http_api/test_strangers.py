@@ -33,7 +33,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("words", [b"", b"GET /api/queues HT", b"GET /api/queues HTTP/1.1\r\nHost: x\r\n"])
-def test_an_idle_connection_is_closed_in_time_and_an_active_one_stays_open(words):
+def test_an_http_connection_without_a_complete_request_is_closed_and_an_active_connection_stays_open(words):
     with Broker(http_port=0, unauthenticated_timeout=0.5) as broker:
         asking = http.client.HTTPConnection(*address(broker), timeout=30)
         for _ in range(2):
@@ -42,12 +42,12 @@ def test_an_idle_connection_is_closed_in_time_and_an_active_one_stays_open(words
             assert (answer.status, answer.read()) == (200, b"[]")
             with connect(broker) as stranger:
                 stranger.sendall(words)
-                # Longer than a connection may take that has not asked.
+                # This waits longer than a connection without a request may stay open.
                 assert is_closed(stranger)
         asking.close()
 
 
-def test_connections_beyond_the_limit_are_closed(monkeypatch, caplog):
+def test_http_connections_beyond_the_limit_are_closed(monkeypatch, caplog):
     monkeypatch.setattr(HttpServer, "MAX_CONNECTIONS", 2)
     with Broker(http_port=0) as broker:
         kept = [http.client.HTTPConnection(*address(broker), timeout=30) for _ in range(2)]
@@ -59,7 +59,7 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch, caplog):
         assert "HTTP: refused, there are 2 connections" in caplog.text
         kept[0].close()
         while True:
-            # There is room once the broker has heard of it.
+            # There is room when the broker has noticed the end of the connection.
             with connect(broker) as another:
                 another.sendall(b"GET /api/queues HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
                 try:
@@ -98,14 +98,14 @@ def test_requests_with_the_token_are_answered_even_if_unauthenticated_clients_fi
 
 
 def nested(depth: int) -> bytes:
-    """A field that is a table, with so many tables in one another."""
+    """Return a field value that consists of `depth` nested tables."""
     value = b"V"
     for _ in range(depth):
         value = b"F" + (2 + len(value)).to_bytes(4, "big") + b"\1k" + value
     return value
 
 
-#: What JSON has no word for, or that is as deep as a table may be.
+#: Values that JSON cannot represent, and a table with the maximum depth.
 STRANGE = {
     "nan": b"d" + struct.pack(">d", float("nan")),
     "inf": b"f" + struct.pack(">f", float("-inf")),
@@ -120,7 +120,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("depth", [0, 260])
-def test_E9_a_name_chosen_by_an_unauthenticated_client_does_not_break_answers_to_other_clients(broker, ask, depth):
+def test_E9_client_properties_of_an_unauthenticated_amqp_client_do_not_break_http_responses(broker, ask, depth):
     fields = STRANGE | ({"deep": nested(depth)} if depth else {})
     table = b"".join(bytes((len(name),)) + name.encode() + value for name, value in fields.items())
     payload = b"\0\x0a\0\x0b" + len(table).to_bytes(4, "big") + table + b"\5PLAIN\0\0\0\x0c\0guest\0guest\5en_US"

@@ -20,12 +20,12 @@ from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.http.turns import Turns
 from tests.effort import rounds
 
-# All rules are about objects in a turn, so fewer queues prove the same in less time.
+# All rules limit the objects in one turn of the loop, so fewer queues prove the same in less time.
 QUEUES = rounds(4_000, least=1_100)
 
 
 class Turn:
-    """Counts in each turn of the loop."""
+    """Counts objects in each turn of the loop."""
 
     def __init__(self) -> None:
         self.count = self.total = self.most = 0
@@ -42,7 +42,7 @@ class Turn:
 
 @pytest.fixture
 def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
-    """Counts what `Turns` lets through."""
+    """A counter of the objects that `Turns` yields."""
     turn, each = Turn(), Turns.each
 
     async def counted(self: Turns, things: Any) -> Any:
@@ -79,14 +79,14 @@ def test_E9_requests_about_thousands_of_queues_are_handled_in_slices_of_at_most_
             document["bindings"] = [{"source": "amq.fanout", "destination": "queue 7"}]
             async with session.post("/api/definitions", json=document) as answer:
                 assert (answer.status, (await answer.json())["queues"]) == (200, QUEUES)
-            # Read and declared.
+            # Each queue is counted once when it is read and once when it is declared.
             assert turn.total >= 2 * QUEUES
             assert len(json.loads(await get("/api/queues", QUEUES))) == QUEUES
             assert len(json.loads(await get("/api/definitions", 2 * QUEUES))["queues"]) == QUEUES
             assert json.loads(await get("/api/counters", QUEUES))["queues"] == QUEUES
             assert len(json.loads(await get("/api/flow-states", QUEUES))["queues"]) == QUEUES
             assert (await get("/metrics", QUEUES)).count(b'qflow_queue_messages{queue="') == QUEUES
-            # Two at once have one slice in a turn between them.
+            # Two simultaneous requests share one slice in each turn.
             await asyncio.gather(get("/api/queues", QUEUES), get("/metrics", QUEUES))
             before = turn.total
             async with session.get("/api/events") as stream:
@@ -97,7 +97,9 @@ def test_E9_requests_about_thousands_of_queues_are_handled_in_slices_of_at_most_
     asyncio.run(main())
 
 
-def test_E9_a_refused_import_that_took_several_slices_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_a_failed_import_of_definitions_that_took_several_slices_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Turns, "MOST", 1)
 
     async def main() -> None:
@@ -138,7 +140,9 @@ def test_E9_a_refused_import_that_took_several_slices_leaves_nothing_behind(monk
         (b'{"queues": [{"name": "a", "arguments": {"x": NaN}}]}', ""),
     ],
 )
-def test_an_invalid_document_is_answered_with_400(raw: bytes, field: str) -> None:
+def test_an_import_of_invalid_definitions_is_answered_with_400_and_the_name_of_the_field(
+    raw: bytes, field: str
+) -> None:
     async def main() -> None:
         async with serving() as (broker, session):
             headers = {"Content-Type": "application/json"}
@@ -149,7 +153,9 @@ def test_an_invalid_document_is_answered_with_400(raw: bytes, field: str) -> Non
     asyncio.run(main())
 
 
-def test_E9_a_request_without_a_token_is_answered_in_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_at_most_one_request_without_a_token_is_handled_in_each_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     turn = Turn()
 
     def check(*_: object) -> None:
@@ -193,7 +199,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> Callable[
     return lambda: len(calls)
 
 
-def test_E9_a_hundred_event_streams_encode_each_changed_queue_only_once_for_all_of_them(
+def test_E9_each_changed_queue_is_encoded_only_once_for_a_hundred_event_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encodings = counted(monkeypatch, events, "encoded")
@@ -209,7 +215,7 @@ def test_E9_a_hundred_event_streams_encode_each_changed_queue_only_once_for_all_
             streams = [watch.events(0.001) for _ in range(100)]
             states = await asyncio.gather(*map(next_event, streams))
             assert {len(state["queues"]) for state in states} == {queues}
-            # Each queue once, and few words for each stream.
+            # Each queue is encoded once, and each stream adds a few encodings.
             assert encodings() < queues + 100 * 30
             looks, words = comparisons(), encodings()
             for number in range(5):
@@ -225,7 +231,7 @@ def test_E9_a_hundred_event_streams_encode_each_changed_queue_only_once_for_all_
     asyncio.run(main())
 
 
-def test_E9_objects_that_are_deleted_and_created_again_are_reported_to_slow_and_fast_streams() -> None:
+def test_E9_slow_and_fast_event_streams_report_objects_that_are_deleted_and_created_again() -> None:
     async def main() -> None:
         async with Broker() as broker:
             watch = Watch(broker, Turns())
@@ -245,13 +251,15 @@ def test_E9_objects_that_are_deleted_and_created_again_are_reported_to_slow_and_
                 broker.declare_queue("other")
                 await asyncio.sleep(0)
                 assert [(await next_event(each))["queues"][0]["name"] for each in (fast, slow)] == ["other"] * 2
-                # Told to all, it is forgotten.
+                # The watch forgets a deleted object when all streams have reported it.
                 assert list(watch._named["queues"]) == ["other"]
 
     asyncio.run(main())
 
 
-def test_E9_event_streams_are_limited_in_total_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_the_number_of_event_streams_is_limited_in_total_and_for_each_client_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(HttpServer, "MAX_STREAMS_OF_ADDRESS", 2)
 
     async def main() -> None:
@@ -262,7 +270,7 @@ def test_E9_event_streams_are_limited_in_total_and_for_each_address(monkeypatch:
                 assert "2 from one address" in (await answer.json())["detail"]
             for stream in open_streams:
                 stream.close()
-            # Sooner than a stream that has nothing to say would write, and so find out.
+            # This is sooner than the next keep-alive write of an idle stream, which would also notice the end.
             async with asyncio.timeout(10):
                 while True:
                     async with session.get("/api/events?period=0.1") as answer:
@@ -281,7 +289,7 @@ def test_the_json_of_an_empty_iterator_is_an_empty_list() -> None:
 
 
 def hold_answers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Answers of more than 1,000 bytes are sent in pieces, and none is taken until the event is set."""
+    """Send answers of more than 1,000 bytes in pieces. No piece is written until the returned event is set."""
     taken = asyncio.Event()
     write = web.StreamResponse.write
 
@@ -302,7 +310,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_E9_large_unread_answers_are_limited_and_counted_as_memory(
+def test_E9_large_unread_http_answers_are_limited_and_counted_as_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -320,7 +328,7 @@ def test_E9_large_unread_answers_are_limited_and_counted_as_memory(
                     assert f"answers of {first.content_length} bytes are being sent" in await second.text()
                 taken.set()
                 assert len(await first.json()) == 10
-            # It is taken, and counts no more.
+            # The first answer has been sent, so it no longer counts.
             async with session.get("/api/queues") as second:
                 assert (second.status, len(await second.json())) == (200, 10)
 
@@ -335,7 +343,7 @@ def test_E9_large_unread_answers_are_limited_and_counted_as_memory(
         (1 << 21, 1 << 18, "; request single objects, or delete objects"),
     ],
 )
-def test_E9_an_answer_uses_at_most_a_quarter_of_a_memory_limit(
+def test_E9_an_http_answer_that_needs_more_than_a_quarter_of_the_memory_limit_is_refused_with_503(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int, way_out: str | None
 ) -> None:
     async def main() -> None:
@@ -352,7 +360,7 @@ def test_E9_an_answer_uses_at_most_a_quarter_of_a_memory_limit(
     asyncio.run(main())
 
 
-def test_A1_a_publisher_that_is_paused_while_an_answer_uses_memory_continues_when_the_answer_is_sent(
+def test_A1_a_publisher_paused_while_an_http_answer_uses_memory_continues_when_the_answer_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -360,7 +368,7 @@ def test_A1_a_publisher_that_is_paused_while_an_answer_uses_memory_continues_whe
         async with serving(memory_limit=1 << 20) as (broker, session):
             for number in range(350):
                 broker.declare_queue(f"queue {number}")
-            # Less than 7/8 of memory, and with the answer more than all of it.
+            # The message needs less than 7/8 of the memory limit. With the answer, the whole limit is exceeded.
             broker.publish(bytes(880_000), "queue 0")
             async with AsyncProducer(broker.url, routing_key="queue 1") as producer, asyncio.timeout(10):
                 await (await producer.send(b"before")).result()
@@ -368,7 +376,7 @@ def test_A1_a_publisher_that_is_paused_while_an_answer_uses_memory_continues_whe
                     await broker.wait_until_async(lambda broker: broker._server.is_paused)
                     receipt = await producer.send(b"while it is sent")
                     taken.set()
-                    # Nothing else happens: no other client asks or sends anything.
+                    # Nothing else wakes the broker, because no other client sends anything.
                     await receipt.result()
                     assert answer.status == 200
 
@@ -376,7 +384,7 @@ def test_A1_a_publisher_that_is_paused_while_an_answer_uses_memory_continues_whe
 
 
 @pytest.mark.parametrize("why", ["it is gone", "it is slow"])
-def test_E9_a_client_that_does_not_read_its_answer_is_disconnected_and_nothing_is_logged(
+def test_E9_an_http_client_that_does_not_read_its_answer_is_disconnected_without_an_error_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     async def main() -> None:
@@ -400,7 +408,7 @@ def test_E9_a_client_that_does_not_read_its_answer_is_disconnected_and_nothing_i
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_E9_large_answers_are_generated_one_at_a_time_and_small_ones_do_not_wait_for_them(
+def test_E9_large_http_answers_are_generated_one_at_a_time_and_small_answers_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -420,12 +428,12 @@ def test_E9_large_answers_are_generated_one_at_a_time_and_small_ones_do_not_wait
             monkeypatch.setattr(server, "encode", slow)
             asked = [asyncio.create_task(session.get("/api/queues")) for _ in range(2)]
             await has_begun.wait()
-            # Answered meanwhile, the first from what is encoded already.
+            # These requests are answered meanwhile. The first answer is already encoded.
             for path in ("/api/openapi.json", "/api/queues/q", "/api/counters"):
                 async with session.get(path) as answer:
                     assert answer.status == 200
             assert len(making) == 1
-            # Nothing is made for a client that goes while it waits.
+            # No answer is generated for a client that disconnects while its request waits.
             _, writer = await asyncio.open_connection(*("127.0.0.1", int(broker.http_url.rpartition(":")[2])))
             writer.write(b"GET /api/queues HTTP/1.1\r\nHost: localhost\r\n\r\n")
             lock = broker._http._making
@@ -442,7 +450,7 @@ def test_E9_large_answers_are_generated_one_at_a_time_and_small_ones_do_not_wait
     asyncio.run(main())
 
 
-def test_E9_a_request_is_completed_even_if_its_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_an_http_request_is_completed_even_if_its_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_is_gone", lambda request: True)
 
     async def main() -> None:

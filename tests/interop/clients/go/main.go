@@ -1,4 +1,4 @@
-// What it does is told in ../script.py.
+// The steps of this program are in ../script.py.
 package main
 
 import (
@@ -84,7 +84,7 @@ func (p *program) awaitGo() {
 	log.Panic("nobody said to go on")
 }
 
-// look reports what the library has told so far: it tells before it hands out what came later.
+// look adds the notifications of the library to the report. The library sends them before it delivers later frames.
 func (p *program) look() {
 	for {
 		select {

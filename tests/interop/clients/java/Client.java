@@ -11,7 +11,7 @@ import java.util.concurrent.LinkedBlockingQueue;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicReference;
 
-/** What it does is told in ../script.py. */
+/** The steps of this program are in ../script.py. */
 public final class Client {
   private static final int FIRST = 50;
   private static final int SECOND = 5;
@@ -112,7 +112,7 @@ public final class Client {
         ClientVersion.VERSION, confirmed, received, blocked, request);
   }
 
-  /** Whether the thread waits within basicPublish, and not for a confirm; false when it has ended. */
+  /** Returns whether the thread waits in basicPublish, and not for a confirm. Returns false when it has ended. */
   private static boolean isHeld(Thread publisher) throws InterruptedException {
     while (publisher.isAlive()) {
       if (publisher.getState() == Thread.State.WAITING) {
@@ -129,7 +129,7 @@ public final class Client {
 
   public static void main(String[] arguments) throws Exception {
     System.out.println(new Client(arguments[0]).run());
-    // Threads of the library's need not end.
+    // Do not wait for threads of the library.
     System.exit(0);
   }
 }

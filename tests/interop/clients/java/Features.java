@@ -40,7 +40,7 @@ public final class Features {
     channel.confirmSelect();
   }
 
-  /** The library has PLAIN and EXTERNAL only. */
+  /** The mechanism AMQPLAIN, because the library has only PLAIN and EXTERNAL. */
   private static final class AmqPlain implements SaslMechanism {
     @Override
     public String getName() {
@@ -76,7 +76,7 @@ public final class Features {
     return message;
   }
 
-  /** How many messages each consumer gets if all share a prefetch count, and each message is acked when it comes. */
+  /** Returns the number of messages of each consumer. All share a prefetch count, and ack each message at once. */
   private String shares() throws Exception {
     String queue = channel.queueDeclare().getQueue();
     for (int number = 0; number < MESSAGES; number++) {
@@ -93,7 +93,7 @@ public final class Features {
       int consumer = at;
       shared.basicConsume(queue, false, (tag, message) -> {
         awaitLatch(subscribed);
-        // In this order, because the channel is closed after the last message.
+        // Ack before adding to the queue, because the channel is closed after the last message.
         shared.basicAck(message.getEnvelope().getDeliveryTag(), false);
         received.add(consumer);
       }, tag -> { });
@@ -114,7 +114,7 @@ public final class Features {
     }
   }
 
-  /** A request and its answer by direct reply-to. */
+  /** Sends a request, and returns its answer by direct reply-to. */
   private String answer() throws Exception {
     String requests = channel.queueDeclare().getQueue();
     Channel client = connection.createChannel();
@@ -141,7 +141,7 @@ public final class Features {
     return answer;
   }
 
-  /** The entry of x-death for a message that is rejected several times, and the class of its count. */
+  /** Rejects a message several times, and returns its entry in x-death and the class of the entry's count. */
   private String deaths() throws Exception {
     String name = "deaths-" + UUID.randomUUID();
     channel.queueDeclare(name, false, true, true,

@@ -1,4 +1,4 @@
-// What it does is told in ../script.py.
+// The steps of this program are in ../script.py.
 import { readFileSync } from 'node:fs';
 import { setTimeout as sleep } from 'node:timers/promises';
 import amqplib from 'amqplib';
@@ -77,7 +77,7 @@ try {
   }
   await connection.close();
 } catch (error) {
-  // Whose connection has ended says why; everything else is a fault of this program.
+  // If the connection has ended, the report contains the reason. Any other error is a fault of this program.
   await ended;
   if (!report.lost) throw error;
 }
