@@ -246,6 +246,8 @@ async def Exchange__publish__to_an_exchange_that_is_not_there(m: Any, _c: Any, c
     await tried(log, exchange.publish(m.Message(b""), "q"))
     await soon(lambda: len(log) == 2)
     if isinstance(channel, m.abc.AbstractRobustChannel):
+        # `ready` may return before aio-pika has noticed the close.
+        await soon(lambda: not channel.is_closed)
         await channel.ready()
         log.append(normal(await channel.default_exchange.publish(m.Message(b""), "q")))
 
