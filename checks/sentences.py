@@ -1,10 +1,10 @@
 """Draws random sentences, for a reader who marks those that must be read twice.
 
     python -m checks.sentences --seed 7
-    python -m checks.sentences --seed 7 --docstrings
+    python -m checks.sentences --seed 7 --package
 
-The sentences come from README and the documentation, or from the docstrings of the package. Code, tables and generated
-texts are left out. The same seed draws the same sentences from the same text.
+The sentences come from README and the documentation, or from the docstrings and comments of the package. Code, tables
+and generated texts are left out. The same seed draws the same sentences from the same text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ast
 import random
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -63,13 +64,31 @@ def of_documentation() -> Iterator[Sentence]:
                 yield Sentence(place, text)
 
 
-def of_docstrings() -> Iterator[Sentence]:
-    """Yield the sentences of the docstrings of the package."""
+def of_package() -> Iterator[Sentence]:
+    """Yield the sentences of the docstrings and comments of the package."""
     for path in sorted((ROOT / "qflow_client").rglob("*.py")):
+        for place, text in of_comments(path):
+            yield Sentence(place.removeprefix(f"{ROOT}/"), text)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 for text in sentences(_ARGUMENT.sub("\n\n", ast.get_docstring(node) or "")):
                     yield Sentence(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text)
+
+
+def of_comments(path: Path) -> Iterator[Sentence]:
+    """Yield the sentences of the comments of a file. The lines of one comment are joined."""
+    with tokenize.open(path) as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type != tokenize.NL]
+    begin, words = 0, list[str]()
+    for token in tokens:
+        # A comment beside code often gives the reason of an ignored check.
+        if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+            begin = begin if words else token.start[0]
+            words.append(token.string.lstrip("#: "))
+        else:
+            for text in sentences(" ".join(words)):
+                yield Sentence(f"{path}:{begin}", text)
+            words = []
 
 
 def draw(found: list[Sentence], count: int, seed: int) -> list[Sentence]:
@@ -83,9 +102,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m checks.sentences", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="of the lot")
     parser.add_argument("--count", type=int, default=100, help="how many (%(default)s)")
-    parser.add_argument("--docstrings", action="store_true", help="of the package, instead of the documentation")
+    parser.add_argument("--package", action="store_true", help="of the package, instead of the documentation")
     arguments = parser.parse_args()
-    found = list(of_docstrings() if arguments.docstrings else of_documentation())
+    found = list(of_package() if arguments.package else of_documentation())
     for number, sentence in enumerate(draw(found, arguments.count, arguments.seed), 1):
         print(f"{number:3} {sentence.place}: {sentence.text}")
     print(f"{min(arguments.count, len(found))} of {len(found)} sentences, seed {arguments.seed}")

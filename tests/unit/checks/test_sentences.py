@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
-from checks.sentences import draw, of_docstrings, of_documentation, sentences
+from checks.sentences import draw, of_comments, of_documentation, of_package, sentences
 
 PAGE = """# A title that is no sentence.
 
@@ -49,4 +50,17 @@ def test_the_sentence_check_draws_the_same_sentences_for_the_same_seed() -> None
     assert len(set(drawn)) == 100
     assert drawn == draw(found, 100, 1) != draw(found, 100, 2)
     # The first modules have enough sentences. All modules take two seconds.
-    assert len(list(islice(of_docstrings(), 1000))) == 1000
+    assert len(list(islice(of_package(), 1000))) == 1000
+
+
+def test_the_lines_of_a_comment_are_joined_and_comments_beside_code_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "#: One sentence in\n#: two lines. Another sentence of it.\nx = 1  # noqa: X  # a reason of some words\n"
+        "\n# A comment after a blank line.\n"
+    )
+    assert [sentence.text for sentence in of_comments(path)] == [
+        "One sentence in two lines.",
+        "Another sentence of it.",
+        "A comment after a blank line.",
+    ]
