@@ -53,7 +53,7 @@ class StopResume:
         resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a stop threshold is negative. A resume threshold is above its stop threshold, or is below 1 while
+        ValueError: a threshold is negative. A resume threshold is above its stop threshold, or is below 1 while
             its stop threshold is above 0. The text contains the invalid values.
     """
 
@@ -82,6 +82,8 @@ class StopResume:
                     resume,
                     "the resume threshold must be at least 1, or it is never reached",
                 )
+            if resume < 0:
+                raise ValueError(f"{resume_name}={resume}: it must be at least 0")
 
     @classmethod
     def from_limits(

@@ -152,6 +152,12 @@ def test_C2_a_resume_threshold_without_a_stop_threshold_raises_an_error(unit: st
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
+def test_C2_a_negative_resume_threshold_without_a_stop_threshold_raises_an_error(unit: str) -> None:
+    with pytest.raises(ValueError, match=f"flow_resume_{unit}=-1: it must be at least 0"):
+        StopResume(**{f"resume_{unit}": -1})
+
+
+@pytest.mark.parametrize("unit", ["count", "size"])
 def test_C2_a_negative_stop_threshold_raises_an_error(unit: str) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=-1"):
         StopResume(**{f"stop_{unit}": -1})
