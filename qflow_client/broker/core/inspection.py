@@ -18,7 +18,7 @@ from qflow_client.broker.core.snapshots import (
     ConnectionSnapshot,
     ExchangeSnapshot,
     QueueSnapshot,
-    binding_snapshots,
+    binding_snapshot,
     channel_snapshot,
     connection_snapshot,
     exchange_snapshot,
@@ -34,7 +34,7 @@ class InspectableBroker(EmbeddedBroker):
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
     snapshot shows its object at the moment of the yield, so other work can run between two snapshots. New queues,
-    exchanges and connections are not included, nor are queues, connections and channels that end in the meantime.
+    exchanges and connections are not included, nor are objects that end in the meantime.
     """
 
     @on_loop()
@@ -125,7 +125,8 @@ class InspectableBroker(EmbeddedBroker):
 
     def each_exchange(self) -> Iterator[ExchangeSnapshot]:
         """The exchanges, the default exchange first."""
-        return map(exchange_snapshot, tuple(self._host.topology.exchanges.values()))
+        exchanges = self._host.topology.exchanges
+        return (exchange_snapshot(each) for each in tuple(exchanges.values()) if exchanges.get(each.name) is each)
 
     def has_exchange(self, name: str) -> bool:
         """Whether an exchange with this name exists."""
@@ -138,8 +139,12 @@ class InspectableBroker(EmbeddedBroker):
 
     def each_binding(self) -> Iterator[BindingSnapshot]:
         """The bindings, grouped by exchange."""
-        for exchange in tuple(self._host.topology.exchanges.values()):
-            yield from binding_snapshots(exchange)
+        exchanges = self._host.topology.exchanges
+        for exchange in tuple(exchanges.values()):
+            for binding in tuple(exchange.bindings.values()):
+                # A deleted exchange keeps its bindings.
+                if exchanges.get(exchange.name) is exchange and exchange.bindings.get(binding.key) is binding:
+                    yield binding_snapshot(exchange, binding)
 
     @property
     @on_loop()

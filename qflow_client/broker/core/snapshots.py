@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -11,7 +10,7 @@ import pamqp.commands
 
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.entries import QueueEntry
-from qflow_client.broker.core.exchange import Exchange
+from qflow_client.broker.core.exchange import Binding, Exchange
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.session import Session, State
 from qflow_client.flow import Capacity, StopResume
@@ -26,7 +25,7 @@ __all__ = [
     "QueueSnapshot",
     "TargetSnapshot",
     "ThresholdsSnapshot",
-    "binding_snapshots",
+    "binding_snapshot",
     "channel_snapshot",
     "connection_snapshot",
     "exchange_snapshot",
@@ -527,16 +526,15 @@ def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
     )
 
 
-def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
-    """Yield snapshots of the bindings from an exchange, in the order in which they were added."""
-    for binding in tuple(exchange.bindings.values()):
-        yield BindingSnapshot(
-            source=exchange.name,
-            destination=binding.destination.name,
-            destination_type="queue" if isinstance(binding.destination, Queue) else "exchange",
-            routing_key=binding.routing_key,
-            arguments=dict(binding.arguments),
-        )
+def binding_snapshot(exchange: Exchange, binding: Binding) -> BindingSnapshot:
+    """Return a snapshot of a binding from an exchange."""
+    return BindingSnapshot(
+        source=exchange.name,
+        destination=binding.destination.name,
+        destination_type="queue" if isinstance(binding.destination, Queue) else "exchange",
+        routing_key=binding.routing_key,
+        arguments=dict(binding.arguments),
+    )
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:

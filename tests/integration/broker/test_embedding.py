@@ -268,6 +268,28 @@ def test_methods_can_be_called_directly_on_the_loop_of_the_broker_but_wait_until
     asyncio.run(main())
 
 
+def test_exchanges_and_bindings_that_are_deleted_in_the_meantime_are_not_yielded():
+    async def main():
+        async with Broker() as broker:
+            broker.declare_queue("q")
+            for name in ("first", "second", "third"):
+                broker.declare_exchange(name)
+                broker.bind(name, "q", "one")
+                broker.bind(name, "q", "two")
+            exchanges, bindings = broker.each_exchange(), broker.each_binding()
+            assert next(exchanges).name == ""
+            assert (next(bindings).source, next(bindings).source) == ("first", "first")
+            broker.delete_exchange("first")
+            assert [each.name for each in exchanges if not each.name.startswith("amq.")] == ["second", "third"]
+            assert next(bindings).source == "second"
+            broker.unbind("second", "q", "two")
+            assert next(bindings).source == "third"
+            broker.delete_exchange("third")
+            assert list(bindings) == []
+
+    asyncio.run(main())
+
+
 def test_wait_until_async_works_with_a_broker_on_another_thread():
     async def main(broker):
         waiting = asyncio.create_task(broker.wait_until_async(lambda b: b.queue("q").depth == 1))
