@@ -28,10 +28,10 @@ from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
 from qflow_client.skin import CLOSED, DEFAULT, close_deadline, kinds_of, refuse_coroutine_function
 from qflow_client.telemetry import Tracer
 
-__all__ = ["NOT_CONNECTED", "BaseProducer", "resolve", "split"]
+__all__ = ["CONNECT_FIRST", "BaseProducer", "resolve", "split"]
 
 #: Why an `AsyncProducer` takes no messages at first.
-NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
+CONNECT_FIRST = "the producer is not connected yet; use async with, or await connect() first"
 
 # The errors of `send` and of `send_nowait` for a message that must not wait. The text of each error says how to wait.
 _LONGER_WAITS = CannotWait(FlowControlTimeout, "set a longer timeout to wait")
@@ -236,7 +236,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         if receipt is not None:
             return receipt
         if engine.dispatcher is None:
-            raise ProducerClosed(NOT_CONNECTED, payload, exchange=exchange, routing_key=routing_key)
+            raise ProducerClosed(CONNECT_FIRST, payload, exchange=exchange, routing_key=routing_key)
         if cannot_wait is None:
             return None
         if not engine.is_in_callback:

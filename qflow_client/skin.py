@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from qflow_client.core.protocol import ProducerProtocol
@@ -27,9 +27,6 @@ from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import ProducerSettings, check_argument, check_timeout
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "BRIEF",
@@ -50,7 +47,9 @@ __all__ = [
     "client_properties",
     "close_deadline",
     "connection_failed",
+    "deadline_of",
     "good_bye_until",
+    "keep_admitted",
     "keeping",
     "kinds_of",
     "limit_of",

@@ -7,15 +7,12 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Commits", "SpilledReceipt"]
 

@@ -28,7 +28,7 @@ from qflow_client.guard import LOOPS
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
 from qflow_client.position import Position
-from qflow_client.producer import NOT_CONNECTED, BaseProducer, resolve, split
+from qflow_client.producer import CONNECT_FIRST, BaseProducer, resolve, split
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
@@ -330,7 +330,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """
         check_timeout(timeout)
         if self._engine.loop is None and not self._engine.ended:
-            raise ProducerClosed(NOT_CONNECTED)
+            raise ProducerClosed(CONNECT_FIRST)
         self._engine.check_loop()
         waiter = Waiter()
         return await self._engine.drive(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import pamqp.base
@@ -24,9 +24,6 @@ import pamqp.frame
 
 from qflow_client.testing.node import free_port
 from qflow_client.testing.relay import NO_RULES, Direction, ProxiedConnection, Relay, Relays
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Direction", "FaultProxy", "ProxiedConnection", "Schedule"]
 
