@@ -99,7 +99,8 @@ class Channel(pyamqp.Channel):
     ) -> Any:
         """Close the channel like py-amqp. With pipelined confirms, first wait until all messages are settled.
 
-        If the broker blocks the connection, ``Channel.Close`` is sent when the program opens another channel.
+        If the broker blocks the connection, the method does not wait. ``Channel.Close`` is sent when the connection has
+        received ``Connection.Unblocked``, so when the program reads or publishes.
 
         Raises:
             OperationalError: the same as for `wait_for_confirms`. The channel is closed even if this error is raised.
@@ -107,6 +108,8 @@ class Channel(pyamqp.Channel):
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
             self.is_open = False
+            # From now on py-amqp drops deliveries. The broker delivers them again when the channel is closed.
+            self.is_closing = True
             self._end_flow("the channel is closed while the broker blocks the connection")
             connection.left.append(self)
             return None
@@ -122,9 +125,19 @@ class Channel(pyamqp.Channel):
         return result
 
     def close_left(self) -> None:
-        """Close the channel now. The broker did not read when the program called `close`."""
-        self.is_open = True
-        super().close()
+        """Send ``Channel.Close`` now. The broker did not read when the program called `close`.
+
+        This method may run during any read, so it must not wait for the answer. py-amqp passes the answer to `collect`.
+        """
+        self.send_method(spec.Channel.Close, "BsBB", (0, "", 0, 0))
+
+    def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
+        connection = self.connection
+        super()._on_close(reply_code, reply_text, class_id, method_id)
+        if self in connection.left:
+            # The broker has closed the channel first. It would end the connection for a later Channel.Close.
+            connection.left.remove(self)
+            self.collect()
 
     def settle(self) -> OperationalError | None:
         """Wait for the confirms of pipelined messages before a close.

@@ -148,8 +148,6 @@ class Connection(pyamqp.Connection):
                 self.await_unblocked()
             except FlowControlTimeout as error:
                 refuse(error)
-            while self.left:
-                self.left.pop().close_left()
         return super().channel(channel_id, callback)
 
     def close(
@@ -183,6 +181,8 @@ class Connection(pyamqp.Connection):
         self.bytes_recv += 1
         wire = self._transport
         assert wire is not None
+        while self.left and not wire.tap.is_blocked:
+            self.left.pop().close_left()
         for channel in tuple((self.channels or {}).values()):
             flow = getattr(channel, "_flow", None)
             if flow is not None:

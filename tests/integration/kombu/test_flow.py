@@ -223,6 +223,43 @@ def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker
     assert one.queue_declare("other").queue == "other"
 
 
+def test_a_channel_closed_while_blocked_is_closed_in_the_broker_when_the_connection_is_unblocked(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    one, two = connection.channel(), connection.channel()
+    delivered: list[Any] = []
+    broker.publish(b"unacked", "q")
+    one.basic_consume("q", callback=delivered.append)
+    broker.wait_until(lambda broker: broker.queue("q").unacked == 1)
+    number = one.channel_id
+    broker.block("no memory")
+    held(two, HoldKind.CONNECTION_BLOCKED)
+    one.close()
+    broker.unblock()
+    publish(two)
+    broker.wait_until(lambda broker: [each.number for each in broker.channels()] == [two.channel_id])
+    broker.wait_until(lambda broker: broker.queue("q").ready == 2)
+    # The closed channel drops its delivery, and its number can be used again.
+    while one.channel_id is not None:
+        connection.drain_events(timeout=PATIENCE)
+    assert delivered == []
+    assert connection.channel().channel_id == number
+
+
+def test_a_channel_that_both_sides_close_while_the_connection_is_blocked_does_not_end_the_connection(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    one, two = connection.channel(), connection.channel()
+    (name,) = (each.name for each in broker.channels() if each.number == one.channel_id)
+    broker.block("no memory")
+    held(two, HoldKind.CONNECTION_BLOCKED)
+    one.close()
+    broker.close_channels(406, "too late", channel=name)
+    while one.channel_id is not None:
+        connection.drain_events(timeout=PATIENCE)
+    broker.unblock()
+    publish(two)
+    assert two.queue_declare("q", passive=True).message_count == 1
+
+
 def test_a_connection_that_is_released_while_blocked_stays_open_and_is_reused(broker, connect):
     """The pools of kombu close a connection after any error."""
     connection = connect(max_producer_flow_control_wait=PATIENCE)
