@@ -303,18 +303,16 @@ class BaseEngine(ABC):
         unsettled = self.protocol.unsettled if self.storage is None else len(self.storage)
         return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
 
-    def undelivered(
-        self, failures: list[Receipt], dropped: int, left: Sequence[Receipt] | None = None
-    ) -> UndeliveredMessages | None:
+    def undelivered(self, failures: list[Receipt], dropped: int, left: Sequence[Receipt]) -> UndeliveredMessages | None:
         """Return the error for undelivered messages whose receipts the application has not seen.
 
         Args:
             failures: failed receipts that the application has not seen.
             dropped: number of further failed receipts, which were dropped.
-            left: receipts that were unsettled before the end of the channel. ``None`` to leave out the receipts that
-                were not passed to `on_delivery` in time.
+            left: receipts that were unsettled before the end of the channel, and settled receipts that `after` has not
+                taken. With `on_delivery`, the failed ones of them are reported.
         """
-        if self.deliveries is not None and left is not None:
+        if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
         stored = 0 if self.storage is None else len(self.storage)
         if not (failures or dropped or stored):
@@ -385,7 +383,7 @@ class BaseEngine(ABC):
         failures, dropped = self.take_failures()
         if self.storage is None:
             failures += self.protocol.unsettled_receipts
-        undelivered = self.undelivered(failures, dropped)
+        undelivered = self.undelivered(failures, dropped, self.protocol.reports.settled or ())
         if undelivered is not None:
             log(logging.ERROR, "%s: %s: %s", self.settings.name, why, undelivered)
 

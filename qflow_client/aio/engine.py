@@ -387,7 +387,9 @@ class Engine(BaseEngine):
                     raise
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
-            # No callback can be called without a running loop.
+            # No callback can be called without a running loop. The end of the producer reports the failed receipts.
+            if settled and self.deliveries is not None:
+                self.deliveries.hand(settled)
             return
         if protocol.reports.events:
             self.listeners.pass_on(protocol, self.call_listener)
