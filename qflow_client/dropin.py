@@ -244,6 +244,8 @@ class _ReadyFrames(PublishEncoder):
         return len(prepared)
 
     def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
+        # Treat a message as one frame, because the library may write a method of the channel between two frames. The
+        # broker would end the connection if this came in the middle of a message.
         return [prepared]
 
 

@@ -248,7 +248,9 @@ class Tap:
     def closes(self, number: int) -> None:
         """Stop a channel after its present frame, because the library will now send ``Channel.Close``.
 
-        The broker's answers to written messages are still reported.
+        The broker's answers to written messages are still reported. A broker ends the connection if ``Channel.Close``
+        comes in the middle of a message. So a channel that writes the frames of a message separately must complete the
+        message before the library closes the channel. The channels of the drop-ins write each message as one frame.
         """
         channel = self._writers.pop(number, None)
         # Let the channel record that its last frame is written. Otherwise the channel would not accept the answer.

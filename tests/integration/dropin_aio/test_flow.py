@@ -457,6 +457,28 @@ def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(
     run(main())
 
 
+def test_a_channel_that_is_closed_inside_a_message_of_several_frames_completes_the_message(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE) as connection:
+            channel, other = await connection.channel(), await connection.channel()
+            proxy.stop_reading()
+            # More than the sockets hold.
+            large = asyncio.ensure_future(publish(channel, bytes(12_000_000)))
+            await soon(lambda: channel.flow_control.is_stuck)
+            assert 0 < channel.flow_control.protocol.admission.unwritten < 12_000_000
+            closing = asyncio.ensure_future(channel.close())
+            await soon(lambda: channel.flow_control._tapped.get_write_buffer_size())
+            proxy.go_on_reading()
+            await closing
+            await large
+            await publish(other, b"the connection is well")
+            assert broker.queue("q").depth == 2
+
+    run(main())
+
+
 def test_heartbeats_continue_while_a_publish_waits(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
