@@ -177,7 +177,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         {folder}/build/bin/pip install -q --no-compile build twine
         {folder}/build/bin/python -m build --outdir {folder}/dist .
         {folder}/build/bin/twine check --strict {folder}/dist/*
-        # What a registry shows has no link into the repository.
+        # The description that a registry shows must have no relative links into the repository.
         {folder}/build/bin/python -m zipfile -e {folder}/dist/*.whl {folder}/unpacked
         cat {folder}/unpacked/*.dist-info/METADATA > {folder}/metadata
         if grep -E '[]][(](docs/|examples/|[A-Z]+)' {folder}/metadata; then exit 1; fi
@@ -210,7 +210,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     yield Stage(
         "soak",
         f"""
-        # They wait most of the time.
+        # Run these two in the background, because they wait most of the time.
         {python} -m benchmarks.soak --minutes 1 --broker rabbitmq >{folder}/soak-rabbitmq 2>&1 & rabbitmq=$!
         {python} -m benchmarks.soak --minutes 0.5 --broker embedded >{folder}/soak-embedded 2>&1 & embedded=$!
         {python} -m benchmarks.soak --minutes 0.5 --broker cluster --history {folder}/history

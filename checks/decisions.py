@@ -66,7 +66,7 @@ def read(path: Path) -> Decision:
     """Read the file of a decision. Raise ValueError if the structure, the name or the topic of the file is wrong."""
     found = _SHAPE.fullmatch(path.read_text(encoding="utf-8"))
     if found is None or found["topic"] not in _TOPICS or not path.name.startswith(f"{found['number']}-"):
-        raise ValueError(f"{path.name} has not the shape of a decision; see checks/decisions.py")
+        raise ValueError(f"{path.name}: its structure, number or topic is wrong; see checks/decisions.py")
     sentence = re.split(r"(?<=\.)\s|\n\n", found["decision"], maxsplit=1)[0]
     line = " ".join(sentence.split()).removesuffix(":").removesuffix(".")
     return Decision(path.name, found["number"], found["title"], found["status"], found["topic"], line)

@@ -126,12 +126,12 @@ def _clone(folder: Path, tests: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Select faults, test those that are not in the record yet, and print how many were caught."""
     parser = argparse.ArgumentParser(prog="tox -e mutants --", description=__doc__.partition("\n")[0])
-    parser.add_argument("--sample", type=int, default=300, help="how many to draw (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
-    parser.add_argument("--tests", help="take the tests of this commit, not of HEAD")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at once (%(default)s)")
-    parser.add_argument("--least", type=int, default=0, help="fail if fewer are caught (%(default)s)")
-    parser.add_argument("--record", type=Path, help="the file of results, to go on with or to read")
+    parser.add_argument("--sample", type=int, default=300, help="number of faults to select (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random selection (%(default)s)")
+    parser.add_argument("--tests", help="use the tests of this commit instead of HEAD")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of parallel tests (%(default)s)")
+    parser.add_argument("--least", type=int, default=0, help="fail if fewer faults are caught (%(default)s)")
+    parser.add_argument("--record", type=Path, help="file of results; faults that it contains are not tested again")
     options = parser.parse_args(arguments)
     named = subprocess.run(
         ["git", "rev-parse", "--short=10", options.tests or "HEAD"],

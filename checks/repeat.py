@@ -140,12 +140,14 @@ def totals(runs: Sequence[Run]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Repeat a suite as the command line defines, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m checks.repeat", description=__doc__.partition("\n")[0])
-    parser.add_argument("suite", nargs="?", choices=SUITES, help="what to repeat")
-    parser.add_argument("--times", type=int, default=10, help="runs of this commit in all, earlier ones included")
-    parser.add_argument("--load", type=int, default=2, help="processes that keep the cores busy meanwhile")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds that a run may take")
-    parser.add_argument("--record", type=Path, default=ROOT / "build" / "repeat.jsonl", help="the file of runs")
-    parser.add_argument("--totals", action="store_true", help="say what the file holds, and run nothing")
+    parser.add_argument("suite", nargs="?", choices=SUITES, help="suite to repeat")
+    parser.add_argument("--times", type=int, default=10, help="number of runs of this commit, with recorded runs")
+    parser.add_argument("--load", type=int, default=2, help="number of processes that keep the cores busy")
+    parser.add_argument("--limit", type=float, default=3600, help="maximum seconds of a run")
+    parser.add_argument(
+        "--record", type=Path, default=ROOT / "build" / "repeat.jsonl", help="file with the recorded runs"
+    )
+    parser.add_argument("--totals", action="store_true", help="print the totals of the recorded runs, and run nothing")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record: Path = options.record

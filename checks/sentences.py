@@ -100,9 +100,9 @@ def draw(found: list[Sentence], count: int, seed: int) -> list[Sentence]:
 def main() -> int:
     """Print sentences, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m checks.sentences", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="of the lot")
-    parser.add_argument("--count", type=int, default=100, help="how many (%(default)s)")
-    parser.add_argument("--package", action="store_true", help="of the package, instead of the documentation")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the random selection")
+    parser.add_argument("--count", type=int, default=100, help="number of sentences (%(default)s)")
+    parser.add_argument("--package", action="store_true", help="select from the package, not from the documentation")
     arguments = parser.parse_args()
     found = list(of_package() if arguments.package else of_documentation())
     for number, sentence in enumerate(draw(found, arguments.count, arguments.seed), 1):

@@ -172,8 +172,8 @@ class Counters(_Answer):
     delivered: int = Field(description="Number of deliveries so far, including redeliveries.")
     acked: int = Field(description="Number of messages acked so far.")
     dropped: int = Field(
-        description="Number of messages so far that a queue dropped, or that it refused without informing their "
-        "publishers. Purged messages are not counted."
+        description="Number of messages that were dropped so far, or were refused without informing their publishers. "
+        "Purged messages are not counted."
     )
     consumers: int = Field(description="Number of consumers.")
     alarms: dict[str, str] = Field(description="Alarms that block all connections: their names and reasons.")
@@ -237,7 +237,9 @@ class ExchangeRequest(_Request):
     type: Literal["direct", "fanout", "topic", "headers"] = Field(default="direct", description="Type of the exchange.")
     durable: bool = Field(default=False, description="Whether the exchange is durable.")
     auto_delete: bool = Field(default=False, description="Whether the exchange is deleted with its last binding.")
-    internal: bool = Field(default=False, description="Whether clients cannot publish to the exchange.")
+    internal: bool = Field(
+        default=False, description="Whether the broker refuses messages that are published to the exchange."
+    )
     arguments: Arguments = Field(default={}, description="Arguments of the exchange.")
 
 
@@ -325,7 +327,10 @@ PolicyDefinitionModel, PolicyRequest, PolicyAnswer = _policy_parts()
 
 _MESSAGES = "Maximum number of messages per second; null for no limit."
 _BYTES = "Maximum body bytes per second; null for no limit."
-_BURST = "Burst in seconds: after a pause, the messages that the rate allows in this time may pass at once."
+_BURST = (
+    "Size of a burst in seconds. After a pause, the broker accepts the messages that the rate allows in this time "
+    "without blocking the channel."
+)
 
 
 class RateLimitRequest(_Request):
