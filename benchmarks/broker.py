@@ -24,7 +24,6 @@ from statistics import median
 from struct import Struct
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 from pamqp import commands
 
@@ -32,7 +31,7 @@ from benchmarks.embedded import DEFAULT_URL
 from benchmarks.peers.base import Job
 from benchmarks.peers.plain import AckWindow, PlainSocket, publish_frames
 from benchmarks.report import aligned, broker_name
-from benchmarks.wire import Wire
+from benchmarks.wire import Wire, fresh_queue
 
 __all__ = ["BARS", "POLICIES", "connections", "consumed", "latency", "main", "policies", "published"]
 
@@ -83,17 +82,6 @@ def broker_process(*options: str) -> Iterator[tuple[str, int]]:
         finally:
             process.terminate()
             process.wait(10)
-
-
-@contextmanager
-def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
-    """Declare a queue, and delete it at the end of the ``with`` block."""
-    queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=dict(arguments or {})))
-    try:
-        yield queue
-    finally:
-        wire.call(commands.Queue.Delete(queue=queue))
 
 
 def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, *, persistent: bool = False) -> float:

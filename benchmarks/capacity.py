@@ -20,15 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from statistics import mean, median
 from typing import Any, Literal
-from uuid import uuid4
-
-from pamqp import commands
 
 from benchmarks.delay import delayed
 from benchmarks.embedded import EMBEDDED, broker_url
 from benchmarks.flow import percentile
 from benchmarks.report import aligned, broker_name
-from benchmarks.wire import Wire
+from benchmarks.wire import Wire, fresh_queue
 from qflow_client import Producer, Receipt, UndeliveredMessages
 from qflow_client.settings import hide_password
 
@@ -148,7 +145,7 @@ def measure(plan: Plan, url: str) -> list[Measurement]:
 def _run(plan: Plan, wire: Wire, url: str, place: str, capacity: Capacity, at: int) -> Measurement:
     # Names of the same argument for this broker and for RabbitMQ; each broker ignores the other name.
     kept = {"qpid.max_count": _KEEP, "qpid.policy_type": "ring", "x-max-length": _KEEP}
-    with _fresh_queue(wire, kept) as queue, Producer(url, routing_key=queue, capacity=capacity) as producer:
+    with fresh_queue(wire, kept) as queue, Producer(url, routing_key=queue, capacity=capacity) as producer:
         load = _Load(producer, plan.size)
         load.run(plan.warm_up)
         return Measurement(place, capacity, at, *load.run(plan.seconds))
@@ -160,7 +157,7 @@ def _run_slow(plan: Plan, wire: Wire, url: str, capacity: Capacity, at: int) -> 
         "qpid.flow_resume_count": RESUME,
         "x-qflow-enforcement": "completion",
     }
-    with _fresh_queue(wire, marks) as queue, _consumer(url, queue, plan.consumed) as consumer:
+    with fresh_queue(wire, marks) as queue, _consumer(url, queue, plan.consumed) as consumer:
         producer = Producer(url, routing_key=queue, capacity=capacity)
         load = _Load(producer, plan.size)
         try:
@@ -204,16 +201,6 @@ class _Load:
             windows.append(producer.capacity)
         rate = (sent + before - producer.unsettled) / (now - began)
         return rate, mean(windows), tuple(latencies)
-
-
-@contextmanager
-def _fresh_queue(wire: Wire, arguments: dict[str, Any]) -> Iterator[str]:
-    queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    wire.call(commands.Queue.Declare(queue=queue, auto_delete=False, arguments=arguments))
-    try:
-        yield queue
-    finally:
-        wire.call(commands.Queue.Delete(queue=queue))
 
 
 @contextmanager

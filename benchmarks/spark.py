@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import uuid4
 
 import pika
 from pamqp import commands
@@ -31,7 +30,7 @@ from pamqp import commands
 from benchmarks.embedded import DEFAULT_URL, broker_url
 from benchmarks.peers.base import Job
 from benchmarks.peers.plain import PlainSocket
-from benchmarks.wire import Wire
+from benchmarks.wire import Wire, fresh_queue
 from qflow_client.broker import Broker
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
@@ -117,21 +116,16 @@ def sockets(url: str, queue: str, size: int, count: int, processes: int) -> floa
 
 
 @contextmanager
-def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callable[[], int]]]:
+def counted_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callable[[], int]]]:
     """Declare a queue during the block; yield its name, and a function that returns its number of messages.
 
     Args:
         most: maximum number of messages, beyond which the oldest are dropped; ``None`` for no maximum.
     """
-    name = f"qflow-benchmark-{uuid4().hex[:12]}"
     arguments: dict[str, Any] = {} if most is None else {"x-max-length": most, "x-overflow": "drop-head"}
-    with Wire(url) as wire:
-        # The queue is durable, as is usual with confirms.
-        wire.call(commands.Queue.Declare(queue=name, durable=True, arguments=arguments))
-        try:
-            yield name, lambda: wire.depth(name)
-        finally:
-            wire.call(commands.Queue.Delete(queue=name))
+    # The queue is durable, as is usual with confirms.
+    with Wire(url) as wire, fresh_queue(wire, arguments, durable=True) as name:
+        yield name, lambda: wire.depth(name)
 
 
 def rates(options: argparse.Namespace) -> int:
@@ -142,7 +136,7 @@ def rates(options: argparse.Namespace) -> int:
         many_rows, few_rows = (rows(spark, count, options.size, options.partitions) for count in (options.rows, few))
 
         def run(name: str, count: int, write: Callable[[str], float | None]) -> None:
-            with fresh_queue(url) as (queue, depth_of):
+            with counted_queue(url) as (queue, depth_of):
                 begin = time.monotonic()
                 seconds = write(queue) or time.monotonic() - begin
                 in_it = depth_of()
@@ -341,13 +335,13 @@ def scale(options: argparse.Namespace) -> int:
     """Run the measurement ``scale``, and return the exit code."""
     with broker_url(options.url) as url, session(options.partitions) as spark:
         capacity = _WINDOW * options.partitions
-        with fresh_queue(url, options.most) as (queue, _):
+        with counted_queue(url, options.most) as (queue, _):
             sink(rows(spark, 20_000, options.size, options.partitions), url, queue, capacity)
         for count in options.rows:
             # The jobs run one after the other in the same workers, so that the additional memory of a larger job is
             # visible.
             for _ in range(options.repeat):
-                with fresh_queue(url, options.most) as (queue, depth_of):
+                with counted_queue(url, options.most) as (queue, depth_of):
                     begin, before = time.monotonic(), processor_seconds()
                     sink(rows(spark, count, options.size, options.partitions), url, queue, capacity)
                     seconds, used = time.monotonic() - begin, processor_seconds() - before

@@ -6,16 +6,19 @@ This client shares no code with the measured libraries.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from struct import Struct
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 
 from pamqp import base, commands
 from pamqp.frame import marshal, unmarshal
 from pamqp.header import ProtocolHeader
 
-__all__ = ["FRAME_HEAD", "FRAME_OVERHEAD", "Wire", "frame"]
+__all__ = ["FRAME_HEAD", "FRAME_OVERHEAD", "Wire", "frame", "fresh_queue"]
 
 FRAME_HEAD = Struct(">BHI")
 #: Bytes of a frame without its payload.
@@ -23,6 +26,9 @@ FRAME_OVERHEAD = 8
 
 # Maximum seconds to wait for an answer.
 _TIMEOUT = 30.0
+# The broker deletes a queue that is unused for this number of milliseconds. Publishing does not count as use, so this
+# time must be longer than a run.
+_EXPIRES = 3_600_000
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
@@ -128,3 +134,15 @@ class Wire:
             if not data:
                 raise ConnectionError("the broker closed the connection")
             self._buffer += data
+
+
+@contextmanager
+def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
+    """Declare a queue, and delete it at the end of the ``with`` block. If the process is killed, the queue expires."""
+    queue = f"qflow-benchmark-{uuid4().hex[:12]}"
+    arguments = {"x-expires": _EXPIRES, **(arguments or {})}
+    wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=arguments))
+    try:
+        yield queue
+    finally:
+        wire.call(commands.Queue.Delete(queue=queue))

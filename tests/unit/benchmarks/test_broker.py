@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import broker as benchmark
 from benchmarks import fairness
+from benchmarks.wire import Wire, fresh_queue
 from qflow_client.broker import Broker
 
 
@@ -20,6 +21,11 @@ def test_the_broker_benchmark_consumes_and_confirms_every_message_and_deletes_al
         assert all(milliseconds >= 0 for milliseconds in benchmark.latency(broker.url, 1000, 0.05))
         assert set(benchmark.policies(broker.url, 20, 1)) == set(benchmark.POLICIES) - {"none"}
         assert not broker.queues()
+
+
+def test_a_queue_expires_if_the_benchmark_cannot_delete_it_because_its_process_was_killed() -> None:
+    with Broker() as broker, Wire(broker.url) as wire, fresh_queue(wire, {"x-max-length": 3}) as queue:
+        assert broker.queue(queue).arguments == {"x-expires": 3_600_000, "x-max-length": 3}
 
 
 def test_persistent_messages_of_the_broker_benchmark_are_on_disk_when_they_are_confirmed(tmp_path: Path) -> None:
