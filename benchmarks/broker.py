@@ -312,14 +312,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 1 if with ``--check`` a requirement is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.broker", description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
-    parser.add_argument("--messages", type=int, default=100_000, help="of a run (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (%(default)s)")
+    parser.add_argument("--messages", type=int, default=100_000, help="messages of a run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, whose median is reported (%(default)s)")
     parser.add_argument(
-        "--parts", default="rates,persistent,policies,connections", help="separated by commas (%(default)s)"
+        "--parts",
+        default="rates,persistent,policies,connections",
+        help="parts to run, separated by commas (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(f'{n} {w}' for n, w, _ in BARS)}")
-    parser.add_argument("--quick", action="store_true", help="few messages: its figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="send few messages; the results are meaningless")
     options = parser.parse_args(arguments)
     # Each connection needs a file descriptor in this process and in the broker, which inherits the limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
