@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from struct import Struct
 from threading import local
 from typing import Any
@@ -93,9 +94,11 @@ class Channel(pika.channel.Channel):
             return
         # Check here too, because pika does not call `_raise_if_not_open` before all methods.
         self.connection.flow_control.check_process()
+        send = partial(super()._send_method, method)  # type: ignore[misc]  # private
         if isinstance(method, spec.Confirm.Select):
-            self.flow_control.confirms_begin()
-        super()._send_method(method)  # type: ignore[misc]  # private
+            self.flow_control.begin_confirms(send)
+        else:
+            send()
 
     def _raise_if_not_open(self) -> None:
         self.connection.flow_control.check_process()

@@ -270,10 +270,15 @@ class ChannelFlow(DropInFlow):
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
-    def confirms_begin(self) -> None:
-        """Record that ``Confirm.Select`` is sent. After the first call, the next message has delivery tag 1."""
+    def begin_confirms(self, send_select: Callable[[], object]) -> None:
+        """Send ``Confirm.Select``. After the first call, the next message has delivery tag 1."""
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
+        try:
+            send_select()
+        except BaseException:
+            self._end_interrupted()
+            raise
 
     @property
     def confirms(self) -> bool:
@@ -312,15 +317,20 @@ class ChannelFlow(DropInFlow):
                     # The broker sends no confirms, so settle the messages now.
                     protocol.on_ack(0, True, now)
         except BaseException:
-            # A signal handler, for example, has raised the error. It is not known whether pika has the bytes, so the
-            # delivery tags of later messages would not be known.
-            connection = self._channel.connection
-            if not connection.is_closed:
-                error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")
-                connection._terminate_stream(error)
+            self._end_interrupted()
             raise
         if not protocol.reports.is_empty:
             self.after()
+
+    def _end_interrupted(self) -> None:
+        """End the connection after an error of a write, which a signal handler, for example, has raised.
+
+        It is not known whether pika has the bytes, so the delivery tags of later messages would not be known.
+        """
+        connection = self._channel.connection
+        if not connection.is_closed:
+            error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")
+            connection._terminate_stream(error)
 
     # Publishing without waiting.
 

@@ -576,6 +576,22 @@ def test_E2_after_an_interrupted_write_no_confirm_is_assigned_to_another_message
         at += EVERY
 
 
+def test_E2_no_message_waits_for_a_confirm_after_an_interrupt_of_confirm_delivery(connect, monkeypatch):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    channel = connection.channel()
+
+    def interrupt(_frames: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection._impl, "_output_marshaled_frames", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            channel.confirm_delivery()
+    # It is not known whether the broker has received Confirm.Select.
+    with pytest.raises(pika.exceptions.StreamLostError):
+        channel.basic_publish("", "q", b"body")
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipelined):
     connection, continued = connect(max_producer_flow_control_wait=PATIENCE), 0
