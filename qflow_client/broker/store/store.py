@@ -116,10 +116,11 @@ _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
 # Minimum size of an SQLite file in bytes.
 _MIN_FILE_SIZE = 512
-# Maximum number of messages, and of bytes of messages, in one statement. The module sqlite3 keeps up to 128 prepared
-# statements, each with up to 1 KB for each row.
-_PORTION = 128
-_PORTION_BYTES = 16 << 20
+# Maximum number of messages in one statement. SQLite before version 3.32 allows only 999 values, 8 for each message.
+_PORTION = 120
+# Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 keeps one
+# prepared statement for each number of messages. Each of them keeps a copy of its values until its next use.
+_PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
 # Number of messages that one statement reads.

@@ -21,10 +21,10 @@ from qflow_client.broker.policies.definitions import (
     QueueDefinition,
 )
 from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.store import store
-from qflow_client.broker.store.journal import Journal
+from qflow_client.broker.store.journal import Batch, Journal, Put
 from qflow_client.broker.store.recovery import Recovery
 from qflow_client.broker.store.store import BodyReader, Store
+from qflow_client.database import Database
 from tests.effort import rounds
 
 from ..conftest import Disk, World
@@ -490,8 +490,7 @@ def test_A2_a_message_that_leaves_its_queue_while_its_body_is_read_from_disk_use
     assert (entry.message.body, journal.memory) == (None, 0)
 
 
-def test_a_transaction_larger_than_the_sqlite_value_limit_is_written_in_smaller_portions(world, monkeypatch):
-    monkeypatch.setattr(store, "_PORTION_BYTES", 50_000)
+def test_a_transaction_larger_than_the_sqlite_value_limit_is_written_in_smaller_portions(world):
     client = declared(world, confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     world.host.declare_queue("q", durable=True)
@@ -505,6 +504,37 @@ def test_a_transaction_larger_than_the_sqlite_value_limit_is_written_in_smaller_
         stored.write()
         client.only(commands.Tx.CommitOk)
         assert [len(each.body) for each in stored.store.messages()] == [20_000] * 20 + [80_000]
+
+
+def puts(numbers, size):
+    return [Put(number, [1], 0.0, b"\0\1q", b"header", bytes(size)) for number in numbers]
+
+
+def test_prepared_statements_of_the_store_hold_few_bytes_of_old_messages(tmp_path, monkeypatch):
+    held: dict[str, int] = {}
+    execute = Database.execute
+
+    def noting(self, statement, *values):
+        # A prepared statement keeps a copy of its values until its next use.
+        held[statement] = sum(len(value) for value in values if isinstance(value, bytes))
+        return execute(self, statement, *values)
+
+    kept = Store(tmp_path / "store", synchronous="normal")
+    monkeypatch.setattr(Database, "execute", noting)
+    for count in range(1, 130):
+        kept.write(Batch(puts=puts(range(count), 20_000)))
+        kept.write(Batch(removals=list(range(count))))
+    kept.close()
+    assert sum(held.values()) < Journal.MAX_BATCH
+
+
+def test_a_large_batch_needs_no_more_variables_than_an_older_sqlite_allows(tmp_path):
+    kept = Store(tmp_path / "store", synchronous="normal")
+    # The limit of SQLite before version 3.32.
+    kept._file._file.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
+    kept.write(Batch(puts=puts(range(1, 1001), 10)))
+    assert [each.number for each in kept.messages()] == list(range(1, 1001))
+    kept.close()
 
 
 def test_a_max_message_size_larger_than_a_row_of_the_store_can_hold_raises_an_error(tmp_path):
