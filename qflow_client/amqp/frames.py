@@ -393,10 +393,10 @@ class PublishEncoder:
         return head, self._plain_middle, tail
 
     def _next_hundreds(self, hundreds: int) -> None:
-        self._id_start = b"%b%010x" % (self._id_head, hundreds)
-        self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
-        # Set this last. Otherwise Ctrl-C could leave parts that belong to other numbers.
-        self._hundreds = hundreds
+        id_start = b"%b%010x" % (self._id_head, hundreds)
+        middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + id_start
+        # The assignments call no function. Otherwise Ctrl-C could leave parts that belong to other numbers.
+        self._id_start, self._plain_middle, self._hundreds = id_start, middle, hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12

@@ -17,7 +17,21 @@ from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from tests.effort import EFFORT
 from tests.interrupting import EVERY, interrupted
 
-from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, place, returned, send, wait, write
+from .support import (
+    CHANNEL,
+    FRAME_MAX,
+    MAX_BODY,
+    Wire,
+    check_order,
+    drain,
+    make,
+    place,
+    returned,
+    send,
+    wait,
+    wire,
+    write,
+)
 
 PAYLOADS = {
     "plain": b"abc",
@@ -561,6 +575,33 @@ def test_every_message_is_written_once_and_in_order_even_if_ctrl_c_interrupts_an
         protocol.on_ack(6, True, 0.0)
         assert all(receipt.delivered for receipt in receipts)
         assert protocol.window.used == protocol.unwritten == 0
+
+
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        [b"%d" % number for number in range(4)],
+        [b"x" * number for number in range(1, 5)],
+        [Message(b"%d" % number, priority=1) for number in range(4)],
+    ],
+    ids=["equal", "different", "with properties"],
+)
+def test_messages_have_their_own_ids_even_if_ctrl_c_comes_while_their_frames_are_made(
+    payloads: Sequence[bytes | Message],
+) -> None:
+    for at in range(1, 1000):
+        protocol = make()
+        # The digits of the third id differ from those of the second in more than the last two places.
+        protocol.admission.next_number = 254
+        receipts = [send(protocol, payload) for payload in payloads]
+        if not interrupted(lambda: make_frames(protocol), at):  # noqa: B023  # called at once
+            assert at > 15
+            return
+        protocol.on_timer(0.0)
+        assert consistent(protocol), at
+        messages = wire(drain(protocol)).messages
+        assert [each.body for each in messages] == [each.message.body for each in receipts], at
+        assert [each.properties.message_id for each in messages] == [each.message_id for each in receipts], at
 
 
 @pytest.mark.parametrize("done", [False, True])
