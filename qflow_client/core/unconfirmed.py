@@ -160,6 +160,9 @@ class Unconfirmed:
         length, number = first.size, first._number
         size = route.cost + length
         count = min(most, limit // size) or 1
+        if count > 1 and not source[1].size == source[count - 1].size == length:
+            # Most batches of different messages end here, before the lists below are made for them in vain.
+            return False
         # Do not iterate over `source` itself, because other threads may append to it.
         batch = [source[at] for at in range(count)]
         given = self.outbound.given

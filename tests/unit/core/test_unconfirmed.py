@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client import Message
+from qflow_client import Message, Receipt
 from qflow_client.core.unconfirmed import Unconfirmed
 
 from .support import MAX_BODY, make, send, wire
@@ -68,3 +71,27 @@ def test_equal_messages_are_framed_like_different_messages(
 def test_equal_messages_are_framed_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Unconfirmed, "_make_each")
     assert len(batches([PLAIN] * 700, set(), 1 << 20)) == 1
+
+
+class Counted(deque[Receipt]):
+    """Counts how often messages are read by their index."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("other", [b"y" * 11, b"y" * 3000])
+def test_messages_of_different_lengths_are_read_only_once(other: bytes) -> None:
+    protocol = make(capacity=1000, max_unwritten_bytes=1 << 30)
+    for number in range(1000):
+        send(protocol, other if number % 2 else b"x" * 10)
+    unsent = protocol.admission.unsent = Counted(protocol.admission.unsent)
+    batches = 0
+    while data := protocol.data_to_write(1 << 16):
+        protocol.advance(len(data), 0.0)
+        batches += 1
+    assert not unsent
+    assert unsent.reads < 1000 + 10 * batches
