@@ -160,9 +160,10 @@ class Unconfirmed:
         length, number = first.size, first._number
         size = route.cost + length
         count = min(most, limit // size) or 1
-        if count > 1 and not source[1].size == source[count - 1].size == length:
+        for each in (source[min(1, count - 1)], source[count - 1]):
             # Most batches of different messages end here, before the lists below are made for them in vain.
-            return False
+            if each.size != length or each._route is not route:
+                return False
         # Do not iterate over `source` itself, because other threads may append to it.
         batch = [source[at] for at in range(count)]
         given = self.outbound.given

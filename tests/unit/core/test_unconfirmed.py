@@ -83,11 +83,14 @@ class Counted(deque[Receipt]):
         return super().__getitem__(at)
 
 
-@pytest.mark.parametrize("other", [b"y" * 11, b"y" * 3000])
-def test_messages_of_different_lengths_are_read_only_once(other: bytes) -> None:
+@pytest.mark.parametrize(
+    "other", [(b"y" * 11, "q"), (b"y" * 3000, "q"), (b"x" * 10, "other")], ids=["length", "large", "key"]
+)
+def test_different_messages_are_read_only_once(other: tuple[bytes, str]) -> None:
     protocol = make(capacity=1000, max_unwritten_bytes=1 << 30)
     for number in range(1000):
-        send(protocol, other if number % 2 else b"x" * 10)
+        payload, key = other if number % 2 else PLAIN
+        send(protocol, payload, key=key)
     unsent = protocol.admission.unsent = Counted(protocol.admission.unsent)
     batches = 0
     while data := protocol.data_to_write(1 << 16):
