@@ -169,17 +169,15 @@ class Unconfirmed:
         given = self.outbound.given
         tags = list(range(given + 1, given + count + 1))
         bodies: list[bytes] = []
-        for receipt, tag in zip(batch, tags, strict=True):
-            if receipt._prepared is not None or receipt._route is not route or receipt._number != number:
+        for receipt, tag, next_number in zip(batch, tags, range(number, number + count), strict=True):
+            if receipt._prepared is not None or receipt._route is not route or receipt._number != next_number:
                 return False
             body: Any = receipt._payload
             if len(body) != length:
                 return False
             bodies.append(body)
             receipt._tag = tag
-            number += 1
         parts: list[bytes] = []
-        number -= count
         while bodies:
             # Make the frames of the messages whose numbers differ only in the last two digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
