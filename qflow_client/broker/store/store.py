@@ -114,10 +114,12 @@ _WRONG = "its checksum is wrong"
 _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store"
 # Words in the errors of SQLite that mean that the structure of the file is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
+# The first version of SQLite with ``UPDATE ... FROM``.
+_OLDEST_SQLITE = (3, 33)
 # Minimum size of an SQLite file in bytes.
 _MIN_FILE_SIZE = 512
-# Maximum number of messages in one statement. SQLite before version 3.32 allows only 999 values, 8 for each message.
-_PORTION = 120
+# Maximum number of messages in one statement.
+_PORTION = 128
 # Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 keeps one
 # prepared statement for each number of messages. Each of them keeps a copy of its values until its next use.
 _PORTION_BYTES = 128 << 10
@@ -136,12 +138,18 @@ class Store:
             machine.
 
     Raises:
-        StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker.
+        StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker. Also raised if
+            Python has an SQLite before 3.33.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
         #: Path of the file.
         self.path = Path(os.fspath(path))
+        if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+            raise StoreError(
+                f"{self.path}: a store needs SQLite 3.33 or later, and this Python has {sqlite3.sqlite_version}; use "
+                "another Python, or run the broker without a store"
+            )
         self._lock = LockFile(
             self.path,
             error=StoreError,

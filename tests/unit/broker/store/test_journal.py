@@ -21,6 +21,7 @@ from qflow_client.broker.policies.definitions import (
     QueueDefinition,
 )
 from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.store.errors import StoreError
 from qflow_client.broker.store.journal import Batch, Journal, Put
 from qflow_client.broker.store.recovery import Recovery
 from qflow_client.broker.store.store import BodyReader, Store
@@ -528,13 +529,12 @@ def test_prepared_statements_of_the_store_hold_few_bytes_of_old_messages(tmp_pat
     assert sum(held.values()) < Journal.MAX_BATCH
 
 
-def test_a_large_batch_needs_no_more_variables_than_an_older_sqlite_allows(tmp_path):
-    kept = Store(tmp_path / "store", synchronous="normal")
-    # The limit of SQLite before version 3.32.
-    kept._file._file.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
-    kept.write(Batch(puts=puts(range(1, 1001), 10)))
-    assert [each.number for each in kept.messages()] == list(range(1, 1001))
-    kept.close()
+def test_a_store_is_refused_with_an_sqlite_that_is_too_old(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 32, 3))
+    monkeypatch.setattr(sqlite3, "sqlite_version", "3.32.3")
+    with pytest.raises(StoreError, match=r"a store needs SQLite 3.33 or later, and this Python has 3.32.3; use"):
+        Store(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_max_message_size_larger_than_a_row_of_the_store_can_hold_raises_an_error(tmp_path):
