@@ -26,6 +26,9 @@ __all__ = ["Unconfirmed"]
 # A heap with fewer entries than this is not worth rebuilding.
 _SWEEP_FROM = 64
 
+# With fewer messages, `_make_run` takes longer than `_make_each`.
+_SHORTEST_RUN = 16
+
 # The last byte of the last frame of a message.
 _END = b"\xce"
 
@@ -143,7 +146,7 @@ class Unconfirmed:
         """
         if most == 1 and self.make_one(source, is_written=False):
             return
-        if not self._make_run(source, limit, most):
+        if most < _SHORTEST_RUN or not self._make_run(source, limit, most):
             self._make_each(source, limit, most)
 
     def _make_run(self, source: deque[Receipt], limit: int, most: int) -> bool:
