@@ -31,7 +31,7 @@ def test_the_cursor_of_a_range_accepts_each_message_once_and_reports_missing_off
     assert not any(cursor.take(offset) for offset in given if offset < cursor.at)
 
 
-def test_a_gap_of_missing_offsets_ends_at_the_end_of_the_range_at_the_latest() -> None:
+def test_missing_offsets_are_reported_only_up_to_the_end_of_the_requested_offsets() -> None:
     cursor = Cursor(10, 20)
     assert cursor.take(12)
     assert not cursor.take(99)

@@ -73,7 +73,7 @@ def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_send
     assert bodies(broker) == [b"later"]
 
 
-def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(broker, connect):
+def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(channel, broker)
     with pytest.raises(ProducerFlowed) as caught:

@@ -327,7 +327,7 @@ def test_the_setting_max_unwritten_bytes_limits_the_write_buffer_of_pika(broker,
     broker.wait_until(lambda broker: broker.queue("q").depth == sent + 1)
 
 
-def test_with_the_setting_when_flowed_raise_a_publish_raises_during_a_stop_but_waits_for_a_rate_limit(broker, connect):
+def test_a_publish_raises_during_a_stop_but_waits_for_a_rate_limit_if_when_flowed_is_raise(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(broker, channel)
     with pytest.raises(ProducerFlowed) as caught:

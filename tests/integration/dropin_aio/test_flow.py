@@ -126,7 +126,7 @@ def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_send
     run(main())
 
 
-def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(
+def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(
     run: Run, broker: Broker, connect: Any
 ) -> None:
     async def main() -> None:

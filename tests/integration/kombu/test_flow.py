@@ -108,7 +108,7 @@ def test_A4_the_argument_timeout_of_a_publish_sets_its_deadline(broker, connect)
     assert watch.kept(0.3)
 
 
-def test_D1_with_the_setting_when_flowed_raise_a_publish_on_a_stopped_channel_raises_immediately(broker, connect):
+def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(broker, connect):
     channel = connect(when_flowed="raise").default_channel
     stop(channel, broker)
     with pytest.raises(OperationalError) as caught:

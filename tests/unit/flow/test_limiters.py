@@ -67,7 +67,7 @@ def test_removing_more_elements_than_a_window_contains_raises_an_error() -> None
 
 @pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf])
 @pytest.mark.parametrize("limiter_type", [WindowLimiter, SizeLimiter])
-def test_a_window_or_size_limiter_with_capacity_0_raises_an_error_at_construction_and_later(
+def test_a_window_or_size_limiter_rejects_an_invalid_capacity_at_construction_and_on_assignment(
     limiter_type: type[WindowLimiter] | type[SizeLimiter], capacity: int
 ) -> None:
     with pytest.raises(ValueError, match=f"capacity must be at least 1 and finite, not {capacity}"):
@@ -203,7 +203,7 @@ def test_an_element_that_is_added_with_a_time_before_that_of_the_last_element_ta
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf])
-def test_a_rate_limiter_with_rate_0_raises_an_error_at_construction_and_later(rate: float) -> None:
+def test_a_rate_limiter_rejects_an_invalid_rate_at_construction_and_on_assignment(rate: float) -> None:
     with pytest.raises(ValueError, match=f"rate must be more than 0 per second and finite, not {rate}"):
         RateLimiter(rate)
     limiter = RateLimiter(7)
@@ -213,7 +213,7 @@ def test_a_rate_limiter_with_rate_0_raises_an_error_at_construction_and_later(ra
 
 
 @pytest.mark.parametrize("burst", [0, 0.5, math.nan, math.inf])
-def test_a_rate_limiter_with_a_burst_below_1_raises_an_error_at_construction_and_later(burst: float) -> None:
+def test_a_rate_limiter_rejects_an_invalid_burst_at_construction_and_on_assignment(burst: float) -> None:
     with pytest.raises(ValueError, match=f"burst must be at least 1 and finite, not {burst}"):
         RateLimiter(1, burst=burst)
     limiter = RateLimiter(1, burst=7)

@@ -440,7 +440,7 @@ def test_F3_elements_that_a_blocked_source_passes_on_count_in_the_previous_contr
     assert upstream.used == 0
 
 
-def test_F3_a_source_without_a_previous_controller_can_pass_elements_on() -> None:
+def test_F3_forward_without_a_held_controller_only_offers_the_element_to_the_next_controller() -> None:
     downstream = SizeLimiter(1)
     below, source = FlowController(downstream), Source()
     assert source.forward(2, below, 0.0)
