@@ -203,9 +203,7 @@ def test_the_error_of_a_node_that_cannot_start_contains_the_text_of_its_log(rabb
 
 
 @pytest.mark.rabbitmq
-def test_a_second_node_in_the_same_folder_has_the_data_even_if_the_first_node_was_paused(
-    open_folder: Path,
-) -> None:
+def test_a_second_node_in_the_same_folder_has_the_data_even_if_the_first_node_was_paused(open_folder: Path) -> None:
     with RabbitMQNode(open_folder / "node") as first:
         with connected(first) as connection:
             connection.channel().queue_declare("kept", durable=True)

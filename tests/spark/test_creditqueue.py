@@ -116,9 +116,7 @@ def test_C6_with_eight_tasks_the_depth_never_exceeds_the_stop_threshold_plus_the
 
 
 @pytest.mark.rabbitmq
-def test_C6_on_RabbitMQ_the_depth_of_a_queue_never_exceeds_x_max_length_plus_the_capacity(
-    node: RabbitMQNode,
-) -> None:
+def test_C6_on_RabbitMQ_the_depth_of_a_queue_never_exceeds_x_max_length_plus_the_capacity(node: RabbitMQNode) -> None:
     maximum, capacity, rows = 1000, 300, 500
     queues = {
         "rows": {"x-max-length": maximum, "x-overflow": "reject-publish"},

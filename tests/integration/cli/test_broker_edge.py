@@ -91,9 +91,7 @@ def test_the_command_hash_password_refuses_a_blank_password(
 
 
 @pytest.mark.program
-def test_E9_the_broker_warns_of_a_low_file_descriptor_limit_and_survives_reaching_the_limit(
-    tmp_path: Path,
-) -> None:
+def test_E9_the_broker_warns_of_a_low_file_descriptor_limit_and_survives_reaching_the_limit(tmp_path: Path) -> None:
     limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
     with running_broker(tmp_path, prefix=limit) as (url, _):
         port = int(url.rpartition(":")[2].partition("/")[0])

@@ -378,9 +378,7 @@ def test_a_message_is_not_suspected_as_the_cause_of_a_connection_loss_long_after
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_no_message_is_suspected_as_the_cause_of_the_loss_of_a_connection_that_producers_share(
-    shared: bool,
-) -> None:
+def test_no_message_is_suspected_as_the_cause_of_the_loss_of_a_connection_that_producers_share(shared: bool) -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"1")
     for at in range(20):

@@ -714,9 +714,7 @@ def test_producers_on_one_connection_write_in_turn_even_if_every_write_ends_insi
 
 @settings(max_examples=rounds(30))
 @given(st.data())
-def test_between_two_frames_of_a_message_only_other_channels_may_write(
-    data: st.DataObject,
-) -> None:
+def test_between_two_frames_of_a_message_only_other_channels_may_write(data: st.DataObject) -> None:
     tap = Tap()
     protocols = {number: make(opened=False) for number in (1, 2)}
     bodies: dict[int, list[bytes]] = {1: [], 2: []}
@@ -854,9 +852,7 @@ def test_after_the_library_closes_the_channel_of_a_producer_no_message_is_writte
 
 
 @pytest.mark.parametrize("body", [b"x" * 100, b"x" * 3 * 4096], ids=["of one frame", "of several frames"])
-def test_an_ack_is_reported_even_if_its_message_was_completed_after_the_library_closed_the_channel(
-    body: bytes,
-) -> None:
+def test_an_ack_is_reported_even_if_its_message_was_completed_after_the_library_closed_the_channel(body: bytes) -> None:
     tap = Tap()
     protocol = make()
     tap.attach(1, protocol, 0.0)

@@ -65,9 +65,7 @@ def test_telemetry_records_messages_settled_together_with_the_duration_of_the_ol
     }
 
 
-def test_telemetry_counts_each_message_once_even_if_it_is_resent_on_a_second_connection(
-    recorded: Recorded,
-) -> None:
+def test_telemetry_counts_each_message_once_even_if_it_is_resent_on_a_second_connection(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     large = {"k": "v" * (FRAME_MAX - 200)}
@@ -159,9 +157,7 @@ def test_telemetry_counts_messages_settled_by_one_ack_for_each_destination_and_o
     assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
 
 
-def test_telemetry_counts_undelivered_messages_in_the_outbox_with_the_reason_of_the_failure(
-    recorded: Recorded,
-) -> None:
+def test_telemetry_counts_undelivered_messages_in_the_outbox_with_the_reason_of_the_failure(recorded: Recorded) -> None:
     protocol = make(outbox="kept", outbox_keep_undelivered=True, on_refused="fail", mandatory=True)
     observer = observe(protocol, recorded)
     receipts = [send(protocol, now=0.0) for _ in range(4)]

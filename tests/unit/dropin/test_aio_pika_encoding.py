@@ -61,9 +61,7 @@ def outcome(encode: Any, values: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES)
-def test_our_encoder_and_pamqp_give_the_same_header_frame_or_the_same_error(
-    values: dict[str, Any],
-) -> None:
+def test_our_encoder_and_pamqp_give_the_same_header_frame_or_the_same_error(values: dict[str, Any]) -> None:
     assert outcome(header_frame, values) == outcome(pamqp_frame, values)
 
 

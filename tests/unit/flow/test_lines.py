@@ -162,9 +162,7 @@ def test_F4_withdrawing_the_only_ticket_in_the_line_does_not_change_the_order_of
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf])
-def test_a_weighted_line_rejects_invalid_weights_at_construction_and_on_assignment(
-    weight: float,
-) -> None:
+def test_a_weighted_line_rejects_invalid_weights_at_construction_and_on_assignment(weight: float) -> None:
     with pytest.raises(ValueError, match=f"the weight of 'a' must be more than 0 and finite, not {weight}"):
         WeightedLine({"a": weight})
     line = WeightedLine({"a": 2})

@@ -106,9 +106,7 @@ def test_a_message_is_read_from_the_outbox_exactly_as_it_was_put(path: Path) -> 
     assert plain.message == Message(b"plain", message_id="plain-id")
 
 
-def test_after_a_crash_only_messages_that_may_have_been_sent_are_marked_as_second_copies(
-    path: Path,
-) -> None:
+def test_after_a_crash_only_messages_that_may_have_been_sent_are_marked_as_second_copies(path: Path) -> None:
     outbox = Outbox(path)
     put(outbox, b"written")
     waiting = put(outbox, b"taken up", b"spilled", permit=False)

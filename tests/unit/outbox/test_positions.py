@@ -419,9 +419,7 @@ def test_E13_if_ctrl_c_interrupts_a_put_into_the_outbox_the_position_is_not_stor
         assert outbox.position(ROWS) == 1
 
 
-def test_E13_messages_that_their_sender_does_not_commit_are_committed_by_the_writer_and_then_sent(
-    path: Path,
-) -> None:
+def test_E13_messages_that_their_sender_does_not_commit_are_committed_by_the_writer_and_then_sent(path: Path) -> None:
     kept = Kept(path)
     steps: list[Callable[[float], None]] = []
     take = kept.step

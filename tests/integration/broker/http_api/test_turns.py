@@ -310,9 +310,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_E9_large_unread_http_answers_are_limited_and_counted_as_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_E9_large_unread_http_answers_are_limited_and_counted_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         taken = hold_answers(monkeypatch)
         async with serving(memory_limit=1 << 26) as (broker, session):
