@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, Producer, ProducerFlowed, Receipt, guard
+from qflow_client.logs import flush_logs
 
 CAPACITY = 50
 # Minimum number of inside calls and of messages in each program.
@@ -87,6 +88,8 @@ class Storm:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         gc.set_threshold(700, 10, 10)
         self._is_over = True
+        # The thread of the log may have sent a message, and not yet added the receipt.
+        assert flush_logs(20)
 
     def _on_signal(self, *_: object) -> None:
         if self.kind == "log":
