@@ -93,7 +93,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         name: name of the value, for error texts.
 
     Raises:
-        ValueError: the time is before 1970 or, in UTC, after 9999.
+        ValueError: a ``datetime`` is before 1970 or, in UTC, after 9999.
     """
     if isinstance(value, datetime):
         try:

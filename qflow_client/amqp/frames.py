@@ -242,7 +242,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
     Args:
         given: the properties by name, in the order of the wire. Names that are not properties are ignored.
-        message_id: encoded message id for a message that has none; empty to add no message id.
+        message_id: the encoded message id to add if `given` has none; empty to add no message id.
 
     Returns:
         The property flags, and the encoded values.
@@ -358,7 +358,7 @@ class PublishEncoder:
         self._sizes: dict[int, tuple[bytes, bytes]] = {}
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """Return the route for an exchange and a routing key, which is made on first use.
+        """Return the route for an exchange and a routing key. The route is made on first use.
 
         Raises:
             TypeError, ValueError: a name is not a ``str``, or has more than 255 bytes.
@@ -415,7 +415,7 @@ class PublishEncoder:
             has_id: whether to assign a message id to a message without one.
 
         Raises:
-            TypeError, ValueError: AMQP cannot represent the headers, or the properties are larger than a frame.
+            TypeError, ValueError: AMQP cannot represent the headers, or the properties do not fit into one frame.
         """
         flags, before, after = _split_properties(message.__dict__)
         id_size = 0
@@ -470,7 +470,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
     """Return the payload of a message's content header frame.
 
     Args:
-        message_id: encoded message id for a message that has none; empty to add no message id.
+        message_id: the encoded message id to add if the message has none; empty to add no message id.
 
     Raises:
         TypeError, ValueError: AMQP cannot represent the headers.
@@ -480,7 +480,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """Return the payload like `content_header`, for a persistent message that has only a message id."""
+    """Return the payload of the content header of a message with only the properties persistence and message id."""
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
 

@@ -48,8 +48,8 @@ class Outbound:
         Args:
             parts: bytes of the batch.
             ends: offsets at which the messages end.
-            borders: offsets at which frames end, so that another channel can write. The last offset is the length of
-                the batch.
+            borders: offsets at which frames end. Other channels can write there. The last offset is the length of the
+                batch.
             rest: further frames of the last message, if the batch does not complete it.
         """
         data = b"".join(parts)
@@ -61,7 +61,7 @@ class Outbound:
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame after the messages of the batch. For an earlier write, call `discard_unbegun` first."""
+        """Add a control frame after the messages of the batch. To shorten its wait, call `discard_unbegun` first."""
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
@@ -102,7 +102,7 @@ class Outbound:
 
     @property
     def given(self) -> int:
-        """The number of messages that were added and not removed."""
+        """The number of messages that were added so far, without those that `discard_unbegun` has removed."""
         is_open = self._taken < len(self._rest) or (bool(self._data) and self._has_open_end)
         return self._done + len(self._ends) + is_open
 
@@ -119,7 +119,7 @@ class Outbound:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether a frame is partly written, so that no other channel can write."""
+        """Whether a frame is partly written, so no other channel can write now."""
         at = self._at
         return at > 0 and self._borders[bisect_left(self._borders, at)] != at
 

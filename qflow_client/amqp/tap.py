@@ -2,10 +2,10 @@
 
 The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS, authentication, heartbeats, topology
 and consuming. The tap removes the frames of publishing channels (confirms, returned messages, flow) from the received
-bytes. The tap copies frames that both sides need (close, blocked), and passes all other frames to the library. The tap
-changes only one frame, to which it adds an announcement of confirms. Some brokers confirm messages but do not announce
-confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with the
-library's bytes at frame boundaries. This module does not use producers.
+bytes, and passes all other frames to the library. The tap also handles close and blocked frames itself, before it
+passes them on. The tap changes only ``Connection.Start``, to announce confirms. Some brokers confirm messages but do
+not announce confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with
+the library's bytes at frame boundaries. This module does not use producers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _ENDS_MULTIPLE = b"\1\xce"
 # The reason for a new secret, as a short string, for the broker's log.
 _REASON = b"\x13the old one expires"
 
-# Maximum size of a frame before the peers have negotiated the size. The standard requires only 4,096 bytes. This is the
-# usual negotiated size.
+# Maximum size of a frame before the peers have negotiated the size. The standard requires only 4,096 bytes, but
+# this is the usual negotiated size.
 _FIRST_FRAME_MAX = 1 << 17
 
 
@@ -79,7 +79,7 @@ def _announce_capabilities(start: bytes) -> bytes:
     """Add a table of capabilities to a ``Connection.Start`` that has none. The added table can be empty.
 
     The table has the capabilities that the broker announces in another form. An invalid payload is returned unchanged,
-    because the library reports it.
+    because the library reports the error.
     """
     try:
         # The table of the broker's properties follows the method ids and the version.
@@ -98,7 +98,7 @@ def _ack_head(number: int) -> bytes:
 
 
 class TapChannel(Protocol):
-    """The methods of a publishing channel that the tap calls. `ProducerProtocol` implements it.
+    """The methods of a publishing channel that the tap calls. `ProducerProtocol` implements this interface.
 
     If an exception such as KeyboardInterrupt interrupts a call that reports an answer of the broker, answers may be
     lost. Then the tap accepts no more data, and the connection has to end.
@@ -142,7 +142,7 @@ class TapChannel(Protocol):
         """Handle ``Connection.Unblocked``."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """Handle ``Channel.Close`` from the broker. The library replies to it."""
+        """Handle ``Channel.Close`` from the broker. The library sends the reply."""
 
 
 class _Returned:
@@ -151,7 +151,7 @@ class _Returned:
     __slots__ = ("body", "channel", "header", "left", "method")
 
     def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
-        # The channel that receives the message. ``None`` after the channel is detached, so that the content is dropped.
+        # The channel that receives the message; ``None`` if the channel is detached. Then the content is dropped.
         self.channel = channel
         self.method = method
         # The header; empty until it is received.
@@ -181,7 +181,7 @@ class Tap:
         self._writers: dict[int, TapChannel] = {}
         # The states from ``Channel.Flow`` frames, for each channel that is being opened. `attach` reports them.
         self._expected: dict[int, list[bool]] = {}
-        #: True to keep the flow frames of all new channels without `expect`. Set it before the first channel is opened.
+        #: True to keep the flow frames of all new channels, as `expect` does. Set it before a channel is opened.
         self.expects_all = False
         # Detached channels that may still be open in the broker.
         self._left: set[int] = set()
@@ -207,7 +207,7 @@ class Tap:
         self._is_torn = False
         # When the library last received data.
         self._fed_at = 0.0
-        # The channel that wrote last, until its bytes end at a frame boundary. Then ``None``.
+        # The channel whose bytes are being written; ``None`` at a frame boundary.
         self._writer: TapChannel | None = None
         # Whether `_writer` is allowed to write only the rest of its present frame.
         self._writes_last = False
@@ -227,7 +227,7 @@ class Tap:
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Report the frames of an open channel to `channel`. With confirms, the channel must be in confirm mode."""
+        """Report frames of the open channel `number` to `channel`. With confirms, it must be in confirm mode."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -359,8 +359,8 @@ class Tap:
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # A library that receives nothing for a long time assumes that the broker is dead. This can happen while a long
-        # frame arrives.
+        # A library that receives nothing for a long time assumes that the broker is dead. While a long frame arrives,
+        # give the library heartbeats.
         if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now
             return HEARTBEAT

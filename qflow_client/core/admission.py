@@ -2,11 +2,11 @@
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
-message to `unsent`. If an interrupt ends an admission earlier, `heal` undoes its preparations, and the message is not
-admitted. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the unwritten
-bytes.
+message to `unsent`. If an interrupt comes before these two changes, the message is not admitted, and `heal` undoes the
+preparations. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the
+unwritten bytes.
 
-`send_at_once`, which admits nearly every message, takes no lock and is not a step. The limits that it checks are plain
+`send_at_once` admits nearly every message. It takes no lock and is not a `step`. The limits that it checks are plain
 attributes, so it calls no function between its first check and its last assignment. CPython runs no other thread,
 signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy, builds without the
 GIL) do not guarantee this, so `send_at_once` admits nothing there.
@@ -85,7 +85,7 @@ class Admission:
     ) -> None:
         #: The limits of admission.
         self.limits = limits
-        #: The window of `limits`, here for speed.
+        #: Same as `limits.window`. Every message uses the window, so it has its own attribute for speed.
         self.window = limits.window
         self._controller = limits.controller
         self.gate = limits.controller.gate
@@ -122,11 +122,11 @@ class Admission:
         # message always contain an id.
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
         # The exchange, the routing key and the result of the last call of `route`. The next message usually has the
-        # same two strings.
+        # same exchange and routing key.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
-        """Keep messages in a store. From now on every admission is a step. Call this before the first admission."""
+        """Keep messages in a store. From now on `send_at_once` admits nothing. Call this before the first admission."""
         self.store = store
         self._is_simple = False
         if store.limiter is not None:
@@ -145,7 +145,7 @@ class Admission:
         This method is not a step. Any thread may call it, even while a step runs (E2).
 
         Returns:
-            The receipt. ``None`` if the caller must call `send` instead; nothing has changed then.
+            The receipt. ``None`` if nothing was admitted, and the caller must call `send` instead.
 
         Raises:
             TypeError, ValueError: the message cannot be encoded.
@@ -164,7 +164,7 @@ class Admission:
             if self._returns.has_own_id(payload):
                 return None
         window = self.window
-        # Nothing is called from here on.
+        # No function is called from here to `append`, so nothing interrupts the admission.
         if (
             window.used < window._capacity
             and self._is_simple
@@ -173,7 +173,7 @@ class Admission:
             and not self.is_granting
             and self.observer is None
             and self.unwritten + cost <= self._max_unwritten
-            # The route was made for the open channel.
+            # False if the route was made for an earlier channel.
             and route.made_by is self._mark
         ):
             number = receipt._number = self.next_number
@@ -243,7 +243,7 @@ class Admission:
         """Return the open channel's route for an exchange and a routing key.
 
         Raises:
-            TypeError, ValueError: one of the names cannot be encoded.
+            TypeError, ValueError: the exchange or the routing key cannot be encoded.
         """
         last = self._last
         if exchange is last[0] and routing_key is last[1] and last[2].made_by is self._mark:
@@ -268,7 +268,7 @@ class Admission:
         return self.encoder.cost(receipt._route, len(message.body), prepared)
 
     def prepare_again(self, receipt: Receipt) -> None:
-        """Encode the properties of a second copy, with the message id of the first copy. Errors are as in `prepare`."""
+        """Encode a second copy's properties, with the message id of the first copy. Raise the errors of `prepare`."""
         receipt._prepared = self.encoder.prepare(republished(receipt._as_published()), has_id=False)
 
     def cost(self, receipt: Receipt) -> int:
@@ -280,7 +280,7 @@ class Admission:
 
     @property
     def is_nearly_written(self) -> bool:
-        """Whether `unwritten` is at most half of its limit, so that the hold ``transport`` can be lifted."""
+        """Whether `unwritten` is at most half of its limit. If so, the hold ``transport`` can be lifted."""
         return self.unwritten <= self._max_unwritten // 2
 
     def count_unwritten(
@@ -295,8 +295,8 @@ class Admission:
         while True:
             before = self.unwritten
             size = written_to() + sum(map(self.cost, (*others(), *self.unsent)))
-            # Another thread may have admitted messages meanwhile. No thread switch comes between this check and the
-            # assignment.
+            # If another thread has admitted messages meanwhile, count again. No thread switch comes between this check
+            # and the assignment.
             if before == self.unwritten:
                 self.unwritten = size
                 break

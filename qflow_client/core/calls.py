@@ -1,8 +1,8 @@
 """The calls that can wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share these calls.
 
-Each call is a generator that takes steps of the protocol. When a call has to wait, it yields the latest time for the
-next step of the call. Each skin (a producer's engine or a drop-in) has its own driver for these generators, because
-threads, tasks and polled connections wait in different ways. The driver does the following:
+Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
+time at which it must be resumed. Each producer's engine and each drop-in has its own driver for these generators,
+because threads, tasks and polled connections wait in different ways. The driver does the following:
 
 1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
 2. It waits until the call's waiter is set, or until the yielded time.
@@ -29,10 +29,10 @@ __all__ = ["Call", "CannotWait", "close", "drain", "flush", "resume", "send", "w
 
 _T = TypeVar("_T")
 
-#: A call yields the latest time for its next step, in seconds, and is resumed with the present time.
+#: A call yields the latest time at which it must be resumed, in seconds. It is resumed with the present time.
 Call = Generator[float, float, _T]
 
-# `drain` stops waiting for confirms if the broker has not answered for this many seconds.
+# Seconds after which `drain` checks again whether it should stop waiting.
 _LULL = 0.5
 
 
@@ -54,7 +54,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
         The latest time for the next call of `resume`, and ``None``. If the call has ended: ``None``, and its result.
     """
     try:
-        return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
+        return call.send(now), None  # type: ignore[arg-type]  # None starts the generator
     except StopIteration as end:
         return None, end.value
 
@@ -66,10 +66,10 @@ def send(
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
-        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. A call
-            inside a callback passes an error, because its ticket has a timeout of 0. This ticket goes to the front of
-            the line.
-        notices: whether this call logs notices about the wait. If not, the skin calls `SendLine.notice`.
+        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. An error
+            is passed only for a message of a callback. The ticket of this message has a timeout of 0, and goes to the
+            front of the line.
+        notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
 
     Returns:
         The receipt.
@@ -139,7 +139,7 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all messages are settled. Stop earlier if a hold delays the messages, or if no answers come.
+    """Wait until all messages are settled. Stop earlier if a hold delays the messages, see `_has_stalled`.
 
     Args:
         deadline: the latest time at which the wait ends, in seconds.
@@ -159,8 +159,8 @@ def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
 
     A fast producer has the holds ``capacity`` and ``transport`` most of the time, and the next answers lift them. So
     ``capacity`` and ``transport`` end the wait only if no message was settled since the last check. The holds
-    ``disconnected`` and ``refused``, and a stop by the broker, delay all messages, so they end the wait. The holds
-    ``paused`` and ``rate`` do not delay admitted messages.
+    ``disconnected`` and ``refused``, and a stop by the broker, delay all messages, so each of these ends the wait. The
+    holds ``paused`` and ``rate`` do not delay admitted messages.
 
     Args:
         before: how many messages were unsettled at the last check; -1 at the first check.

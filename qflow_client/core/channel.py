@@ -3,7 +3,7 @@
 If at least one byte of a message was written before its channel ended, the message may have arrived at the broker. With
 the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. Second
 copies are sent in the order of admission, before all messages that were never written. With the setting ``"fail"``,
-every message is settled when the channel ends. The end of the producer also settles every message.
+every message is settled when the channel ends. Every message is also settled when the producer ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["INTERRUPTED", "Channel"]
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-#: Reported as the reason for the end of a channel or the producer, if an interrupt lost the real reason.
+#: The reported reason for the end of a channel or a producer, if an interrupted step did not keep the real reason.
 INTERRUPTED = "the connection is lost"
 
 # At the end of a producer, its outbox keeps the messages with these outcomes. The next producer sends the messages.
@@ -76,11 +76,11 @@ class Channel:
         self._settling = settling
         #: The number of the open channel; ``None`` if no channel is open.
         self.number: int | None = None
-        # The number and the frame size of a channel while `open` runs; ``None`` otherwise.
+        # The number and the maximum frame size of a channel while `open` runs; ``None`` otherwise.
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
-        #: True while declarations of the program are being repeated, so that no message can be written.
+        #: True while declarations of the program are being repeated. No message is written meanwhile.
         self.is_restoring = False
         #: True if no further channel will be opened.
         self.is_over = False
@@ -164,7 +164,7 @@ class Channel:
         """Handle a channel that the broker has closed because of a message. The broker does not report which message.
 
         Returns:
-            The reason to hold calls of `send`, if the broker has no room; otherwise ``None``.
+            The reason to hold calls of `send`, if the broker has no room and messages are sent again. Else ``None``.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
@@ -174,8 +174,8 @@ class Channel:
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
         # A message is known to be the cause only if it was alone in flight, and no other message was abandoned on this
-        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. Operators rarely do
-        # so twice.
+        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. Then the
+        # message must also be a suspect of an earlier channel.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []
@@ -199,13 +199,13 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # If a suspect is a second copy, an earlier reply text may have been misleading. So ignore the text.
+                # If a suspect is a second copy, do not use the text, because an earlier text may have been misleading.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """Handle the loss of a connection, after which the owner will connect again.
+        """Handle the loss of a connection. The producer will connect again.
 
         Args:
             shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
@@ -263,7 +263,7 @@ class Channel:
         """Settle every unsettled message with the outcome that is known now.
 
         Args:
-            culprits: the messages that made the broker close the channel.
+            culprits: the messages that made the broker close the channel. They are settled as *rejected*.
         """
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
         begun = {receipt._number for receipt in self._unconfirmed.begun()}

@@ -60,8 +60,8 @@ class Consequences:
     def review_holds(self, now: float) -> None:
         """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
-        After a loss of the connection, only this method lifts the hold ``disconnected``. Suspects are sent one at a
-        time, before new messages. So the hold ``disconnected`` stays while suspects wait.
+        After a loss of the connection, only this method lifts the hold ``disconnected``. Suspects (see `suspects`) are
+        sent one at a time, before new messages. So the hold ``disconnected`` stays while suspects wait.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
@@ -129,11 +129,11 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether holds are lifted only because the producer was closed."""
+        """Whether holds are lifted because the application has closed the producer."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:
-        """Allow or stop the writing of messages, according to the present holds."""
+        """Allow or stop the writing of messages, depending on the holds and the state of the channel."""
         parts = self._parts
         stopped = (
             parts.writing.has_ended or parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
@@ -189,7 +189,7 @@ class Consequences:
     # An unfinished step.
 
     def _heal(self) -> None:
-        """See `step`."""
+        """Repair the state after an unfinished step, see `step`."""
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)

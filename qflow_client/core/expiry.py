@@ -3,7 +3,7 @@
 To keep admission fast, a message does not store its time of admission. Instead, a *mark* is set at intervals. A mark
 stores a time, and the number that the next message had at that time. All messages with lower numbers were admitted
 before that time. When a mark is as old as `delivery_timeout`, all messages with lower numbers have expired. So no
-message expires too early. A message expires at most one interval too late, if the owner calls `expired_before` in time.
+message expires too early. A message expires at most one interval too late, if `expired_before` is called at `next_at`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 __all__ = ["Expiry"]
 
-# How many marks are set during one `delivery_timeout`.
+# The largest number of marks that are set during one `delivery_timeout`.
 _MARKS = 50
 # The shortest interval between two marks in seconds.
 _LEAST = 0.005

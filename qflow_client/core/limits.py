@@ -2,7 +2,7 @@
 
 An admitted message uses room in both windows until it is settled. With ``capacity="auto"``, the window of messages
 adapts its size. The flow controller checks all limits. If the window of messages is the only limit,
-`Admission.send_at_once` can also check this limit.
+`Admission.send_at_once` can check this limit without the controller.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Limits:
             used = self.window.used
             receipts = unsettled()
             count = len(receipts)
-            # Another thread may have admitted messages meanwhile. No thread switch comes between this check and the
-            # assignment.
+            # If another thread has admitted messages meanwhile, count again. No thread switch comes between this check
+            # and the assignment.
             if used == self.window.used:
                 self.window.used = count
                 break

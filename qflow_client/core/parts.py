@@ -45,7 +45,7 @@ class Parts:
         encoder: type[PublishEncoder],
     ) -> None:
         prefix = id_prefix if settings.message_ids else None
-        #: Records whether the last step was completed, and when it was taken.
+        #: Records whether the last step was completed, and the time of that step.
         self.steps = Steps(now)
         #: The limits of admission.
         self.limits = Limits(settings, line)

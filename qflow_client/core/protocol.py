@@ -12,8 +12,8 @@ The protocol has one part for each decision. A message reaches the parts in this
 * `settling` applies the broker's answers. `returns` finds the message for a ``Basic.Return``.
 * `resending` has the messages to be sent again, and decides when they are sent.
 * `channel` moves messages between these parts when a channel opens or ends.
-* `reports` collects news for the application. `waiters` has the calls that wait. `unreported` counts the settled
-  receipts that are not reported to the application yet.
+* `reports` collects news for the application. `waiters` has the waiting calls of `flush` and `wait_unflowed`.
+  `unreported` counts the settled receipts that are not reported to the application yet.
 
 From its admission until it is settled, a message is in exactly one of three collections:
 
@@ -267,7 +267,7 @@ class ProducerProtocol:
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        # This may lift the hold ``disconnected``. `proceed` is called later, because it may raise other holds.
+        # This call may lift the hold ``disconnected``. Check the gate before `proceed`, which may raise other holds.
         self.consequences.review_holds(now)
         if not self.channel.was_open and self.gate.is_open:
             # The time before the first connection does not count as flow control.
@@ -314,7 +314,7 @@ class ProducerProtocol:
             Whether another connection is needed, see `wants_channel`.
         """
         if reconnects and self.wants_channel:
-            # Raise the hold even while the producer closes, because `flush` still waits for the messages.
+            # Raise the hold even if the producer is closing, because unsettled messages wait for the next connection.
             self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
         else:
@@ -425,8 +425,8 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return all bytes to write, and record that they are written.
 
-        Owners that can write any number of bytes call this method, which takes half the time of `data_to_write` and
-        `advance`.
+        Owners that can write any number of bytes call this method. It takes half the time that `data_to_write` and
+        `advance` take together.
         """
         steps = self.steps
         if steps.is_unfinished:

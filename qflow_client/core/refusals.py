@@ -1,4 +1,4 @@
-"""The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses them.
+"""The refusals of a broker without room: when, and for how long, messages are sent again. `Resending` uses this module.
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
 later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
@@ -37,10 +37,10 @@ class Pauses(Protocol):
     """Computes the pauses before probes."""
 
     def begin(self, now: float) -> None:
-        """Begin with the shortest pause."""
+        """Make the next pause the shortest one."""
 
     def pause(self, now: float) -> float | None:
-        """Return the next pause in seconds."""
+        """Return the next pause in seconds. ``None`` stands for 0."""
 
 
 class Refusals:
@@ -69,13 +69,13 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: The earliest time of the next probe, or of the probe in flight. ``None`` while the broker has room.
+        #: The earliest time at which a probe can be sent, even if it is already in flight. ``None`` if there is room.
         self.probe_at: float | None = None
         #: The probe, from its sending until its answer is handled; ``None`` if there is none.
         self.probe: Receipt | None = None
         # When the clock stopped; ``None`` while it runs.
         self._stopped_at: float | None = None
-        # How many seconds the earlier stops of the clock have lasted.
+        # The total time of the earlier stops of the clock in seconds.
         self._stopped_for = 0.0
 
     @property
@@ -151,7 +151,7 @@ class Refusals:
 
     def next_over(self, now: float) -> list[float]:
         """Return the next time at which retries end, for messages other than the probe; a list of at most one time."""
-        # The dict is in the order of the first refusals. Entries of settled messages only cause early checks.
+        # The dict is in the order of the first refusals. An entry of a settled message only causes a needless check.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)
         ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)

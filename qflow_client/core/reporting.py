@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
-This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the skin
-takes the news, releases its lock, and passes the news to the application.
+This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the *skin*
+(a producer's engine or a drop-in) takes the news, releases its lock, and passes the news to the application.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["LogEntry", "MessageObserver", "Reports", "is_logged", "log_entry"]
 
 logger = logging.getLogger("qflow_client")
 
-# A level, a text, its arguments, the code object that logs the entry, and the line number.
+# The level, the format string, its arguments, and the code object and line number of the code that logs the entry.
 LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
 # Holds that are not in this mapping may change with every burst of messages, so their level is DEBUG.
@@ -59,7 +59,7 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the payload that the application sent. The outbox later returns another object for the message.
+            payload: the payload that the application sent. Later the outbox makes another object for the message.
             receipt: the unsettled receipt of the message.
         """
 
@@ -122,7 +122,7 @@ class Reports:
         self.lost_events: dict[str | None, int] = {}
         # The holds that were reported as raised, and not yet as lifted.
         self._reported: set[Hold] = set()
-        # Whether the application waits for the first connection. The hold ``disconnected`` has no events meanwhile.
+        # Whether the application waits for the first connection. During this wait ``disconnected`` has no events.
         self._is_starting = True
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
@@ -252,7 +252,7 @@ class Reports:
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
-        # The hold of the first wait for a connection has no events, so the listeners do not count this hold.
+        # Do not count ``disconnected`` during the first wait for a connection, because this hold has no events then.
         count = len(self._gate.holds) - (self._is_starting and self._gate.is_held_by(HoldKind.DISCONNECTED))
         if raised:
             logs = _entries(level, "%s: blocked (flowed): %s", self.name, hold)

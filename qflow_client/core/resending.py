@@ -10,7 +10,7 @@ Three rules decide how many messages can be sent now (`count_sendable`):
 1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
    (`suspects`).
 2. A message that may be poisonous (`PoisonDetector.candidate`) waits until the connection has been open for a while.
-3. While the broker has no room, only one message is sent after each pause, the probe (`refusals`).
+3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Resending:
             suspects: messages that may have caused the end of the channel.
             unanswered: messages that were written on this channel, at least in part.
         """
-        # The dict adds no message twice if an interrupted call is repeated.
+        # If an interrupted call is repeated, this dict prevents that messages are added to `again` twice.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
         # `refusals` comes first. If a call is repeated after `again` was changed, `unanswered` is incomplete.
@@ -128,7 +128,7 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a refused message, or the candidate for poison, waits for a given time."""
+        """Whether a refused message, or the candidate for poison, waits for a point in time."""
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
@@ -141,7 +141,7 @@ class Resending:
             # so keep that time until it has passed.
             times = [max(times), *(at for at in times if at > now)]
         if not is_flight_empty and self.again and self.again[0]._number in self.suspects.numbers:
-            # The next message is a suspect. It waits for an empty wire, so a past time does not matter.
+            # The next message is a suspect, which waits until no message is on the wire. So ignore times in the past.
             times = [at for at in times if at > now]
         return times
 
@@ -175,7 +175,7 @@ class Resending:
         return bool(numbers) and any(each._number in numbers for each in islice(self.again, count, None))
 
     def note_sent(self, first: Receipt, now: float) -> None:
-        """Record that this message is about to be sent. Other messages may follow it."""
+        """Record that a batch of messages is about to be sent. `first` is its first message."""
         if first._number in self.suspects.numbers:
             self.suspects.alone = first
             self.poison.note_sent(now)

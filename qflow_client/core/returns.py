@@ -1,4 +1,4 @@
-"""Finds the message for a ``Basic.Return``. `Settling` calls it.
+"""Finds the message that a ``Basic.Return`` refers to. `Settling` uses this module.
 
 A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
 message's number. `by_id` has the unsettled mandatory messages whose ids the application has assigned.
@@ -69,7 +69,7 @@ class Returns:
         # A message with a reply was already returned.
         own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
-            # Messages with the same id may have different routes, and only some of the routes have a queue.
+            # Several messages may have this id. Prefer a message with the exchange and routing key of the return.
             there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
             return (there or own)[0]
         return self._with_given_id(message_id)

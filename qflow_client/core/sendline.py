@@ -2,8 +2,8 @@
 
 If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
 `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
-*decided* when it gets a receipt with a number, gets an error, or is cancelled. The waiter of a decided ticket is added
-to `Reports.wake`. `look_at` compares the deadline of a ticket with the time that the caller passes (A4).
+*decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
+`Reports.wake`, unless its own sender withdrew the message. `look_at` compares a ticket's deadline with `now` (A4).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SendLine:
         # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: For each kind of hold: how many calls of `send` failed because of it. Only the oldest hold of a call counts.
+        #: For each kind of hold: how many calls of `send` failed because of it. Of several holds, the oldest counts.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -128,7 +128,7 @@ class SendLine:
             self._controller.stand_in_front(ticket, now, ignoring=ON_DELIVERY)
         else:
             self._controller.stand_in_line(ticket, now)
-        # The reason for the wait may be gone by now.
+        # There may be room by now.
         self.grant(now)
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
@@ -162,7 +162,7 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting calls of `send` if one is due. Skins that do not poll `look_at` call this.
+        """Log a notice for waiting calls of `send` if one is due. Use this method if `look_at` is not polled.
 
         Returns:
             When to call again; ``None`` if no call of `send` waits.
@@ -214,7 +214,7 @@ class SendLine:
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Withdraw all waiting messages in one step. In several steps, `grant` would admit messages between two steps.
+        """Withdraw all waiting messages. Separate withdrawals would call `grant`, which admits other waiting messages.
 
         Args:
             reason: the text of the `ProducerClosed` error that the senders get.
@@ -261,7 +261,7 @@ class SendLine:
             assert isinstance(ticket, SendTicket)
             self._admit_ticket(ticket, now)
         if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
-            # A hold of a limiter must end when there is room, not only at the next call of `send`.
+            # Update the holds of the limits now, not at the next call of `send`. `wait_unflowed` waits for their end.
             controller.look(now)
         if store is not None:
             store.spill_line(now)

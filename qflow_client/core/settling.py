@@ -72,7 +72,7 @@ class Settling:
         # The batch that is being settled; ``None`` if there is none. The batch has the receipts, one outcome for all or
         # one for each, the reply for receipts without a reply, and the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
-        # The next stage of `_finish`: 0 sets the outcomes, 1 adds the receipts to the reports, 2 calls the observer.
+        # The next stage of `_finish`: 0 sets outcomes, 1 adds the receipts to the reports, 2 calls the observer.
         self._stage = 0
 
     # Settling.
@@ -90,7 +90,7 @@ class Settling:
             receipts: the receipts of the messages, in the order of admission.
             outcome: one outcome for all messages, or one for each message. For a returned message, ``CONFIRMED``
                 becomes ``RETURNED``.
-            reply: the reply for receipts without a reply.
+            reply: the reply to store in receipts that have no reply yet.
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
         self._finish()
@@ -165,7 +165,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # If the message stays in the outbox, its reply contains the outcome of a message without an outbox.
+                # If the message stays in the outbox, the reply text is the outcome that it has without an outbox.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -261,7 +261,7 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Plan to send the unsettled messages with these tags again. Settle those whose time is over."""
+        """Plan to send the unsettled messages with these tags again. Settle those whose time for retries is over."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)
@@ -277,8 +277,8 @@ class Settling:
                     # The header of a second copy makes the properties too large for a frame.
                     is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
-            # A refused probe shows that the broker has no room, even if the probe is not sent again. If the broker has
-            # also returned the probe, the refusal does not show that.
+            # A refused probe shows that the broker has no room, even if the probe is not sent again. But if the broker
+            # has also returned the probe, the cause may be a missing queue.
             has_no_room = not is_over or (was_probe and receipt._reply is None)
             if is_over:
                 resending.forget_sent(receipt)

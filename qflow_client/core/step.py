@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 class Steps:
     """Records whether the last step of a producer was completed, and the time of that step.
 
-    All objects that take steps of the same producer share one instance.
+    All objects that have steps of one producer share one instance.
     """
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")
@@ -83,4 +83,4 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = False
         return result
 
-    return wraps(method)(take)  # type: ignore[return-value]  # mypy takes it for an object
+    return wraps(method)(take)  # type: ignore[return-value]  # mypy takes the result for an object

@@ -45,12 +45,12 @@ class Store(Protocol):
 
     @property
     def keeps_all_back(self) -> bool:
-        """True if no message can be written before the store's next commit, so that the owner need not be woken."""
+        """True if no message can be written before the next commit. Then a new message need not wake the I/O thread."""
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         """Return how many of the first messages of `Admission.unsent` can be written now.
 
-        When this number rises, the owner has to call `data_to_write` again.
+        When this number rises, the producer's engine has to call `ProducerProtocol.data_to_write` again.
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:

@@ -8,8 +8,8 @@ an exchange or a routing key. If so, only the messages with these names are susp
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
 losses, the messages in flight become suspects. If a connection is lost while a suspect is alone in flight, the suspect
-becomes the *candidate*. The candidate is sent only after the connection has stayed open for a while. So the losses of a
-broker that is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
+becomes the *candidate*. The candidate is sent only after the connection has stayed open for a while. So losses while
+the broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
 sent, the candidate is settled as *unknown*.
 
 This module sends and settles nothing. `resending` uses this module to decide which messages can be sent. `channel`
@@ -58,13 +58,13 @@ class Suspects:
     def __init__(self) -> None:
         #: The numbers of unsettled messages that may have caused the end of an earlier channel.
         self.numbers: set[int] = set()
-        #: The last suspect that was sent. No other message is sent until this suspect is settled. ``None`` without such
-        #: a suspect.
+        #: The suspect that was sent last on this channel; ``None`` if there is none. No other message is sent until
+        #: this suspect is settled.
         self.alone: Receipt | None = None
 
     @property
     def is_one_on_wire(self) -> bool:
-        """Whether a suspect is on the wire, so that no other message can be sent."""
+        """Whether a suspect is on the wire. If so, no other message can be sent."""
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
@@ -78,7 +78,7 @@ class Suspects:
         self.alone = None
 
     def count_before_first(self, source: Sequence[Receipt]) -> int:
-        """Return how many messages come before the first suspect."""
+        """Return how many messages of `source` come before the first suspect."""
         if not self.numbers:
             return len(source)
         return next((at for at, each in enumerate(source) if each._number in self.numbers), len(source))
@@ -107,8 +107,8 @@ class PoisonDetector:
         self._settled = -1
         #: The number of the message that was alone in flight when a connection was lost; 0 if there is none.
         self.candidate = 0
-        # `_send_at` is when the connection will have been open for the hold time, and `_sent_at` when the last suspect
-        # was sent.
+        # `_send_at`: when the connection will have been open for the hold time. `_sent_at`: when a suspect was last
+        # sent.
         self._send_at = self._sent_at = 0.0
         # How many connections were lost soon after the candidate was sent.
         self._candidate_losses = 0

@@ -46,13 +46,13 @@ class SendTicket(Ticket):
         self.first = False
         #: The latest time at which the wait ends, in seconds.
         self.deadline = math.inf
-        #: When to log a notice about the wait.
+        #: When to log a notice about the wait, in seconds.
         self.notice_at = math.inf
         #: The receipt, which gets its number when the message is admitted.
         self.receipt: Receipt | None = None
-        #: The reason why the message will never be admitted.
+        #: The error that the sender gets if the message will never be admitted.
         self.error: BaseException | None = None
-        #: The object with which the skin wakes the sender.
+        #: The object to put into `Reports.wake` to wake the sender.
         self.waiter: Any = None
         # The claims to decide about the message: True for the sender, False for the line. The first claim wins.
         self._claims: list[bool] = []

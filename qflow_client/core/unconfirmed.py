@@ -23,7 +23,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Unconfirmed"]
 
-# A heap with fewer entries than this is not worth rebuilding.
+# A heap with fewer elements than this is not worth rebuilding.
 _SWEEP_FROM = 64
 
 # With fewer messages, `_make_run` takes longer than `_make_each`.
@@ -34,7 +34,7 @@ _END = b"\xce"
 
 
 class Unconfirmed:
-    """The messages on the wire of the open channel. The channels of a producer use the same object, one by one."""
+    """The messages on the wire of the open channel. The next channel of the producer uses the same object."""
 
     __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_abandoned", "outbound")
 
@@ -86,7 +86,7 @@ class Unconfirmed:
         flight = self.flight
         if not flight:
             return None
-        # Usually the numbers increase with the tags by 1, so that the tag can be computed.
+        # Usually numbers and tags both increase by 1 from message to message, so the tag can be computed.
         oldest = self.oldest
         receipt = flight.get(oldest + number - flight[oldest]._number)
         if receipt is not None and receipt._number == number:
@@ -164,7 +164,7 @@ class Unconfirmed:
         size = route.cost + length
         count = min(most, limit // size) or 1
         for each in (source[min(1, count - 1)], source[count - 1]):
-            # Most batches of different messages end here, before the lists below are made for them in vain.
+            # If the messages differ, this check usually finds that before the lists below are made.
             if each.size != length or each._route is not route:
                 return False
         # Do not iterate over `source` itself, because other threads may append to it.
@@ -182,7 +182,7 @@ class Unconfirmed:
             receipt._tag = tag
         parts: list[bytes] = []
         while bodies:
-            # Make the frames of the messages whose numbers differ only in the last two digits.
+            # Make the frames of the messages whose numbers differ only in the last two hexadecimal digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
             head, middle, tail = encoder.plain(length, number)
             frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
@@ -199,7 +199,7 @@ class Unconfirmed:
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
-        # `borders` and `ends` are the same list until a message has several frames.
+        # `borders` and `ends` are the same list until a message has several body frames.
         borders = ends
         rest: list[bytes] = []
         batch: list[Receipt] = []
@@ -258,9 +258,9 @@ class Unconfirmed:
         borders: Sequence[int],
         rest: Sequence[bytes] = (),
     ) -> None:
-        """Move the messages of a batch from `source` to `flight`. The last arguments are those of `Outbound.put`."""
+        """Move the messages of a batch from `source` to `flight`. See `Outbound.put` for the last four arguments."""
         self._note_order(batch)
-        # Because of this order, `heal` can find out where an interrupt came.
+        # Change `flight` first, then `outbound`, then `source`. After an interrupt, `heal` relies on this order.
         self.flight.update(zip(tags, batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
@@ -290,7 +290,7 @@ class Unconfirmed:
         frames = encoder.frames(route, body, prepared, receipt._number)
         tag = receipt._tag = outbound.given + 1
         self._note_order((receipt,))
-        # Change `flight` before `outbound`, as in `make`.
+        # Change `flight` before `outbound`, as in `_put`.
         self.flight[tag] = receipt
         if is_written:
             outbound.skip()
@@ -323,11 +323,11 @@ class Unconfirmed:
         """Repair the state after an unfinished step. Afterwards each message is in exactly one collection."""
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
         for source in (again, unsent):
-            # `make` has made the frames of these messages.
+            # `make` has put the frames of these messages into `outbound`, and was interrupted before `popleft`.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
-        # The remaining messages are not on the wire: they have only a tag, were taken back or refused, or the channel
-        # ended.
+        # The messages that remain in `again` and `unsent` are not on the wire. If an interrupted move has left such a
+        # message in `flight` too, remove it there.
         for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]

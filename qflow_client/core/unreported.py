@@ -25,11 +25,11 @@ class Unreported:
     def __init__(self, reports: Reports, limits: Limits) -> None:
         self._reports = reports
         self._limits = limits
-        #: How many settled receipts the skin has taken and not yet reported to the application.
+        #: How many settled receipts were returned by `take` and are not reported to the application yet.
         self.count = 0
 
     def take(self) -> list[Receipt]:
-        """Return the settled receipts. The skin reports them to the application."""
+        """Return the settled receipts. The caller reports them to the application."""
         settled, nothing = self._reports.settled, list[Receipt]()
         assert settled is not None
         count = self.count + len(settled)

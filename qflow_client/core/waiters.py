@@ -24,7 +24,7 @@ class Waiters:
         self._gate = limits.controller.gate
         self._admission = admission
         self.steps = steps
-        #: Waiters, each with the number of the last message that must be settled before the waiter is woken.
+        #: Waiters, each with a message number. A waiter is woken when all messages up to its number are settled.
         self.settled: list[tuple[int, Any]] = []
         #: Waiters for an open gate, each with the source of the holds that the waiter ignores; "" for none.
         self.unflowed: list[tuple[str, Any]] = []
@@ -36,7 +36,7 @@ class Waiters:
         """Wake a waiter when all messages that are admitted now are settled.
 
         Returns:
-            False if no message is unsettled, so that the waiter is not kept.
+            False if no message is unsettled. Then the waiter is not kept, and is never woken.
         """
         store = self._admission.store
         if store is not None and store.has_backlog:
@@ -46,10 +46,10 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages in the present window are settled. The backlog of a `Store` does not count.
+        """Same as `when_flushed`, but without the messages that wait in the backlog of a `Store`.
 
         Returns:
-            False if no message is unsettled, so that the waiter is not kept.
+            False if no message is unsettled. Then the waiter is not kept, and is never woken.
         """
         return self.add_settled(waiter)
 
@@ -70,7 +70,7 @@ class Waiters:
                 ignores this hold.
 
         Returns:
-            False if the producer is already unflowed or closed, so that the waiter is not kept.
+            False if the producer is already unflowed or closed. Then the waiter is not kept, and is never woken.
         """
         self._limits.controller.look(now)
         ignored = ON_DELIVERY if in_callback else ""
@@ -100,7 +100,7 @@ class Waiters:
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """Wake the waiters for an open gate if the gate is open, or has only holds that they ignore."""
+        """Wake all waiters for an open gate if the gate is open. Otherwise wake those that ignore all of its holds."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 

@@ -1,4 +1,4 @@
-"""Makes the bytes that `ProducerProtocol` returns to its owner, and takes back messages that are not written.
+"""Makes the bytes that `ProducerProtocol.data_to_write` returns, and takes back messages that are not written.
 
 The bytes come from `Unconfirmed.outbound`. If `outbound` is empty, the next messages get their tags and frames.
 Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
@@ -70,7 +70,7 @@ class Writing:
         return data
 
     def put_control(self, frame: bytes) -> None:
-        """Write a frame of the channel after the frames that are already made."""
+        """Write a control frame of the channel, such as a reply, after the frames that are already made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size
@@ -83,7 +83,7 @@ class Writing:
     def move_back(self) -> None:
         """Put messages whose frames were taken back into the collection that they came from."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
-        # `beyond` returns the last message first.
+        # `beyond` returns the last message first, so each message belongs before the messages moved so far.
         while (receipt := unconfirmed.beyond()) is not None:
             if not self._resending.put_back(receipt):
                 unsent.appendleft(receipt)

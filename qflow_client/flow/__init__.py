@@ -1,4 +1,4 @@
-"""Flow control as a package of its own (F1): gates, limiters, thresholds, controllers and their registry.
+"""Flow control as a package of its own (F1): gates, limiters, thresholds, controllers and a registry.
 
 No module here uses AMQP, does I/O, reads a clock or starts a thread. The producers and the broker's queues are built
 from this package. The package can also be used alone.

@@ -3,7 +3,7 @@
 The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
 between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
 *trip*: the time from the entrance of an element until it leaves. The result of an epoch is a rate and a latency. The
-latency is the shortest trip of the epoch. Only a few elements are timed. The other elements cost nothing.
+latency is the shortest trip of the epoch. Only a few elements are timed, so the measurement costs almost nothing.
 
 Four rules change the window:
 
@@ -11,12 +11,12 @@ Four rules change the window:
     the same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
     an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
-    queue, or the broker commits in groups, so that an element may wait for the next commit. In both cases the last part
-    of the window is kept only if it adds more throughput than usual. The window grows only if throughput grows in
-    proportion. If the latency is longer than `_bound`, the window always shrinks. Rule 1 does not help in this case: if
-    other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If a measurement takes much more than four times `_bound`, the window is halved before another
-    element enters.
+    queue, or the broker commits in groups, so an element may wait for the next commit. In both cases the last part
+    of the window is kept only if it adds more throughput than rule 1 requires. The window grows only if throughput
+    grows in proportion. If the latency is longer than `_bound`, the window always shrinks. Here rule 1 would not
+    shrink it: if other producers use the same queue, a larger window always adds some throughput.
+3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved before
+    another element enters.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
     nothing.
 """
@@ -40,7 +40,7 @@ _TRIAL = 0.7
 # limits throughput, and 0 if the window has no effect.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same values if elements may wait in a queue: to keep a part of the window, and to add a part.
+# The throughput that a part must add if elements may wait in a queue: first to keep the part, then to add it.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
 # A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
@@ -51,10 +51,10 @@ _SHRINK = 1.1
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
-# Number of epochs without a trial after the window was not allowed to grow.
+# If the window was not allowed to grow, this number of full epochs come before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
-# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds. A broker on a busy
-# machine may get no CPU time for a while.
+# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds, because a
+# broker on a busy machine may get no CPU time for a while.
 _JITTER = 0.25
 _QUEUE = 0.01
 # With group commits, a trip may be longer than `way` by this part of `way`, but at most by `_COMMIT_AT_MOST` in
@@ -72,7 +72,7 @@ _IDLE = 0.05
 class _Epoch(Enum):
     """The kind of an epoch, which defines its capacity."""
 
-    #: The whole window, twice as large as in the epoch before.
+    #: The whole window, which doubles after this epoch if throughput still grows.
     GROWTH = auto()
     #: The whole window.
     FULL = auto()
@@ -89,9 +89,9 @@ class AdaptiveWindow(WindowLimiter):
     """A window between 8 elements and a maximum. The window adapts to the size that throughput needs.
 
     The window starts small and doubles while throughput grows. Later it sometimes uses only 70 % of its size for a
-    short time. If this costs almost no throughput, the window shrinks by about a tenth. If it costs throughput, the
-    window grows by up to a quarter, or stays the same if the latency shows a queue. The window also shrinks if even the
-    fastest element takes much longer than without a queue. The window is halved when answers come after a long silence.
+    short time. If the smaller size costs almost no throughput, the window shrinks by about a tenth. If the smaller size
+    costs throughput, the window grows, or stays the same if the latency shows a queue. The window also shrinks if even
+    the fastest element takes much longer than without a queue. The window is halved after a long time without answers.
     While no element waits for room, the size does not change.
 
     This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
@@ -191,13 +191,13 @@ class AdaptiveWindow(WindowLimiter):
         # Whether the window had room for too long in this epoch.
         self._idle = False
 
-        # Capacity and rate of each step while the window doubles; ``None`` otherwise.
+        # Capacity and rate of each epoch while the window doubles; ``None`` otherwise.
         self._tried: list[tuple[int, float]] | None = []
-        # How many of the latest steps in a row added too little.
+        # How many of the latest doublings in a row added too little throughput.
         self._flat = 0
         # Capacity and rate of the trial before the present full epoch; ``None`` without such a trial.
         self._trial: tuple[int, float] | None = None
-        # Whether the last pair of epochs showed that the window is too small.
+        # Whether the last trial, and the full epoch after it, showed that the window is too small.
         self._paid = False
         # How many full epochs come before the next trial.
         self._rest = 0
@@ -286,7 +286,7 @@ class AdaptiveWindow(WindowLimiter):
         before = self.capacity
         self.capacity = min(max(round(self._window * _SHARE[epoch]), self._floor), self.maximum)
         self._epoch = epoch
-        # The elements inside entered with the old capacity, so their latency is that of the old capacity.
+        # After a change of the capacity, wait until the elements that entered with the old capacity have left.
         self._begin(now, measuring=self.capacity == before)
 
     def _begin(self, now: float, *, measuring: bool) -> None:

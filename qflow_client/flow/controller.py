@@ -37,7 +37,7 @@ class Ticket:
 
     Args:
         size: size of the waiting element.
-        source: source of the element. Only a `WeightedLine` uses it.
+        source: source of the element. Only a `WeightedLine` uses this value.
     """
 
     __slots__ = ("_controller", "_in_front", "cancelled", "size", "source")
@@ -103,8 +103,8 @@ class FifoLine:
 class WeightedLine:
     """A line that serves waiting sources in proportion to their weights (F4, start-time fair queuing).
 
-    No source starves. The tickets of one source are served in the order of their arrival. Each element takes one turn
-    of its source, whatever the size of the element. A cancelled ticket takes no turn.
+    No source starves. The tickets of one source are served in the order of their arrival. A *turn* of a source serves
+    one ticket, whatever the size of its element. A cancelled ticket takes no turn.
 
     Args:
         weights: how many turns a source has for each turn of a source with weight 1. The default weight is 1.
@@ -121,8 +121,7 @@ class WeightedLine:
         self._lines: dict[str, FifoLine] = {}
         # For the next turn of each waiting source: its start in virtual time, a serial number, and the source.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which the last turn of each source ends. An entry is removed when its time has passed, or
-        # when no source waits.
+        # The virtual time at which the last turn of each source ends. All entries are removed when no source waits.
         self._finish: dict[str, float] = {}
         # When `_finish` has this number of entries, the entries with a past time are removed.
         self._sweep_at = _SWEEP_FROM
@@ -199,7 +198,7 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements cannot wait before they enter, so that controllers block the source instead (F3, J4).
+    """A source whose elements cannot wait before they enter, so controllers block the source instead (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
     more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must
@@ -306,9 +305,9 @@ class FlowController:
         self._front: Ticket | None = None
         # The source whose holds the ticket in front of the line ignores.
         self._ignored = ""
-        # The kinds of the holds that the controller has raised for the limiter, as keys. There are two kinds only for a
-        # moment, before the older hold is lifted. A kind is added before its hold is raised, and removed after its hold
-        # is lifted. So Ctrl-C leaves no hold behind.
+        # The kinds of the holds that the controller has raised for the limiter, as keys. Usually there is at most one
+        # key. If the kind changes, there are two keys until the older hold is lifted. A key is added before its hold is
+        # raised, and removed after its hold is lifted. So the controller finds every hold, even after Ctrl-C.
         self._limited: dict[str, None] = {}
         #: Number of tickets that wait in line or in front of the line. Read-only.
         self.waiting = 0
@@ -577,11 +576,11 @@ class FlowController:
 
     @property
     def _is_held(self) -> bool:
-        """Whether the gate has a hold that does not belong to the limiter."""
+        """Whether the gate is shut, or has a hold that does not belong to the limiter."""
         return self._holds_back(None)
 
     def _holds_back(self, ticket: Ticket | None) -> bool:
-        """Whether a ticket has to wait because of a hold that does not belong to the limiter."""
+        """Whether a ticket has to wait, because the gate is shut or has a hold that does not belong to the limiter."""
         gate = self.gate
         if gate.is_open or gate.is_shut:
             return gate.is_shut

@@ -1,7 +1,7 @@
 """A gate, which is open while it has no holds and is not shut.
 
 A gate answers one question: can an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
-kind (the reason) and a source (the owner). So each owner lifts only its own holds.
+kind (the reason) and a source (the code that raised the hold). `lift` needs both, so code lifts only its own holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Hold:
     Attributes:
         kind: the reason, as one word, such as ``"paused"``.
         since: when the hold was raised, in seconds of the caller's clock.
-        source: the owner of the hold. Holds of the same kind from two sources are two holds.
+        source: the code that raised the hold. Holds of the same kind from two sources are two holds.
         detail: an explanation for people.
     """
 
@@ -44,11 +44,11 @@ class Gate:
     def __init__(self) -> None:
         # The holds, in the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
-        # For how many seconds there were holds of each kind, without the present holds.
+        # How many seconds the past holds of each kind have lasted. The present holds are not included.
         self._held_for: dict[str, float] = {}
         # When the present period with holds began; ``None`` if there is no hold.
         self._closed_at: float | None = None
-        #: True if and only if there is no hold and the gate is not shut. Read-only. A plain attribute is fast.
+        #: True if and only if there is no hold and the gate is not shut. Read-only. Not a property, for speed.
         self.is_open = True
         #: Whether the gate is shut permanently. Read-only.
         self.is_shut = False
@@ -72,7 +72,7 @@ class Gate:
         """Raise a hold. An existing hold stays unchanged.
 
         Args:
-            source: the owner of the hold. `lift` needs the same source.
+            source: a name for the caller. `lift` needs the same source.
 
         Returns:
             True if the hold is new.

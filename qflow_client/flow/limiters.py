@@ -1,7 +1,7 @@
 """Limiters limit the elements that are inside at the same time, or that pass per second (F2).
 
-A limiter only counts. The controller decides which source to block and which element is next. Sizes are 0 or more, in a
-unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
+A limiter counts elements. The controller decides which source to block and which element is next. Sizes are 0 or more,
+in a unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limiter(ABC):
         """Admit an element even if there is no room.
 
         Returns:
-            True if the limit is exceeded, so that the source of the element has to be stopped (F3).
+            True if the limit is exceeded. Then the source of the element has to be stopped (F3).
         """
 
     def try_add(self, size: int, now: float) -> str | None:
@@ -187,9 +187,9 @@ class SizeLimiter(_CapacityLimiter):
 class RateLimiter(Limiter):
     """Limits elements to `rate` per second on average, and to `burst` elements without a pause (F2 F6).
 
-    The limiter uses the generic cell rate algorithm (ITU-T I.371). The limiter stores the time at which the bucket will
-    be full again. So the limiter knows exactly when the next element can pass. If an element passes too early (F3), the
-    part of its cost that the bucket does not have is a debt. The source of the element can continue when the debt is 0.
+    The limiter works like a bucket that fills at `rate`, up to `burst`. Each element takes its cost out of the bucket.
+    As in the generic cell rate algorithm (ITU-T I.371), only the time at which the bucket will be full is stored. If an
+    element passes too early (F3), the missing part of its cost is a debt. Its source can continue when the debt is 0.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
@@ -284,7 +284,7 @@ class RateLimiter(Limiter):
 
     @property
     def resumable(self) -> bool:
-        """Whether there was no debt when the last element passed."""
+        """Whether the last element left no debt."""
         return self._even_at <= self._at
 
     def resumes_at(self, now: float) -> float | None:

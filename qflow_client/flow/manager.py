@@ -44,8 +44,8 @@ class FlowManager:
     def __init__(self, name: str = "manager") -> None:
         #: The source of the holds.
         self.name = name
-        # Reentrant, because the garbage collector may run the finalizer of a resource while this thread has the lock.
-        # The finalizer unregisters the resource.
+        # Reentrant, because the garbage collector may run the finalizer of a resource while this thread has the lock,
+        # and the finalizer calls `unregister`.
         self._lock = threading.RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
         # The reason that was passed to `stop_all`; ``None`` if the resources are not stopped.
@@ -76,7 +76,7 @@ class FlowManager:
             self._resources.add(resource)
 
     def unregister(self, resource: FlowResource) -> None:
-        """Unregister a resource. If all resources are stopped, start this one, because no later call would do so.
+        """Unregister a resource. If all resources are stopped, start this one, because `start_all` will not start it.
 
         Args:
             resource: the resource. If it is not registered, nothing changes.
@@ -124,7 +124,7 @@ class FlowManager:
         errors = []
         resources = tuple(self._resources)
         for resource in resources:
-            # This resource may have ended because another resource was held.
+            # Skip a resource that was unregistered because another resource was stopped or started.
             if resource not in self._resources:
                 continue
             try:

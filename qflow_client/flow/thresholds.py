@@ -53,8 +53,8 @@ class StopResume:
         resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a threshold is negative. A resume threshold is above its stop threshold, or is below 1 while
-            its stop threshold is above 0. The text contains the invalid values.
+        ValueError: a threshold is negative, a resume threshold is above its stop threshold, or a resume threshold is 0
+            and its stop threshold is not 0. The text contains the invalid values.
     """
 
     stop_count: int = 0
@@ -89,7 +89,7 @@ class StopResume:
     def from_limits(
         cls, max_count: int = 0, max_size: int = 0, *, stop_percent: int = 80, resume_percent: int = 70
     ) -> StopResume:
-        """Return the default thresholds for a queue with a maximum (C4): percentages, rounded down, at least 1.
+        """Return the default thresholds for a queue (C4): percentages of its maximum, rounded down, at least 1.
 
         Args:
             max_count: maximum number of messages; 0 for no maximum.
@@ -150,8 +150,8 @@ class Capacity:
     """The producer flow control of Qpid Java: ON above `capacity` bytes, OFF at `resume` bytes or below (J1 J2).
 
     Attributes:
-        capacity: body bytes; 0 for no limit.
-        resume: body bytes (``flowResumeCapacity`` in Qpid). ``None`` means `capacity`.
+        capacity: depth in body bytes above which the state is ON; 0 for no limit.
+        resume: depth in body bytes at which the state is OFF (``flowResumeCapacity``). ``None`` means `capacity`.
 
     Raises:
         ValueError: `resume` is above `capacity`, or a value is negative. The text contains the invalid values.
@@ -188,7 +188,7 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True if the message exceeds the capacity. A publisher between the thresholds is not held."""
+        """Return True if the depth is above the capacity. A publisher between the thresholds is not held."""
         return self.stops(count, size)
 
 
