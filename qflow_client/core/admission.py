@@ -91,7 +91,7 @@ class Admission:
         self.gate = limits.controller.gate
         self._returns = returns
         self.steps = steps
-        # Whether `send_at_once` can admit messages: the window is the only limit, and nothing can interrupt the method.
+        # Whether `send_at_once` can admit messages. False with a store, with other limits, or if `is_undisturbed` is.
         self._is_simple = limits.is_plain and is_undisturbed()
         #: True while `SendLine` admits waiting messages. New messages have to wait meanwhile.
         self.is_granting = False

@@ -62,7 +62,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
 def send(
     line: SendLine, ticket: SendTicket, now: float, *, cannot_wait: CannotWait | None = None, notices: bool = True
 ) -> Call[Receipt]:
-    """Wait in line until a message is admitted.
+    """Wait in line until a message is admitted or put into the outbox.
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
@@ -92,7 +92,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait until all messages that are admitted now are settled. Return False if the deadline (seconds) comes first."""
+    """Wait as in `Waiters.when_flushed`. Return True if the messages are settled, False if the deadline came first."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)
@@ -139,7 +139,7 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all messages are settled. Stop earlier if a hold delays the messages, see `_has_stalled`.
+    """Wait until all admitted messages are settled. Stop earlier if a hold delays them, see `_has_stalled`.
 
     Args:
         deadline: the latest time at which the wait ends, in seconds.

@@ -193,7 +193,7 @@ class Consequences:
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
-        # `take_back` is not allowed here, because the I/O thread may be writing the bytes that it would remove.
+        # `take_back` is not allowed here, because the I/O thread may now write the bytes that this would remove.
         parts.writing.move_back()
         self.apply_stops(now)
         parts.admission.heal(parts.channel.unsettled)

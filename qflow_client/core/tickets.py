@@ -1,4 +1,4 @@
-"""The ticket of a message that waits to be admitted. `SendLine` and the outbox's store make and decide tickets."""
+"""The ticket of a message that waits to be admitted. `SendLine` makes tickets. `SendLine` and `Store` decide them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SendTicket(Ticket):
         self.deadline = math.inf
         #: When to log a notice about the wait, in seconds.
         self.notice_at = math.inf
-        #: The receipt, which gets its number when the message is admitted.
+        #: The receipt. It gets a number when the message is admitted or put into the outbox.
         self.receipt: Receipt | None = None
         #: The error that the sender gets if the message will never be admitted.
         self.error: BaseException | None = None
@@ -71,7 +71,7 @@ class SendTicket(Ticket):
 
     @property
     def decided(self) -> bool:
-        """Whether the message was admitted, or will never be admitted."""
+        """Whether the message was admitted, put into the outbox, refused with an error, or withdrawn."""
         receipt = self.receipt
         return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
 

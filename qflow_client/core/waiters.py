@@ -33,7 +33,7 @@ class Waiters:
 
     @step
     def when_flushed(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages that are admitted now are settled.
+        """Wake a waiter when all messages that are now admitted, or in the backlog of a `Store`, are settled.
 
         Returns:
             False if no message is unsettled. Then the waiter is not kept, and is never woken.
@@ -46,7 +46,7 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Same as `when_flushed`, but without the messages that wait in the backlog of a `Store`.
+        """Wake a waiter when all messages that are now admitted are settled. The backlog of a `Store` does not count.
 
         Returns:
             False if no message is unsettled. Then the waiter is not kept, and is never woken.

@@ -86,7 +86,7 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 
 
 class AdaptiveWindow(WindowLimiter):
-    """A window between 8 elements and a maximum. The window adapts to the size that throughput needs.
+    """A window with a capacity from 8 elements to a maximum. The capacity adapts to the size that throughput needs.
 
     The window starts small and doubles while throughput grows. Later it sometimes uses only 70 % of its size for a
     short time. If the smaller size costs almost no throughput, the window shrinks by about a tenth. If the smaller size

@@ -4,8 +4,8 @@ A `FlowController` controls the entrance of one resource. There are two kinds of
 
 * A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
     in line with a `Ticket`. The limit is never exceeded.
-* A source that cannot wait (F3) calls `offer`. The element always enters immediately, even if the limit is exceeded. If
-    the limit is exceeded, the controller blocks the source.
+* A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
+    gate is closed, the controller blocks the source.
 
 This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. The caller also
 calls the controller when there may be room again. There may be room after `release`, at the time that `ready_at`

@@ -54,8 +54,8 @@ class Gate:
         self.is_shut = False
         #: How often the gate has changed from no hold to a hold.
         self.times_closed = 0
-        #: Called with a hold, with True if the hold was raised or False if it was lifted, and with the time. ``None``
-        #: for no observer. The function must not raise an exception, and must not call a controller of this gate.
+        #: Called with three arguments: a hold, True if the hold was raised or False if it was lifted, and the time.
+        #: ``None`` for no observer. The function must raise no exception, and must not call a controller of this gate.
         self.observer: Callable[[Hold, bool, float], object] | None = None
 
     @property
