@@ -40,7 +40,7 @@ class Pauses(Protocol):
         """Make the next pause the shortest one."""
 
     def pause(self, now: float) -> float | None:
-        """Return the next pause in seconds. ``None`` stands for 0."""
+        """Return the next pause in seconds. ``None`` stands for a pause of 0 seconds."""
 
 
 class Refusals:

@@ -67,7 +67,7 @@ class Resending:
         Args:
             written: messages that were written before, on this channel or an earlier one.
             suspects: messages that may have caused the end of the channel.
-            unanswered: messages that were written on this channel, at least in part.
+            unanswered: messages that were at least partly written on this channel, and that the broker did not answer.
         """
         # If an interrupted call is repeated, this dict prevents that messages are added to `again` twice.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
