@@ -1,7 +1,7 @@
 """Puts a `Tap` between aiormq and the socket, through aiormq's public interface for transports.
 
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
-reader and writer with the tap at both. The tap filters received data before the reader gets the data. Data that the
+reader and writer, both with the tap. The tap filters received data before the reader gets the data. Data that the
 library writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
 """
 
@@ -68,7 +68,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._transport: Any = None
         # The transport that the library writes to; set when the connection is established.
         self._tapped: TapTransport | None = None
-        # The error with which this protocol has ended the connection; ``None`` if it has not done so.
+        # The error with which `fail` has ended the connection; ``None`` if `fail` was not called.
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,7 +91,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         try:
             self._take(data)
         except BaseException as error:
-            # After Ctrl-C, for example, the lost data may contain an answer for which a caller waits.
+            # After Ctrl-C, for example, `data` is lost. It may contain an answer for which a caller waits.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
@@ -135,9 +135,9 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
 class TapTransport(asyncio.Transport):
     """The transport to which the library writes: a connected plain or TLS socket with a `Tap`.
 
-    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So this class uses asyncio's
-    transports only to read and to close. This class itself writes to a plain socket, through a duplicate descriptor.
-    With TLS, it passes one record at a time to asyncio's transport.
+    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So without TLS, this class
+    uses asyncio's transport only to read and to close, and itself writes to a duplicate of the socket. With TLS, this
+    class passes one record at a time to asyncio's transport.
 
     Args:
         protocol: the protocol, which pauses the library and handles failures.
@@ -169,9 +169,9 @@ class TapTransport(asyncio.Transport):
         self._afters: list[Callable[[], bool]] = []
         # The library's chunks that are not completely written.
         self._library: deque[bytes] = deque()
-        # Number of written bytes of the first chunk.
+        # Number of written bytes of the first chunk in `_library`.
         self._begun = 0
-        # Number of unwritten bytes of all chunks.
+        # Number of unwritten bytes of all chunks in `_library`.
         self._library_size = 0
         self._library_paused = False
         # Whether the library writes a chunk at the next frame boundary.
@@ -223,7 +223,7 @@ class TapTransport(asyncio.Transport):
                 # `pump` may already have run when this call returns, so `awake` is not set.
                 self._loop.call_soon_threadsafe(self.pump)
         except RuntimeError:
-            # A closed loop writes nothing.
+            # If the loop is closed, nothing can be written.
             if not self._loop.is_closed():
                 raise
 
@@ -370,7 +370,7 @@ class TapTransport(asyncio.Transport):
         """In a forked child, close the copies of the socket. The event loop belongs to the parent."""
         self._broken = True
         self._socket.close()
-        # When the loop drops its transport, the transport closes the descriptor, which must still be valid then.
+        # Keep the descriptor valid, because the loop's transport closes the descriptor when the transport is deleted.
         replace_copy(self._raw.get_extra_info("socket").fileno())
 
     # The methods below are asyncio's interface for transports, for the library.

@@ -37,7 +37,7 @@ class AsyncAsker(Asker):
 
     def _take(self, result: Any) -> None:
         if inspect.isawaitable(result):
-            # In a closed loop, nothing can be awaited.
+            # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task waits for the credentials.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._await, result)
         else:

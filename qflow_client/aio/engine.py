@@ -64,8 +64,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Maximum seconds to end the channel and the outbox after the deadline of a close. After a cancel, the outbox alone has
-# the same limit.
+# Maximum seconds to end the channel and the outbox after the deadline of a close. After a cancel, this limit applies
+# only to the end of the outbox.
 _DISK_PATIENCE = 0.6
 
 _LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
@@ -89,7 +89,7 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 
 
 class _Drop:
-    """Ends a producer that the application has dropped. The loop calls this object, or deletes it without a call."""
+    """Ends a producer that the application has dropped. The loop calls this object, or is closed and deletes it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -244,7 +244,7 @@ class Engine(BaseEngine):
             self.arm_timer()
 
         assert self.loop is not None
-        # A closed loop sends nothing.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no messages can be sent.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(take)
 
@@ -303,7 +303,7 @@ class Engine(BaseEngine):
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:
-            # A closed loop executes no steps.
+            # The loop is closed, so no postponed step will be executed.
             self._put_off.clear()
 
     def recheck(self) -> None:
@@ -387,7 +387,7 @@ class Engine(BaseEngine):
                     raise
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
-            # No callback can be called without a running loop. The end of the producer reports the failed receipts.
+            # No callback can be called without a running loop. The failed receipts are reported when the producer ends.
             if settled and self.deliveries is not None:
                 self.deliveries.hand(settled)
             return
@@ -446,7 +446,7 @@ class Engine(BaseEngine):
             # The producer has not connected, and never will.
             self.ended = True
             return
-        # In a closed loop, no task can run.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task can run.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(start)
 
@@ -462,7 +462,7 @@ class Engine(BaseEngine):
         except BaseException as caught:
             error, patience = caught, BRIEF
         if isinstance(error, GeneratorExit):
-            # The loop does not run, so do not wait.
+            # After a GeneratorExit the loop does not run, so do not wait.
             raise error
         left = self.protocol.unsettled_receipts
         # End the producer in a separate task, so that a cancelled caller can still wait until the task ends.
@@ -533,7 +533,7 @@ class Engine(BaseEngine):
             self.loop.call_soon_threadsafe(_Drop(self))  # type: ignore[union-attr]  # the producer was connected
 
     def end_soon(self) -> None:
-        """End a dropped producer whose loop is closed. Finalizers call this, so do not wait for the disk."""
+        """End a dropped producer whose loop is closed. Finalizers call this, so it must not wait for the disk."""
         if self.storage is None:
             self._end_without_loop(DROPPED)
             return

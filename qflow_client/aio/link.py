@@ -123,11 +123,11 @@ class Link:
 
     @property
     def last_failure(self) -> str:
-        """Why the last finished try to connect failed; empty if it succeeded, or if there was none."""
+        """Why the last finished try to connect failed; empty if this try succeeded, or if no try has finished."""
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
-        # A closed loop makes no calls.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then the call is not needed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -159,7 +159,7 @@ class Link:
                     self._connection = connection
                 await self._open_channel()
         except GeneratorExit:
-            # The loop does not run, so do not wait.
+            # After a GeneratorExit the loop does not run, so do not wait.
             if self._is_own and self._connection is not None:
                 _cut(self._connection)
             raise
@@ -325,7 +325,7 @@ class Link:
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
-        """Complete the partly written message, and write no further one. Return False at the deadline `until`."""
+        """Write the rest of the partly written message, but no other message. Return False at the deadline `until`."""
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
@@ -354,17 +354,17 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # aio-pika's tasks now end without the broker's answer. Wait for these tasks. If the loop were closed before
-            # that, it would cancel the tasks while they wait for each other.
+            # aio-pika's tasks now end without the broker's answer. Wait for these tasks. If the loop were closed while
+            # these tasks run, it would cancel them while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
         connection = self._connection
         tapped = connection.tapped
-        # A broker that blocks the connection, or has stopped reading, would not read a close.
+        # Abort if the broker blocks the connection or has stopped reading, because it would not read a close.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
-        # If the channel has already ended, this task may exist.
+        # If `_on_channel_close` has already begun to close the connection, this task exists.
         if self._closing is None:
             self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)
@@ -424,7 +424,7 @@ class Link:
 
     def _on_close(self, closing: asyncio.Future[Any]) -> None:
         if self._number is None:
-            # The producer has ended the connection.
+            # The producer has ended the connection, or `_open_channel_again` is running and will notice the loss.
             return
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""
@@ -474,7 +474,7 @@ class Link:
             tapped.delay = None
             self._upkeep.end()
         wanted = False
-        # If the broker closed the channel, the tap has already reported the close, and the number is ``None``.
+        # If the broker closed the channel, the tap has already reported the close, and `channel.number` is ``None``.
         if reconnects or self._protocol.channel.number is not None:
             now = time.monotonic()
             shared = not self._is_own

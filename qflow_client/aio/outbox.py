@@ -35,7 +35,7 @@ class _Wait(NamedTuple):
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk. All waits that begin in one iteration share a commit.
+    """Lets tasks wait until their messages are on disk. Waits that begin in one iteration of the loop share a commit.
 
     Args:
         storage: the producer's outbox, which need not be open yet.
@@ -84,9 +84,9 @@ class Commits:
         self._storage.writer.commit_now()
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Make the loop wake the tasks whose messages are on disk. The writer's thread calls this."""
+        """Wake the tasks whose messages are on disk, or all tasks after an error. The writer's thread calls this."""
         if self._waits:
-            # In a closed loop no task waits.
+            # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task waits.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake, durable, "" if error is None else str(error))
 

@@ -64,7 +64,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
     If an exception leaves the ``async with`` block, closing does not wait during the holds ``channel_flow``,
     ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
-    waits only while the broker continues to answer. Without these holds, closing waits like `close`. Undelivered
+    waits only while the broker still answers. Without any of these six holds, closing waits like `close`. Undelivered
     messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
@@ -72,8 +72,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` for its own
             connection.
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. If the callback calls `send_nowait`, this message is sent before the messages
-            of waiting calls.
+            report these receipts again. A message that the callback sends with `send_nowait` is sent before the
+            messages of waiting calls.
         on_flow: called with every flow event, including the first event. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
@@ -82,10 +82,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try to
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
-        settings: the settings; `keywords` replace some of the values.
+        settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: can stop and start all of its producers together; by default the manager of the process.
+        manager: the manager, which can stop and start all of its producers together; by default that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
@@ -165,10 +165,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
-            timeout: the longest wait in seconds; ``None`` for no limit, 0 to raise an error instead. The default is the
-                setting `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
+            timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
+                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
-            position: the position in the source up to which the application has read; ``None`` for no position. The
+            position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
         Returns:
@@ -237,7 +237,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
         ``receipts``. This tuple has the receipts of the messages that were already admitted and will be sent. After
-        `NotDurable`, the last receipt belongs to the message that failed, which was also admitted. No further message
+        `NotDurable`, the last receipt belongs to the message that was admitted but is not on disk. No further message
         was taken from the iterable.
 
         Args:
@@ -300,7 +300,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
-            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
             ProducerClosed: the producer was made before this process was forked, or its loop is closed.
             WrongLoop: the producer belongs to another event loop.
         """
@@ -369,7 +369,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
                 setting `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some messages were not delivered and not reported before. No other message is lost.
+            UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.
             WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(close_deadline(timeout, self.settings))

@@ -126,7 +126,7 @@ def wake_in_its_loop(future: asyncio.Future[None]) -> None:
     if loop is _get_running_loop():
         _wake(future)
     else:
-        # A closed loop has no task that waits.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task of this loop waits.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_wake, future)
 

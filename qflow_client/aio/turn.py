@@ -112,7 +112,7 @@ class Deadlines:
 
 
 class Waiter(asyncio.Future[None]):
-    """Wakes one task."""
+    """Lets one task wait until the result is set."""
 
     async def wait_until(self, deadline: float) -> None:
         """Wait until the future is set, or until a deadline in seconds of `time.monotonic`."""
@@ -126,7 +126,7 @@ class _Turn(asyncio.Future[None]):
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: withdraws the ticket. A bound method would use 80 bytes more for each waiting call.
+        turns: its `give_up` withdraws the ticket. A bound method would use 80 bytes more for each waiting call.
     """
 
     __slots__ = ("_turns", "ticket")
@@ -180,7 +180,7 @@ class Turns:
     async def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str = ""
     ) -> Receipt:
-        """Wait in line until a message is admitted. If the caller is cancelled, the message is not sent.
+        """Wait in line until a message is admitted. If the caller is cancelled before that, the message is not sent.
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
@@ -227,7 +227,8 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # Inside a step, for example if a finalizer cancels a task, try again later. In a closed loop no call waits.
+            # Inside a step, for example if a finalizer cancels a task, try again later. If the loop is closed,
+            # `call_soon_threadsafe` raises RuntimeError. Then no `send` waits, so there is nothing to withdraw.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return

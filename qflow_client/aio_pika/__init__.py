@@ -1,7 +1,7 @@
 """aio-pika with flow control: ``import qflow_client.aio_pika as aio_pika``.
 
 The package has all names of aio-pika. Connections and channels are subclasses of aio-pika's classes, with flow control.
-All other objects, including exchanges and queues, are those of aio-pika.
+All other names, including `Exchange` and `Queue`, are those of aio-pika.
 """
 
 from __future__ import annotations

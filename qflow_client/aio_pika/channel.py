@@ -22,7 +22,7 @@ class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the broker has stopped the channel, `publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit or a full socket. All other I/O continues.
+    window of unconfirmed messages, a rate limit or a full socket. Meanwhile all other I/O continues.
     """
 
     # Attributes of aio-pika's class.
@@ -76,8 +76,8 @@ class Channel(_aio_pika.Channel):
         """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer. If an exception has also ended the channel's ``async
-        with`` block, this wait takes at most 0.3 s.
+        `max_producer_flow_control_wait` seconds for the answer. If an exception has ended the channel's ``async with``
+        block, the method waits at most 0.3 s.
         """
         flow = self.flow_control
         flow.left = True
@@ -99,7 +99,7 @@ class Channel(_aio_pika.Channel):
         if done:
             closing.result()
             return
-        # The broker may still read the close. If it does not, the end of the connection ends this task.
+        # The broker may still read the close. Otherwise the task `closing` ends with the connection.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -116,7 +116,7 @@ class Channel(_aio_pika.Channel):
                 is logged.
 
         Returns:
-            A function that ends the calls.
+            A function that removes the callback.
 
         Raises:
             TypeError: the callback is a coroutine function, which would never be awaited.

@@ -39,7 +39,7 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # The broker's management shows aio-pika's name of the connection. Flow events and logs use its first 255 bytes.
+    # The broker's management shows aio-pika's name of the connection. Flow events and logs use the start of this name.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -134,7 +134,7 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
 
 
 def same_signature(ours: Any, theirs: Any, connection_class: type) -> None:
-    """Give a function the signature of aio-pika's function, with another default connection class."""
+    """Give `ours` the signature of `theirs`, but with `connection_class` as the default connection class."""
     found = inspect.signature(theirs)
     ours.__signature__ = found.replace(
         parameters=[

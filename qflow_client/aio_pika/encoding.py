@@ -17,7 +17,7 @@ __all__ = ["header_frame", "make_message_id"]
 _Properties = spec.Basic.Properties
 # Returns the values of all properties, in the order in which AMQP encodes them.
 _values = attrgetter(*_Properties.__slots__)
-# The flag and pamqp's encoder of each property, in the same order.
+# The flag and pamqp's encoder of each property, in the order of `_values`.
 _KINDS = tuple(
     (_Properties.flags[name], pamqp.encode.METHODS[_Properties.amqp_type(name)]) for name in _Properties.__slots__
 )
@@ -63,5 +63,5 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
 
 
 def make_message_id() -> str:
-    """Return the hexadecimal digits of a random UUID, like aiormq for a message without a message id."""
+    """Return a message id like those of aiormq: the hexadecimal digits of a random UUID."""
     return f"{getrandbits(128) & _RANDOM_BITS | _FIXED_BITS:032x}"

@@ -88,7 +88,7 @@ _monotonic = time.monotonic
 class _Protocol(EncodedProtocol):
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, **options)
-        # Returned messages that are not reported yet. Each is the method, the payload of the header frame, and the
+        # Returned messages that are not reported yet. An entry has the method, the payload of the header frame, and the
         # body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
@@ -143,7 +143,7 @@ class ChannelFlow(DropInFlow):
         self._number: int | None = None
         # Number of messages that aiormq had published on the channel before `opened` was called.
         self._before = 0
-        # Encoded ``Basic.Publish`` frames. The key is exchange, routing key, mandatory and immediate.
+        # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
         # The futures for the results of mandatory messages. The key is the message id.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
@@ -194,7 +194,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # In newer versions of aiormq, each caller gets its own future, which is done after the channel's futures.
+            # In newer versions of aiormq, `closing` is a new future each time, and is done after the channel's futures.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -254,7 +254,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control. No other channel will follow, unless the program opens this channel again."""
+        """End flow control, because aio-pika opens no new channel, unless the program opens this object again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -505,7 +505,7 @@ class ChannelFlow(DropInFlow):
             settled.set_result(message)
 
     def after(self) -> None:
-        """Report returned messages, wake waiters, and report logs and flow events."""
+        """Report returned messages, wake waiters, write log entries, and report flow events."""
         self._passes_on = False
         protocol = self.protocol
         if protocol.returned:
@@ -516,7 +516,7 @@ class ChannelFlow(DropInFlow):
                 waiter.set_result(None)
         protocol.reports.wake = []
         if protocol.reports.failures:
-            # The publishing tasks raise the errors.
+            # The publishing tasks raise the errors of failed messages, so forget the failures here.
             protocol.reports.forget_failures()
         if protocol.reports.logs or protocol.reports.events:
             super().after()
@@ -564,7 +564,7 @@ class ChannelFlow(DropInFlow):
         if self._thread == threading.get_ident():
             call()
             return
-        # A closed loop publishes nothing, so it needs no holds.
+        # If the loop is closed, this call raises RuntimeError. Then nothing is published, and no hold is needed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 

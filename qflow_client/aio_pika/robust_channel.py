@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages even without a connection, for which a message waits for a limited time."""
+    """An exchange that accepts messages even without a connection. Such messages wait for a limited time."""
 
     # Attributes of aio-pika's class.
     channel: Any
@@ -72,8 +72,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. aio-pika's channel would also restore itself, and could wait for the
-            # connection while it holds a lock that the connection needs. This would be a deadlock.
+            # The connection restores its channels. If `RobustChannel._on_close` of aio-pika also did this, it could
+            # wait for the connection while it holds a lock that the connection needs. This would be a deadlock.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

@@ -124,7 +124,7 @@ class QueueCarrier:
         # The protocol; ``None`` before the channel is attached and after the channel is detached.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
-        # Number of messages that aiormq has published on the channel. All of these are confirmed.
+        # Number of messages that aiormq has published on the channel. All of these messages are confirmed.
         self._before: int = channel.delivery_tag
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
@@ -199,7 +199,7 @@ class QueueCarrier:
             await self._pass_on(item)
 
     def _take_frame(self, frame: Any) -> bool:
-        """Handle a frame. Return False if aiormq has to get the frame too."""
+        """Handle a frame that concerns publishing. Return False if aiormq has to get the frame."""
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)
@@ -313,7 +313,7 @@ def wrap(target: Any) -> Any:
       no bytes, asyncio buffers 64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not
       `FlowControlTimeout`.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
-    - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has one.
+    - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has a limit.
     - The settings come from the environment, not from the connection's URL.
     - A wrapped channel is slower, because aiormq's queues and tasks transfer every confirm.
 

@@ -25,7 +25,7 @@ _BODY_HEAD = Struct(">BHI")
 
 
 class _Encoded(local):
-    """Messages that pika's `basic_publish` has encoded on this thread.
+    """Messages that pika's `basic_publish` has encoded on this thread. `Channel.encode` takes them.
 
     The list is a stack, because a finalizer may publish while another message is being encoded.
     """
@@ -40,8 +40,8 @@ _encoded = _Encoded()
 class Channel(pika.channel.Channel):
     """pika's `Channel`. While the broker has stopped the channel, `basic_publish` raises an error and sends nothing.
 
-    The channel answers ``Channel.Flow``. `basic_publish` also raises an error because of ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
+    The channel answers ``Channel.Flow``. Other reasons for the error are ``Connection.Blocked``, a full window of
+    unconfirmed messages, a rate limit, and a transport with more than `max_unwritten_bytes`.
     """
 
     # Attributes of pika's class.
@@ -53,7 +53,7 @@ class Channel(pika.channel.Channel):
 
     def adopt(self) -> None:
         """Start flow control (internal)."""
-        # Encoded ``Basic.Publish`` frames. The key is exchange, routing key and mandatory.
+        # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key and mandatory.
         self._methods: dict[tuple[str, str, bool], bytes] = {}
         # Maximum size of a frame's payload in bytes, which is known because the connection is open.
         self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
@@ -92,7 +92,7 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
-        # Check here too, because pika does not call `_raise_if_not_open` before all methods.
+        # Check here too, because pika calls `_raise_if_not_open` only before some methods.
         self.connection.flow_control.check_process()
         send = partial(super()._send_method, method)  # type: ignore[misc]  # private
         if isinstance(method, spec.Confirm.Select):
@@ -141,7 +141,7 @@ class Channel(pika.channel.Channel):
         """Start confirm mode like pika. From now on at most `capacity` messages are unconfirmed at the same time."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
-            # Update the flow control first, so that the callback can publish if there is room.
+            # Update the flow control before the callback, so that the callback can publish if there is room.
             def told(answer: Any) -> None:
                 self.flow_control.on_confirm(answer)
                 ack_nack_callback(answer)

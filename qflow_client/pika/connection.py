@@ -22,9 +22,9 @@ class ConnectionParameters(pika.ConnectionParameters):
 
     Args:
         arguments: arguments of pika.
-        keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika has
-            its own way for them, for example ``exchange``, ``routing_key``, ``mandatory``, ``confirms``,
-            ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is always pika's keyword.
+        keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika
+            itself has options or methods for them, for example ``exchange``, ``routing_key``, ``mandatory``,
+            ``confirms``, ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is always pika's keyword.
 
     Raises:
         SettingsError: the value of a setting is not allowed.
@@ -38,7 +38,7 @@ class ConnectionParameters(pika.ConnectionParameters):
         super().__init__(*arguments, **dict(theirs))
         self.flow_settings = PIKA.settings(**ours)
 
-    # pika's signature ends with ``**kwargs``, although pika accepts no other arguments.
+    # Show pika's signature. Its last parameter, ``**kwargs``, also stands for the settings.
     __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
         pika.ConnectionParameters.__init__
     )
@@ -74,7 +74,7 @@ class FlowedConnection:
 
     def _init_connection_state(self) -> None:
         super()._init_connection_state()  # type: ignore[misc]  # the adapter's
-        # At this point pika has registered its own blocked callbacks, and no other callbacks are registered.
+        # Register the callbacks of flow control here, after pika's own callbacks and before those of the application.
         ConnectionFlow.of(self)
 
     def channel(self, channel_number: int | None = None, on_open_callback: Any = None) -> Any:

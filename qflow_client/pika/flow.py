@@ -109,11 +109,11 @@ class ConnectionFlow:
         #: Why this process cannot use the connection; ``None`` if it can.
         self.not_shared: str | None = None
         self._pid = os.getpid()
-        #: Called in a forked child with the error that each use of the connection raises (internal).
+        #: Called in a forked child with the error that every later use of the connection raises (internal).
         self.on_forked: Callable[[BaseException], object] = bool
         # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None
-        # The open channels, with their numbers as keys. After the loss of the connection, the entries stay.
+        # The open channels, with their numbers as keys. When the connection is lost, its channels stay here.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -142,7 +142,7 @@ class ConnectionFlow:
         for flow in self.channels.values():
             flow.leave_to_parent(reason)
         self.on_forked(reason)
-        # Twisted's transports have no `_sock`. Behind TLS they pass `fileno` on to the transport of the socket.
+        # Twisted's transports have no `_sock`. With TLS, their `fileno` is that of the socket's transport.
         replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
         # The parent uses the same epoll object, so this process must not change the descriptors in that object.
         getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
@@ -170,7 +170,7 @@ class ChannelFlow(DropInFlow):
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # Admitted messages are passed to pika immediately, so `look_at_transport` checks the size of pika's transport.
+        # Messages go to pika immediately, so not the protocol but `look_at_transport` limits the unwritten bytes.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -185,8 +185,8 @@ class ChannelFlow(DropInFlow):
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call raises. The call that noticed the error has not raised it, because the message of
-        #: that call was accepted.
+        #: An error that the next call raises. The call that found the error did not raise it, because its message was
+        #: accepted.
         self.unraised: BaseException | None = None
         #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
@@ -229,13 +229,13 @@ class ChannelFlow(DropInFlow):
         self.give_up_all()
 
     def take_over(self, ended: ChannelFlow) -> None:
-        """Publish the unconfirmed messages of an ended channel, like a producer that has a new channel.
+        """Publish the unconfirmed messages of an ended channel, as a producer does after it has reconnected.
 
         This channel must be in confirm mode and have no unsettled messages. This channel also gets the `capacity` of
         the ended channel. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners already know the holds of `unused`, so report only the differences.
+        # The listeners of this channel already know the holds of `unused`, so report only the differences.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -361,7 +361,7 @@ class ChannelFlow(DropInFlow):
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Hold the channel if pika's transport is full. Lift the hold if the transport has room."""
+        """Set the hold ``transport`` if pika's transport is full. Lift this hold if the transport has room."""
         transport = getattr(self._channel.connection, "_transport", None)
         # Twisted's transport has no `get_write_buffer_size`.
         size = getattr(transport, "get_write_buffer_size", int)()

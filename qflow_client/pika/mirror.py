@@ -17,9 +17,9 @@ from typing import Any
 
 __all__ = ["alias", "mirror", "passed_on"]
 
-# The key is the name of the drop-in's module. The value is pika's module, and the names of the drop-in itself.
+# The key is the name of the drop-in's module. The value is pika's module, and the names that belong to the drop-in.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# The value in pika's module before an assignment to the drop-in's module. The key is the module and the name.
+# The values in pika's modules before assignments to the drop-in. A key is the drop-in's module and the name.
 _assigned: dict[tuple[str, str], Any] = {}
 # Classes without flow control for which a warning was already issued.
 _warned: set[type] = set()
@@ -27,7 +27,7 @@ _warned: set[type] = set()
 
 class _Mirror(ModuleType):
     def _theirs(self, name: str) -> ModuleType | None:
-        """Return pika's module, or ``None`` if the name belongs to the drop-in."""
+        """Return pika's module if the name belongs to pika; otherwise ``None``."""
         theirs, own = _mirrored[self.__name__]
         is_own = name in own or name.startswith("__") or f"{self.__name__}.{name}" in sys.modules
         return None if is_own or not hasattr(theirs, name) else theirs
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # To undo an assignment, test tools delete the name if the module did not have the name before.
+            # A test tool deletes a name to undo its assignment, because `__dict__` did not contain the name before.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -69,7 +69,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Make submodules of pika importable with the drop-in's names if the drop-in does not have them."""
+    """Make the submodules of pika that the drop-in does not replace importable from the drop-in's package."""
     package = sys.modules[name]
     ours = set() if package is theirs else {module.name for module in iter_modules(package.__path__)}
     for module in iter_modules(theirs.__path__):
@@ -84,8 +84,8 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    If the drop-in does not support a class of connections or channels, the class has no flow control. One warning for
-    each class reports this (E11).
+    If the drop-in does not support a class of connections or channels, the class has no flow control. The first use of
+    such a class issues a warning (E11).
     """
     found = getattr(theirs, name)
     if (

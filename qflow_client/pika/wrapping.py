@@ -31,7 +31,7 @@ def wrap(channel: Any) -> Any:
       socket is known only after a write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not
       `FlowControlTimeout`.
     - While the broker blocks the connection, `BlockingConnection.close` has no time limit, unless you set pika's
-      ``blocked_connection_timeout``. `close` of the channel has a limit.
+      ``blocked_connection_timeout``. `close` of the channel has a time limit.
     - The settings come from the environment, unless the connection parameters are those of `qflow_client.pika`.
     - The other channels of the connection have no flow control, unless you wrap each of them.
 
@@ -43,7 +43,7 @@ def wrap(channel: Any) -> Any:
 
     Raises:
         TypeError: the channel has another class, for example the channel of pika's thread-safe `Connection`.
-        ValueError: the channel is not open, or is in confirm mode, so that its unconfirmed delivery tags are unknown.
+        ValueError: the channel is not open, or is already in confirm mode.
     """
     if isinstance(channel, (BlockingChannel, Channel)):
         return channel

@@ -27,11 +27,11 @@ class ChannelIO(ABC):
         after: called on the I/O thread after every event that may have changed the protocol, but not under `lock`.
     """
 
-    #: pika's I/O services, on which the I/O thread runs.
+    #: pika's I/O services. The I/O thread runs the loop of these services.
     services: TapIOServices
     #: The same object as `services`. `BaseProducer` uses this name, because a link for asyncio has no `services`.
     writer: TapIOServices
-    # The `Tap` at the socket, whose channels change only under `_lock`.
+    # The `Tap` at the socket. Channels are added to the tap, and removed from it, only under `_lock`.
     _tap: Tap
 
     def __init__(self, protocol: ProducerProtocol, lock: Guard, after: Callable[[], None]) -> None:
@@ -55,7 +55,7 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread execute an empty step. A step first repairs the state after an interrupted step.
+        """Make the I/O thread execute a step without a change, because each step first repairs an interrupted step.
 
         Any thread may call this method. If the I/O thread has ended, nothing happens.
         """
@@ -115,6 +115,6 @@ class ChannelIO(ABC):
             self._protocol.on_timer(time.monotonic())
         self._after_io()
         tapped = self.services.tapped
-        # If the socket is full, the loop calls `pump` when the socket accepts more bytes.
+        # If the socket is full, do not call `pump` here. The loop calls it when the socket accepts more bytes.
         if tapped is not None and not tapped.full:
             self.services.pump()

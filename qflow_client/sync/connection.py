@@ -1,9 +1,9 @@
 """`connect` makes a connection of pika that the application shares with any number of producers.
 
-A `BlockingConnection` belongs to one thread of the application, and reads and writes only in calls of that thread. So
-each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes of pika,
+A `BlockingConnection` belongs to one thread of the application, and reads and writes only while this thread calls pika.
+So each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes of pika,
 frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread calls
-pika, and no other thread waits for that thread. Each producer has a `SharedLink` on the connection.
+pika, and no other thread waits for the application's thread. Each producer has a `SharedLink` on the connection.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _GREETING_SIZE = 8
 # The channel limit, the frame limit and the heartbeat interval in Connection.Tune-Ok.
 _TUNE = Struct(">HIH")
 _CHANNEL_MAX = 65535
-# Channel.Close with reply code 200, an empty text, and no method ids.
+# ``Channel.Close`` with reply code 200, an empty reply text, and 0 as class id and method id.
 _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 
 
@@ -81,7 +81,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Called by pika's transport when all data of the transport is written."""
+        """Called by pika's transport when it has written all of its data."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -122,11 +122,11 @@ class Carrier:
         self._paused = False
         # pika's transport for the broker's socket; ``None`` before the connection is established.
         self._transport: Any = None
-        # pika's object that establishes the connection; ``None`` before and after that.
+        # pika's object that establishes the connection; ``None`` while no connection is being established.
         self._connecting: Any = None
         # Called with the result when the connection is established or has failed.
         self._on_done: Callable[[BaseException | None], None]
-        # The known reason if the connection is about to end; otherwise ``None``.
+        # Why the connection is about to end, if the carrier knows the reason; otherwise ``None``.
         self._why: str | None = None
         # Number of consecutive heartbeat checks without data from the broker.
         self._silent = 0
@@ -146,7 +146,7 @@ class Carrier:
         Args:
             ssl_context: the TLS context; ``None`` for no TLS.
             server_hostname: the broker's host name for TLS; ``None`` if there is none.
-            on_done: called on the I/O thread: with ``None`` when the transfer runs, or with an error.
+            on_done: called on the I/O thread, with ``None`` when the connection is open, or with an error.
 
         Returns:
             The socket that pika uses instead of `sock`. The connection ends when pika closes this socket.
@@ -162,7 +162,7 @@ class Carrier:
         return near
 
     def add(self, link: SharedLink) -> str | None:
-        """Add a producer's link. If the transfer has ended, return the reason instead. Any thread may call this."""
+        """Add a producer's link. If the transfer has ended, only return the reason. Any thread may call this method."""
 
         def add() -> str | None:
             if self.ended is None:
@@ -180,8 +180,8 @@ class Carrier:
     def take_number(self) -> int:
         """Return a free channel number for a producer; 0 if all numbers are in use.
 
-        The highest free number is taken, because pika takes the lowest. A number that pika has used before is not
-        taken.
+        The highest free number is taken, because pika takes the lowest. A number that pika has ever used is not taken,
+        even if pika has closed its channel.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -391,7 +391,7 @@ class _Establishing:
 
     # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection. ``None`` before it exists. An early `cancel` sets it to False.
+    # pika's object that establishes the connection. ``None`` before pika makes it; False if `cancel` was called before.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -442,23 +442,23 @@ def connect(
 ) -> pika.BlockingConnection:
     """Connect with pika, for consumers and for any number of producers: ``Producer(connection=…)``.
 
-    Like any `BlockingConnection`, the connection belongs to one thread, which runs the consumers. Any other thread may
-    also make, use and close producers on the connection, even while the connection's thread is busy. An I/O thread
-    reads and writes the socket and sends heartbeats. The I/O thread keeps received messages in memory until pika reads
-    them. So consumers should limit the number of unacknowledged messages with ``basic_qos``.
+    Like any `BlockingConnection`, the connection belongs to one thread, which runs the consumers. Other threads can
+    make, use and close producers on the connection, even while the connection's thread is busy. An I/O thread reads and
+    writes the socket and sends heartbeats. The I/O thread keeps received messages in memory until pika reads them. So
+    consumers should limit the number of unacknowledged messages with ``basic_qos``.
 
     Args:
         url: ``amqp://`` or ``amqps://`` URL of the broker, with pika's query parameters; or pika's own connection
             parameters.
-        timeout: seconds that connecting to one address may take; ``None`` for pika's own limits.
-        client_properties: properties that the connection announces, such as ``connection_name``.
+        timeout: the longest time in seconds to connect to one address; ``None`` for pika's own limits.
+        client_properties: properties that the connection sends to the broker, such as ``connection_name``.
 
     Returns:
         A `BlockingConnection` of pika.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
-        SettingsError: `url` is not a valid URL, and not connection parameters of pika.
+        SettingsError: `url` is neither a valid URL nor an object with pika's connection parameters.
     """
     if isinstance(url, str):
         check_setting("url", url)
@@ -569,7 +569,7 @@ class SharedLink(ChannelIO):
         self._number = number
         with self._lock:
             self._tap.expect(number)
-            # The tap calls this function under the lock. `_on_method` runs later, for one method after the other.
+            # The tap calls this function under the lock, so the function only schedules the call of `_on_method`.
             self._tap.own(
                 number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
             )
@@ -586,7 +586,7 @@ class SharedLink(ChannelIO):
             self._ready(number)
         elif method == CHANNEL_CLOSE:
             self._carrier.write(number, CHANNEL_CLOSE_OK)
-            # If this side has also sent ``Channel.Close``, the broker will still answer with ``Channel.CloseOk``.
+            # If this side has also sent ``Channel.Close``, wait for the broker's ``Channel.CloseOk``.
             if not self._is_closing:
                 code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
                 self.lost(f"the channel was closed: {code} {text}")
@@ -617,7 +617,7 @@ class SharedLink(ChannelIO):
         self.after_io()
 
     def _abandon(self) -> None:
-        """Leave the channel open if the partly written message was not completed in time."""
+        """If a message is still partly written, leave the channel open, and separate it from the producer."""
         if self._leaves:
             log(
                 logging.WARNING,
@@ -666,7 +666,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Report the changes that are not reported yet. From now on each thread reports its own changes.
+        # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
         self._after()
         self._parted.set()
         self._left.set()

@@ -13,7 +13,7 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-# Scheduled calls. Each is a callback, and a function that returns the callback's argument. ``None`` ends the thread.
+# Scheduled calls. Each has a callback, and a function that returns the argument. ``None`` ends the thread.
 _Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 

@@ -55,7 +55,7 @@ __all__ = ["Engine", "Waiter"]
 
 _T = TypeVar("_T")
 
-# The waiters to wake, and the entries to log.
+# The result of `_pass_on`: the waiters to wake, and the entries to log.
 _News = tuple[list[Any], list[Any]]
 
 # Maximum seconds that the end of the process waits for a producer that was not closed.
@@ -65,7 +65,7 @@ _monotonic = time.monotonic
 
 
 class Waiter:
-    """Wakes one thread. Cheaper than `threading.Event`."""
+    """Lets one thread wait until `set` is called. Cheaper than `threading.Event`."""
 
     __slots__ = ("_lock",)
 
@@ -108,15 +108,15 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._asker = None if credentials is None else Asker(credentials, settings.name)
-        #: Guards the protocol, the link's `awake`, and the listeners. Producers on a shared connection share it.
+        #: Guards the protocol, the link's `awake`, and the listeners. Producers on a shared connection share this lock.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when the first close has ended.
         self._all_ended = Latch()
-        # If the end of the process waits for a close: the deadline of this close. Otherwise ``None``.
+        # The deadline of a close for which the end of the process waits; ``None`` if there is no such close.
         self._leaves_until: float | None = None
-        # The receipts that were unsettled when the connection ended.
+        # The receipts that were unsettled when `end` was called.
         self._left: tuple[Receipt, ...] = ()
         self._has_warned = False
         #: The producer's own connection, or its channel on a shared connection; set by `open`.
@@ -225,7 +225,7 @@ class Engine(BaseEngine):
         super().put_off(step)
         assert self.link is not None
         if self.link.ended:
-            # No I/O thread will execute the step, so try it now. If that fails, the next `ask` or `close` executes it.
+            # No I/O thread will execute the step, so try it now. If that fails, the next `ask` or `close` tries again.
             self.try_step(self.take_all_put_off)
 
     def recheck(self) -> None:
@@ -256,10 +256,10 @@ class Engine(BaseEngine):
         Args:
             deadline: as for `Guard.try_take`. Only threads of this package pass ``None``, for no deadline, because they
                 hold no lock of the application.
-            ticket: the ticket of a call of `send`, which is withdrawn after an error. Other calls have no ticket.
+            ticket: the ticket of a call of `send`; ``None`` for other calls. After an error the ticket is withdrawn.
 
         Returns:
-            The result of the call; `NOT_TAKEN` if a step could not be executed, so that the message will not be sent.
+            The result of the call; `NOT_TAKEN` if a step could not be executed. Then the ticket's message is not sent.
         """
 
         def resume_call(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
@@ -316,7 +316,7 @@ class Engine(BaseEngine):
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:
-            # The I/O thread is ending, and will not execute the postponed steps.
+            # The I/O thread is ending, and will not execute the postponed steps, so execute them here.
             self.lock.take(lambda: self.take_all_put_off(self.protocol))
         self._after(self.lock.take)
 
@@ -328,7 +328,7 @@ class Engine(BaseEngine):
             return
         news = take(self._pass_on)
         if news is NOT_TAKEN:
-            # The reports stay in the protocol until after the next step.
+            # The reports stay in the protocol, and are passed on after the next step.
             return
         wake, logs = news
         for waiter in wake:
@@ -339,7 +339,7 @@ class Engine(BaseEngine):
     def _pass_on(self) -> _News:
         """Pass on events and receipts, and return the waiters to wake and the entries to log."""
         settled, wake, logs = self.take_news()
-        # Pass them on under the lock, so that the events and receipts keep the order of the steps.
+        # Pass events and receipts on under the lock, so that their order is the order of the steps.
         if self.protocol.reports.events:
             self.listeners.pass_on(self.protocol, self.call_listener)
         if settled:
@@ -361,7 +361,7 @@ class Engine(BaseEngine):
             The error for messages that were not delivered; ``None`` if there are none.
         """
         if sys.is_finalizing():
-            # The interpreter is ending, and no other thread runs.
+            # While the interpreter ends, no other thread runs, so do not wait.
             deadline = min(deadline, _monotonic())
         first = False
 
@@ -441,7 +441,7 @@ class Engine(BaseEngine):
         deadline: float | None = None,
         take: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> UndeliveredMessages | None:
-        """End the connection, the callback thread and the outbox. After Ctrl-C this method is called again.
+        """End the connection, the callback thread and the outbox. If Ctrl-C interrupts this method, `close` repeats it.
 
         Args:
             patience: the longest wait for the connection, and the longest wait for the callback thread, in seconds.
@@ -455,7 +455,7 @@ class Engine(BaseEngine):
         assert self.link is not None
         take = take or self._take_last
         try:
-            # If Ctrl-C has interrupted an earlier call, the receipts of that call are still valid.
+            # If Ctrl-C has interrupted an earlier call of `end`, keep the receipts that the earlier call has found.
             self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()

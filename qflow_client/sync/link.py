@@ -162,7 +162,7 @@ class Link(ChannelIO):
         self._upkeep = Upkeep(reconnection, protocol, lock, later, post, self._leave_host, asker)
         # pika's connection; ``None`` between two tries to connect, and while credentials are requested.
         self._connection: pika.SelectConnection | None = None
-        # Whether pika's connection is open, and whether the channel is open.
+        # Whether pika's connection is open, and whether a publishing channel was opened on this connection.
         self._is_open = self._is_up = False
         # True if a lost connection will not be replaced.
         self._leaves = False
@@ -183,7 +183,7 @@ class Link(ChannelIO):
 
     @property
     def last_failure(self) -> str:
-        """Why the last finished try to connect failed; empty if it succeeded, or if there was none."""
+        """Why the last finished try to connect failed; empty if this try succeeded, or if no try has finished."""
         return self._reconnection.last
 
     def open(self, timeout: float) -> None:
@@ -266,7 +266,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report the changes that are not reported yet. From now on each thread reports its own changes.
+            # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
             self._after()
             self.services.close()
 
@@ -338,7 +338,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # If the type of an exchange is unknown, the broker closes the connection instead of the channel.
+                # The broker closes the connection if an exchange has an unknown type. `_on_close` handles other closes.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:
@@ -430,7 +430,7 @@ class Link(ChannelIO):
             self._forget_next()
             self._upkeep.end()
             self.services.stop()
-        # A broker that blocks the connection, or has stopped reading, would not read a close.
+        # Abort if the broker blocks the connection or has stopped reading, because it would not read a close.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:

@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# Number of consecutive reads of a TLS socket. More reads follow only while the TLS layer still has decrypted data.
+# After this number of consecutive reads of a TLS socket, more reads follow only while the TLS layer has decrypted data.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -70,7 +70,7 @@ class _TapSocket:
                 return b""
             passed = services.received(data)
             if services.tap.error is not None:
-                # After a large read, pika does not always read again by itself. The abort makes the socket readable.
+                # After a large read, pika may not read again by itself. The abort makes the socket readable again.
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed

@@ -66,7 +66,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
     If an exception leaves the ``with`` block, closing does not wait during the holds ``channel_flow``,
     ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
-    waits only while the broker continues to answer. Without these holds, closing waits like `close`. Undelivered
+    waits only while the broker still answers. Without any of these six holds, closing waits like `close`. Undelivered
     messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
@@ -83,10 +83,10 @@ class Producer(BaseProducer[SyncReceipt]):
             try to connect. `connect_timeout` includes the time of this call. If the function raises an error, the try
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
-        settings: the settings; `keywords` replace some of the values.
+        settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: can stop and start all of its producers together; by default the manager of the process.
+        manager: the manager, which can stop and start all of its producers together; by default that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
@@ -127,7 +127,7 @@ class Producer(BaseProducer[SyncReceipt]):
             )
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         engine.warn_in_loop(stacklevel=3)
-        # If Ctrl-C interrupts any of these lines, the outbox and the connection must be closed.
+        # If Ctrl-C interrupts the block below, the outbox and the connection must be closed.
         try:
             engine.open(line, on_flow)
             assert engine.link is not None
@@ -159,10 +159,10 @@ class Producer(BaseProducer[SyncReceipt]):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
-            timeout: the longest wait in seconds; ``None`` for no limit, 0 to raise an error instead. The default is the
-                setting `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
+            timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
+                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
-            position: the position in the source up to which the application has read; ``None`` for no position. The
+            position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
         Returns:
@@ -171,7 +171,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            NestedCall: the call would wait for itself (E2); the message was not and will not be sent.
+            NestedCall: a wait here might never end (E2); the message was not and will not be sent.
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
@@ -225,7 +225,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
         If the call or the iterable raises an exception, the exception has an attribute ``receipts``. This tuple has the
         receipts of the messages that were already admitted and will be sent. After `NotDurable`, the last receipt
-        belongs to the message that failed, which was also admitted. No further message was taken from the iterable.
+        belongs to the message that was admitted but is not on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -259,7 +259,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 ):
                     """It yields nothing."""
                 return receipts
-            # Another iterable may make its next message only after the message before is on disk.
+            # A generator, for example, may make the next message only when the previous message is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:
@@ -287,10 +287,10 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
-            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
                 The error contains the messages of all threads. If several threads call `flush`, only one of them gets
                 the error.
-            NestedCall: the call would wait for itself; nothing has changed (E2).
+            NestedCall: a wait here might never end, see `NestedCall` (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -320,7 +320,7 @@ class Producer(BaseProducer[SyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            NestedCall: the call would wait for itself; nothing has changed (E2).
+            NestedCall: a wait here might never end, see `NestedCall` (E2); nothing has changed.
             ProducerClosed: the producer is closed, so it will never send again.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -369,9 +369,9 @@ class Producer(BaseProducer[SyncReceipt]):
                 setting `close_timeout`.
 
         Raises:
-            NestedCall: the call would wait for itself (E2). If the close has begun, another thread completes it and
-                logs the messages that were not delivered.
-            UndeliveredMessages: some messages were not delivered and not reported before. No other message is lost.
+            NestedCall: a wait here might never end (E2). The call may nevertheless have begun to close the producer.
+                Then another thread completes the close, and logs the messages that were not delivered.
+            UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = close_deadline(timeout, self.settings)

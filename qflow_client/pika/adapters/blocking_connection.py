@@ -38,7 +38,7 @@ _POLLOUT = select.POLLOUT
 # The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
-# An option of Linux. The kernel sends the data after at most 200 ms, even if no further call follows.
+# An option of Linux, with which the kernel collects small writes. It sends the data after at most 200 ms.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # In pipelined mode with at least this number of unconfirmed messages, throughput is more important than latency.
 _MANY_UNCONFIRMED = 16
@@ -56,7 +56,7 @@ class _Services(SelectorIOServicesAdapter):
     _poll: Any = None
     # Whether the loop waits until the socket accepts bytes.
     _watches = False
-    # Whether pika has just stopped waiting until the socket accepts bytes.
+    # Whether pika has called `remove_writer` during an eager `set_writer`, because all its output is written.
     _is_done = False
     # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
@@ -119,7 +119,7 @@ class _Services(SelectorIOServicesAdapter):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Used only while pika does not wait for this."""
+        """End the loop's next poll when the socket is writable. Call this only while pika has no output."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -164,7 +164,7 @@ class _Connection(SelectConnection):
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
 
-# pika's errors show this name.
+# pika's errors show the name of the class.
 _Connection.__name__ = SelectConnection.__name__
 
 
@@ -275,8 +275,8 @@ class BlockingConnection(_pika.BlockingConnection):
         `max_producer_flow_control_wait` seconds.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as for `BlockingChannel.wait_for_confirms`, after the connection
-                is closed.
+            UnroutableError, NackError, ConfirmTimeout: as for `BlockingChannel.wait_for_confirms`. The connection is
+                closed first.
             ConnectionBlockedTimeout: the connection was aborted.
         """
         error = None
@@ -373,8 +373,8 @@ class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window, a rate limit or a full socket. While `basic_publish` waits, heartbeats, acks and all other I/O continue. As
-    with pika, `BlockingConnection.process_data_events` calls the callbacks later.
+    window, a rate limit or a full socket. While `basic_publish` waits, heartbeats, acks and all other I/O continue. The
+    application's callbacks are called later, in `BlockingConnection.process_data_events`, as with pika.
     """
 
     # Attributes of pika's class.
@@ -394,7 +394,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether `basic_publish` returns before the confirm. If so, later calls report failures.
+        # Whether `basic_publish` returns before the confirm of its message. If so, later calls report failed messages.
         self._is_pipelined = False
 
     # Publishing.
@@ -667,7 +667,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """In the first call, wait until the messages are settled. Return an error if a message was not delivered."""
+        """The first call waits until the messages are settled, and returns an error if a message was not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
@@ -694,7 +694,7 @@ class BlockingChannel(_pika.BlockingChannel):
         """Close the channel like pika, after the unconfirmed messages of pipelined confirms are settled.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms`, after the channel is closed.
+            UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms`. The channel is closed first.
             ConnectionBlockedTimeout: the broker does not read, so the connection was aborted.
         """
         error = self._settle() if self.is_open else None
@@ -707,7 +707,7 @@ class BlockingChannel(_pika.BlockingChannel):
         if exc_type is not None:
             self._forsake(value)
             if ConnectionFlow.of(self._impl.connection).blocked is not None:
-                # The owner of the connection aborts or closes it.
+                # The broker would not read a close. The channel ends with the connection.
                 return
         super().__exit__(exc_type, value, traceback)
 

@@ -40,13 +40,13 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message whose thread can stop waiting at any time. Exactly one thread decides whether the message is sent."""
+    """A message that the publishing thread can withdraw until it is admitted. `future` decides which is first."""
 
     future: Future[None]
 
     def __init__(self, publish: Publish, future: Future[None]) -> None:
         self.__dict__.update(publish.__dict__, future=future)
-        # The property `frames` replaces the attribute.
+        # The property `frames` replaces the attribute of the base class.
         self.__dict__["given"] = self.__dict__.pop("frames")
 
     @property
@@ -123,7 +123,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, maybe with the IOLoop's thread, the call below raises the reason.
+                # This call raises the reason if the connection has ended, even if the IOLoop's thread has ended too.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -196,7 +196,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Let the call fail, because the channel has ended before the message was in line."""
+        """Let the call fail, because the channel has ended before the message could wait in line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -243,10 +243,11 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         Raises:
             FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
                 sent and never will be.
-            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or the IOLoop's thread calls. The
+            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
                 message was not sent.
             ConnectionClosed, …: the connection has ended; the same error as pika's.
-            ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself only logs this error.
+            ChannelWrongStateError, ChannelClosed, …: the channel has ended, but not the connection. pika only logs this
+                error.
         """
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
