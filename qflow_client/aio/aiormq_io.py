@@ -1,8 +1,8 @@
 """Puts a `Tap` between aiormq and the socket, through aiormq's public interface for transports.
 
-aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
-reader and writer, both with the tap. The tap filters received data before the reader gets the data. Data that the
-library writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
+aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module puts the tap
+between them and the socket. The tap filters received data before the reader gets the data. Data that the library writes
+waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class TapTransport(asyncio.Transport):
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
-    # The methods below are for the producers.
+    # The links of producers call the methods below.
 
     def add_after(self, after: Callable[[], bool]) -> None:
         """Call `after` after every event that may have changed a channel. `after` returns True if writing is urgent."""
@@ -394,7 +394,7 @@ class TapTransport(asyncio.Transport):
         return self._library_size
 
     def can_write_eof(self) -> bool:
-        """Return False: a connection can only be closed as a whole."""
+        """Return False, because both directions of a connection are closed together."""
         return False
 
     def close(self) -> None:
@@ -429,7 +429,7 @@ class TapTransport(asyncio.Transport):
 
 
 class TapTransportFactory(TransportFactory):
-    """Makes the reader and the writer for a connection of aiormq, with a `Tap` at both.
+    """Makes the reader and the writer for a connection of aiormq, with a `Tap` between them and the socket.
 
     Args:
         made: called with each new transport.

@@ -382,7 +382,7 @@ class Engine(BaseEngine):
             try:
                 waiter.set_result(None)
             except RuntimeError:
-                # The closed loop has no waiting task. Continue, because other waiters may belong to other loops.
+                # The producer's loop is closed, so its tasks do not wait. Other waiters may belong to other loops.
                 if self.loop is None or not self.loop.is_closed():
                     raise
         write_log(logs)
@@ -438,7 +438,7 @@ class Engine(BaseEngine):
             self._log_undelivered(await self.close(deadline))
 
         def start() -> None:
-            # Keep a reference to the task, because the loop keeps none. A second task would only wait for the first.
+            # Keep a reference to the task, because the loop keeps none. A second task would only wait for this task.
             if self._ending is None and self.loop is not None:
                 self._ending = self.loop.create_task(close())
 

@@ -72,7 +72,7 @@ class Commits:
         if wait.deadline < self._timer_at:
             self._set_timer(wait.deadline)
         if not self._is_due:
-            # Request the commit after the present iteration of the loop, so that it contains the messages of all tasks.
+            # Request the commit after the present iteration of the loop, to include the messages of all tasks.
             self._is_due = True
             self._loop.call_soon(self._request)
         why = await wait.waiter

@@ -163,8 +163,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
-            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
+            routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.

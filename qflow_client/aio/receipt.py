@@ -21,7 +21,7 @@ _registering = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock. The child does not have this thread.
+    # Another thread of the parent may have held the lock. The child has no such thread that releases the lock.
     global _registering
     _registering = threading.RLock()
 
@@ -121,7 +121,7 @@ class _Waiters(set[asyncio.Future[None]]):
 
 
 def wake_in_its_loop(future: asyncio.Future[None]) -> None:
-    """Wake a task that waits for a receipt, possibly in another loop than the producer's."""
+    """Wake a task that waits for a receipt. The loop of the task may differ from the producer's loop."""
     loop = future.get_loop()
     if loop is _get_running_loop():
         _wake(future)

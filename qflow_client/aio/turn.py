@@ -232,7 +232,7 @@ class Turns:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        # The withdrawal may have made room, so that other waiting messages were admitted.
+        # Write the waiting messages that were admitted because the withdrawal made room.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:

@@ -100,8 +100,8 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # The call of the refused method raises the error, and no message is affected. Without confirms this is not
-            # certain: the broker may have discarded messages that were written after the refused method.
+            # The call of the refused method raises the error, and no message is affected. Without confirms, the broker
+            # may have discarded messages that were written after the refused method.
             self.forget_past()
         # Settle the messages later, because their errors are known only when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
@@ -250,7 +250,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def _comes_back(self) -> bool:
-        """Whether aio-pika will open another channel, for which messages can wait."""
+        """Whether aio-pika will open a new channel of aiormq when this one is lost."""
         return self._restores and not self.left
 
     def ended(self) -> None:
@@ -398,7 +398,7 @@ class ChannelFlow(DropInFlow):
             return b"".join((method, header, _BODY_HEAD.pack(3, number, size), body, b"\xce"))
         parts = [method, header]
         if size:
-            # The same chunks as in aiormq. Without a limit there is one chunk.
+            # The same chunks as in aiormq. If there is no frame limit, there is one chunk.
             step = most if most > 0 else size
             for at in range(0, size, step):
                 part = body[at : at + step]

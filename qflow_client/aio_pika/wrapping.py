@@ -226,7 +226,7 @@ class QueueCarrier:
         return not answer.delivery_tag or answer.delivery_tag > self._before
 
     def _tag(self, answer: Any) -> int:
-        # Tag 0 means all messages.
+        # A delivery tag of 0 means all messages.
         return int(answer.delivery_tag and answer.delivery_tag - self._before)
 
     def _take_content(self, frame: ContentHeader | ContentBody) -> None:
@@ -309,9 +309,9 @@ def wrap(target: Any) -> Any:
     robust connection has restored the channel. If you wrap a connection, only its new channels get flow control. So
     wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
-    - After an error, a message may still be sent, even if no byte of it was written at that time. If the socket accepts
-      no bytes, asyncio buffers 64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not
-      `FlowControlTimeout`.
+    - After an error, a message may still be sent, even if no byte of it was written when the error was raised. If the
+      socket accepts no bytes, asyncio buffers 64 KiB or more. For a buffered message, `publish` raises
+      `ConfirmTimeout`, not `FlowControlTimeout`.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
     - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has a limit.
     - The settings come from the environment, not from the connection's URL.

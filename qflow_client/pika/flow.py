@@ -24,7 +24,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 
-#: The settings that a connection of pika accepts. Before confirm mode, written messages count as confirmed.
+#: The settings that a connection of pika accepts.
 PIKA = DropIn(
     "pika",
     frozenset({"retry_delay"}),
@@ -251,7 +251,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # An interrupt before this line leaves the messages with the ended channel, a later interrupt with this channel.
+        # An interrupt before this line leaves the messages with the ended channel, a later interrupt leaves them here.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
@@ -292,7 +292,7 @@ class ChannelFlow(DropInFlow):
     def on_confirm(self, answer: Any) -> None:
         """Handle ``Basic.Ack`` or ``Basic.Nack``."""
         method = answer.method
-        # Tag 0 means all messages.
+        # A delivery tag of 0 means all messages.
         tag = method.delivery_tag and method.delivery_tag + (self._before_confirms or 0)
         settle = self.protocol.on_nack if isinstance(method, spec.Basic.Nack) else self.protocol.on_ack
         settle(tag, method.multiple, _monotonic())
@@ -308,8 +308,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass all messages to pika that can be sent now, and report events."""
         protocol = self.protocol
-        # After a write, more messages may be released. `take_output` treats the bytes that it returns as written,
-        # because pika may write immediately and call this method again.
+        # Repeat this, because a write may release more messages. `take_output` treats the bytes that it returns as
+        # written, because pika may write immediately and call this method again.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
@@ -372,7 +372,7 @@ class ChannelFlow(DropInFlow):
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
     def watch(self) -> None:
-        """Schedule another check at the time at which the channel may have room again."""
+        """Schedule `_on_timer` for the time at which the channel may have room again."""
         protocol = self.protocol
         now = _monotonic()
         at = protocol.next_timer(now)

@@ -1,7 +1,7 @@
 """Makes modules of the drop-in behave like pika's modules with the same names.
 
-If the drop-in does not have a name, the name is read from pika's module (`passed_on`). An assignment to such a name
-changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
+If a module of the drop-in does not have a name, the name is read from pika's module (`passed_on`). An assignment to
+such a name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module of the drop-in behave like pika's module. The module calls this function at its end.
+    """Make a module of the drop-in behave like pika's module. The last line of that module calls this function.
 
     Args:
         name: name of the drop-in's module, whose ``__all__`` has the names that belong to the drop-in.

@@ -474,7 +474,7 @@ class Engine(BaseEngine):
                 if self.storage is not None:
                     self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
             finally:
-                # Let the other callers of `close` return.
+                # Wake the other threads that wait in `close`.
                 self._all_ended.set()
         failures, dropped = take(self._take_last_failures)
         return self.undelivered(failures, dropped, self._left)

@@ -168,7 +168,7 @@ class Link(ChannelIO):
         self._leaves = False
         # The timer that starts the next try to connect, or ends a try that takes too long; ``None`` without a timer.
         self._next: Any = None
-        # If this link ends the connection: the reason, and whether all further tries would fail. Otherwise ``None``.
+        # Why this link ends the connection, and whether all further tries would fail; ``None`` if it does not.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -375,7 +375,7 @@ class Link(ChannelIO):
             self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        # `open` waits only for the first channel, and may no longer be waiting.
+        # `open` waits only for the first channel. If `open` has stopped waiting, do not use this channel.
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params

@@ -245,7 +245,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.clear()
 
     def _on_woken(self) -> None:
-        # Read before the calls are made, so that calls that are requested meanwhile wake the loop again.
+        # Read before the calls are made, so that a call that is requested during these calls wakes the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):

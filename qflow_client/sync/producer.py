@@ -90,8 +90,8 @@ class Producer(BaseProducer[SyncReceipt]):
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
-        RuntimeWarning: the producer is made on the thread of a running event loop, or `send` waits there, which blocks
-            the loop. Each producer warns only once.
+        RuntimeWarning: the producer is made on the thread of a running event loop, or `send` waits on such a thread.
+            This blocks the loop. Each producer warns only once.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
@@ -157,8 +157,8 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default the exchange of a `RoutedMessage`, and for other messages the setting.
-            routing_key: the routing key; by default that of a `RoutedMessage`, and for other messages the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
+            routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.

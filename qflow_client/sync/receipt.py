@@ -18,7 +18,7 @@ _making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock. The child does not have this thread.
+    # Another thread of the parent may have held the lock. The child has no such thread that releases the lock.
     global _making
     _making = threading.RLock()
 

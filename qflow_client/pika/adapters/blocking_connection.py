@@ -40,7 +40,7 @@ _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
 # An option of Linux, with which the kernel collects small writes. It sends the data after at most 200 ms.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
-# In pipelined mode with at least this number of unconfirmed messages, throughput is more important than latency.
+# In pipelined mode with at least this number of unconfirmed messages, the kernel collects small writes.
 _MANY_UNCONFIRMED = 16
 
 
@@ -113,7 +113,7 @@ class _Services(SelectorIOServicesAdapter):
         """If `on` is True, the kernel collects small writes for at most 200 ms."""
         if on is not self._is_corked:
             self._is_corked = on
-            # With TLS, `_sock` has lost its descriptor to the TLS socket.
+            # With TLS, `_sock` has no descriptor, because the TLS socket has taken it.
             if _TCP_CORK is not None and self._sock.fileno() >= 0:
                 with suppress(OSError):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
@@ -177,7 +177,7 @@ class _Turns:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        # The I/O services. ``None`` if pika's own class has made the connection, so that the socket's state is unknown.
+        # The I/O services. ``None`` if pika's own class has made the connection. Then the socket is unknown.
         self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property
@@ -301,7 +301,7 @@ class BlockingConnection(_pika.BlockingConnection):
             for channel in self._channels():
                 channel._forsake(value)
             if ConnectionFlow.of(self._impl).blocked is not None:
-                # The broker does not read, so do not wait for it in a close.
+                # The broker does not read, so do not wait for its answer to a close.
                 text = (
                     "the connection is cut without a close, because the broker blocks it and the program leaves the "
                     "`with` block by %r"
@@ -323,7 +323,7 @@ def good_bye(connection: Any) -> Iterator[None]:
         nonlocal timer
         timer = None
         if impl.is_closed:
-            # The deadline of another close has already ended the connection.
+            # The timer of another call of `close` has already ended the connection.
             return
         if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
             impl._terminate_stream(

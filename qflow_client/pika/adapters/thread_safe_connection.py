@@ -40,7 +40,7 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message that the publishing thread can withdraw until it is admitted. `future` decides which is first."""
+    """A message that its thread can withdraw until it is admitted. `future` records which of the two was first."""
 
     future: Future[None]
 
