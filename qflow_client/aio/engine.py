@@ -148,7 +148,7 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held in `_end_without_loop`. The lock is reentrant, because a finalizer may call this method meanwhile.
+        # Held in `_end_without_loop`. The lock is reentrant, because a finalizer may call the method inside itself.
         self._last_end = threading.RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
@@ -226,7 +226,7 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
-            # If the outbox is closed meanwhile, the opening fails. Read this error, because otherwise asyncio logs it.
+            # The close may make the opening fail. Read its error, because asyncio logs each error that is never read.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
                 # Wait for the end of the opening. Without this wait, the next producer could find the outbox in use.
@@ -361,7 +361,7 @@ class Engine(BaseEngine):
             assert isinstance(receipt, AsyncReceipt)
             await self._commits.wait_durable(receipt, deadline)
 
-    # The methods below run after a step. `after` only schedules the calls of the application's callbacks.
+    # The methods below run after a step. `after` schedules calls of the application's callbacks.
 
     def after(self) -> None:
         self._passes_on = False

@@ -251,7 +251,8 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # An interrupt before this line leaves the messages with the ended channel, a later interrupt leaves them here.
+        # An interrupt before this line leaves the messages with `ended`. A later interrupt leaves them with this
+        # channel.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()

@@ -259,7 +259,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 ):
                     """It yields nothing."""
                 return receipts
-            # A generator, for example, may make the next message only when the previous message is on disk.
+            # Send one by one, because a generator may make its next message only when the previous one is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:
@@ -288,8 +288,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
-                The error contains the messages of all threads. If several threads call `flush`, only one of them gets
-                the error.
+                If several threads call `flush`, one of them gets the error for all threads.
             NestedCall: a wait here might never end, see `NestedCall` (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.

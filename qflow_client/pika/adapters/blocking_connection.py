@@ -38,7 +38,7 @@ _POLLOUT = select.POLLOUT
 # The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
-# An option of Linux, with which the kernel collects small writes. It sends the data after at most 200 ms.
+# With this option of Linux, the kernel collects small writes, and sends the data after at most 200 ms.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # In pipelined mode with at least this number of unconfirmed messages, the kernel collects small writes.
 _MANY_UNCONFIRMED = 16

@@ -246,7 +246,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
             ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
                 message was not sent.
             ConnectionClosed, …: the connection has ended; the same error as pika's.
-            ChannelWrongStateError, ChannelClosed, …: the channel has ended, but not the connection. pika only logs this
+            ChannelWrongStateError, ChannelClosed, …: the channel has ended, not the connection. pika only logs this
                 error.
         """
         if on_publish is not None:
