@@ -1,4 +1,4 @@
-"""Schedules the application's callbacks on the event loop, for an `AsyncProducer` and the drop-in for aio-pika."""
+"""Schedules the application's callbacks on the event loop, for `AsyncProducer` and `qflow_client.aio_pika`."""
 
 from __future__ import annotations
 

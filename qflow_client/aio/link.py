@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more than this number of bytes are unwritten, all of them are written immediately.
+# If more than this number of bytes are unwritten, they are written before the woken tasks run.
 _ENOUGH = 1 << 13
 
 

@@ -1,4 +1,4 @@
-"""Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and the drop-in for aio-pika.
+"""Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and `qflow_client.aio_pika`.
 
 `Turns` drives these calls. The waiter of a call is a future, which the engine sets when the protocol wakes the call.
 """
@@ -155,7 +155,7 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the waiting calls of a producer or of a drop-in's channel, and logs notices while calls of `send` wait.
+    """Drives the waiting calls of a producer or of a `ChannelFlow`, and logs notices about waiting calls of `send`.
 
     Args:
         kick: writes the present output, and passes on the protocol's reports.
@@ -227,8 +227,9 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # Inside a step, for example if a finalizer cancels a task, try again later. If the loop is closed,
-            # `call_soon_threadsafe` raises RuntimeError. Then no `send` waits, so there is nothing to withdraw.
+            # Inside a step (see `core.step`), for example if a finalizer cancels a task, try again later. If the loop
+            # is closed, `call_soon_threadsafe` raises RuntimeError. Then no `send` waits, so there is nothing to
+            # withdraw.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return

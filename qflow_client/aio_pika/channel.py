@@ -112,8 +112,7 @@ class Channel(_aio_pika.Channel):
         """Call a callback with each flow event, in order. The calls are scheduled on the loop.
 
         Args:
-            callback: the callback, which may call any method of the channel. If it raises an exception, the exception
-                is logged.
+            callback: the callback, which may call any method of the channel. An exception of the callback is logged.
 
         Returns:
             A function that removes the callback.

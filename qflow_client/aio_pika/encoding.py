@@ -34,8 +34,8 @@ _FIXED_BITS = 0x4000 << 64 | 0x8000 << 48
 def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
     """Return the header frame of a message as pamqp encodes it.
 
-    pamqp looks up the encoder of each property by name. This function calls the encoders directly, and needs a third of
-    pamqp's time.
+    pamqp looks up the encoder of each property by name. This function calls the encoders directly, in a third of the
+    time.
 
     Args:
         properties: properties of aiormq.

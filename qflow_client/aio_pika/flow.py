@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more than this number of bytes are unwritten, all of them are written immediately.
+# If more than this number of bytes are unwritten, they are written before the woken tasks run.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic

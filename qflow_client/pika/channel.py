@@ -149,7 +149,7 @@ class Channel(pika.channel.Channel):
         super().confirm_delivery(told, callback)
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """Close the channel like pika. Threads that wait in `basic_publish` get an error."""
+        """Close the channel like pika. Calls of `basic_publish` that wait get an error."""
         super().close(reply_code, reply_text)
         self.flow_control.give_up_all()
 
@@ -157,8 +157,7 @@ class Channel(pika.channel.Channel):
         """Call a callback with each flow event, in order, in the connection's I/O loop.
 
         Args:
-            callback: the callback, which may call any method of the channel. If it raises an exception, the exception
-                is logged.
+            callback: the callback, which may call any method of the channel. An exception of the callback is logged.
 
         Returns:
             A function that removes the callback.

@@ -185,7 +185,7 @@ class ChannelFlow(DropInFlow):
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call raises. The call that found the error did not raise it, because its message was
+        #: An error that the next call raises. The call that found it did not raise it, because its message was
         #: accepted.
         self.unraised: BaseException | None = None
         #: The reason for the end of the channel; ``None`` while the channel is open.
@@ -251,8 +251,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # An interrupt before this line leaves the messages with `ended`. A later interrupt leaves them with this
-        # channel.
+        # An interrupt before this line leaves the messages with `ended`. A later interrupt leaves them with `self`.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()

@@ -1,4 +1,4 @@
-"""Makes modules of the drop-in behave like pika's modules with the same names.
+"""Makes the modules of `qflow_client.pika`, the drop-in, behave like pika's modules with the same names.
 
 If a module of the drop-in does not have a name, the name is read from pika's module (`passed_on`). An assignment to
 such a name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.

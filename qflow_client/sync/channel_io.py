@@ -55,7 +55,7 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread call `on_timer` of the protocol, because each step first repairs an interrupted step.
+        """Make the I/O thread call `on_timer` of the protocol, which first repairs an interrupted step (`core.step`).
 
         Any thread may call this method. If the I/O thread has ended, nothing happens.
         """

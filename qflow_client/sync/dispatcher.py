@@ -44,7 +44,8 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it was started before.
 
-        Do not call this method inside a step. It waits for the new thread, where a finalizer may need the step's lock.
+        Do not call this method under the engine's lock. It waits for the new thread, where a finalizer may need the
+        lock.
         """
         if self._thread is not None:
             return

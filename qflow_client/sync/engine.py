@@ -410,7 +410,7 @@ class Engine(BaseEngine):
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
-        """Complete a close that has begun, on a thread of this package."""
+        """On a thread of this package, complete a close that has begun."""
         try:
             self.unregister()
             waiter = Waiter()

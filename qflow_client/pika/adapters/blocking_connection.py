@@ -275,7 +275,7 @@ class BlockingConnection(_pika.BlockingConnection):
         `max_producer_flow_control_wait` seconds.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as for `BlockingChannel.wait_for_confirms`. The connection is
+            UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
                 closed first.
             ConnectionBlockedTimeout: the connection was aborted.
         """

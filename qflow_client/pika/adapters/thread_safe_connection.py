@@ -60,7 +60,7 @@ class _Withdrawable(Publish):
 class _Publishing:
     """A call of `basic_publish` outside the IOLoop's thread. The publishing thread calls only `accept` and `wait`.
 
-    The object is the waiter of its `SendTicket`. The step that admits the message also writes it and calls `set`. So
+    The object is the waiter of its `SendTicket`. The call that admits the message also writes it and calls `set`. So
     `on_publish` is called before the broker's answer can be read.
     """
 
@@ -246,8 +246,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
             ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
                 message was not sent.
             ConnectionClosed, …: the connection has ended; the same error as pika's.
-            ChannelWrongStateError, ChannelClosed, …: the channel has ended, not the connection. pika only logs this
-                error.
+            ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself logs this error.
         """
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
