@@ -309,7 +309,7 @@ class Link:
         until = self._loop.time() + patience
         channel = self._channel if self._number is not None else None
         if channel is not None and not await self._end_message(until + BRIEF):
-            # AMQP forbids a close inside a message, and the broker would end the connection.
+            # Send no close, because AMQP forbids a close inside a message, and the broker would end the connection.
             log(
                 logging.WARNING,
                 "%s: channel %d is left open, because a message on it is partly written and the broker does not read "

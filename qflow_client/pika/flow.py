@@ -323,7 +323,7 @@ class ChannelFlow(DropInFlow):
             self.after()
 
     def _end_interrupted(self) -> None:
-        """End the connection after an error of a write, which a signal handler, for example, has raised.
+        """End the connection, because an error has interrupted a write, for example an error of a signal handler.
 
         It is not known whether pika has the bytes, so the delivery tags of later messages would not be known.
         """
