@@ -289,7 +289,7 @@ class Producer(BaseProducer[SyncReceipt]):
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
                 If several threads call `flush`, one of them gets the error for all threads.
-            NestedCall: a wait here might never end, see `NestedCall` (E2); nothing has changed.
+            NestedCall: a wait here might never end (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -319,7 +319,7 @@ class Producer(BaseProducer[SyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            NestedCall: a wait here might never end, see `NestedCall` (E2); nothing has changed.
+            NestedCall: a wait here might never end (E2); nothing has changed.
             ProducerClosed: the producer is closed, so it will never send again.
             TypeError, ValueError: `timeout` is not a number.
         """

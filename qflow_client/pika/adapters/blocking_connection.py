@@ -363,7 +363,7 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Replaces pika's object for the broker's answer. This package matches answers by their delivery tags."""
+    """Replaces pika's record of the broker's answer, because this package matches answers by their delivery tags."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
