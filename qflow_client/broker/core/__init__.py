@@ -1,8 +1,8 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. The core imports no other package of the broker.
 
 To follow a published message to the ``Channel.Flow`` that it causes, read the files below in the order of their
-numbers. These files have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, then B
-describes the classes of A as `typing.Protocol` classes. Codes such as C5 are defined in ``docs/sources.md``.
+numbers. These files have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a
+class of A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
 
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
 ``Basic.Publish``, which `Channel.on_method` handles. `Channel.on_header` handles the content header, and
@@ -30,18 +30,19 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds. A
    `QueueFlow` that turns ON blocks the publishing channel and delays its confirms. A `QueueFlow` that turns OFF
-   unblocks the channel and releases the confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. These
-   two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a message to
-   the limiter, and blocks the channel if a threshold is exceeded. `FlowController.release` subtracts a message from the
-   limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with
-   pauses.
-7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends a ``Channel.Flow`` when the first
-   controller blocks the channel. `ChannelFlow.on_unblocked` sends another when the last one unblocks it.
+   unblocks its channels and releases their confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`.
+   These two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a
+   message to the limiter, and blocks the channel if a threshold is exceeded. `FlowController.release` subtracts a
+   message from the limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one
+   at a time with pauses.
+7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
+   controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
+   controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by all numbered files. `entries.py` has the classes of messages and entries. `exchange.py` has
-the classes of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and
-`dispatcher.py`, which gives the messages of a queue to consumers. The other files can be read later:
+The classes of messages and entries are in `entries.py`, those of exchanges and targets in `exchange.py`. An ack also
+needs `consuming.py`, which has the deliveries of a channel, and `dispatcher.py`, which gives the messages of a queue to
+consumers. The other files can be read later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
   channels.
@@ -54,8 +55,9 @@ the classes of exchanges and targets. An ack also needs `consuming.py`, which ha
 All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` runs it,
 `inspection.py` shows its state, `broker.py` changes it.
 
-Memory: the optional `Journal` counts the bytes of all messages in `Journal.held`. After each iteration,
-`Server._check_memory` compares this number with the memory limit. Above the limit, publishing connections are not read.
+Memory: the optional `Journal` counts the bytes of all messages (`Journal.held`). After each iteration of the event
+loop, `Server._check_memory` compares `Journal.held` with the memory limit. Above the limit, publishing connections are
+not read.
 
 Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). The `Rules` for thresholds and overflow
 policies (`limits.py`), a `Journal` (`ports.py`) and a `Discipline` (`channelflow.py`) are arguments of

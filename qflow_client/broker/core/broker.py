@@ -35,7 +35,7 @@ _Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the object with this name, or all if `name` is ``None``. Raise `LookupError` if no object has the name."""
+    """Return the object with this name, or all objects for ``None``. Raise `LookupError` if no object has the name."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -45,7 +45,7 @@ def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]
 
 
 class Broker(InspectableBroker):
-    """An AMQP 0-9-1 broker in this process. Subclasses and applications can extend the broker.
+    """An AMQP 0-9-1 broker in this process.
 
     ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs the broker on the
     running loop. The methods may be called from any thread, and from the broker's own loop. A broker can be started
@@ -230,8 +230,8 @@ class Broker(InspectableBroker):
     ) -> int:
         """Publish a message from inside the broker. Flow control does not delay the message.
 
-        The method returns when all destination queues have the message. With a store, the message is not on disk yet;
-        `wait_until_durable_async` waits for the disk.
+        When the method returns, all destination queues have the message. With a store, `wait_until_durable_async` waits
+        until the message is on disk.
 
         Args:
             routing_key: the routing key; for the default exchange, the name of the queue.
@@ -243,7 +243,8 @@ class Broker(InspectableBroker):
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
-                too large or has an invalid ``expiration``. 506 if a queue refuses the message.
+                too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
+                a queue refuses the message.
             TypeError: the body is not bytes.
         """
         if not isinstance(body, bytes):
@@ -254,9 +255,9 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5). Producers that a queue blocks (flows) stay blocked.
+        """Stop or start producers, as an operator (D5). A start does not unblock producers that a queue blocks (flows).
 
-        The method returns before the clients have read the ``Channel.Flow``.
+        The method does not wait until the clients have read the ``Channel.Flow``.
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
@@ -312,8 +313,8 @@ class Broker(InspectableBroker):
     def raise_alarm(self, name: str, reason: str) -> None:
         """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs low.
 
-        A client that announced the capability gets one notice for the first alarm. When the last alarm is cleared, the
-        client gets ``Connection.Unblocked``.
+        A client that announced the capability gets a notice when the first alarm is raised, and no notice of further
+        alarms. When the last alarm is cleared, the client gets ``Connection.Unblocked``.
 
         Args:
             name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new
@@ -353,10 +354,10 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def release_confirms(self, queue: str | None = None) -> None:
-        """Send the withheld acks, and stop withholding.
+        """Send the withheld acks. Acks of later messages are no longer withheld.
 
         Args:
-            queue: name of the queue whose acks are sent; ``None`` for all acks, also those withheld for one queue.
+            queue: name of the queue whose acks are sent; ``None`` for all acks, including those of single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -374,9 +375,9 @@ class Broker(InspectableBroker):
         """Refuse published messages: with ``Basic.Nack`` in confirm mode, otherwise by closing the channel with 506.
 
         Args:
-            on: whether to refuse published messages; ``False`` accepts them again.
-            queue: name of the queue whose messages are refused; ``None`` for all messages. ``None`` with ``on=False``
-                also ends the refusal for single queues.
+            on: whether to refuse published messages; ``False`` accepts messages again.
+            queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
+                also ends refusals that were started for single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

@@ -5,8 +5,8 @@ sure that the message's `Target` has the current queues. There are then three ca
 
 - In transaction mode the message goes into the open transaction.
 - If an append to each destination queue is enough, the message goes into the queues immediately.
-- Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. See `Target.watched` and
-  `Controls.watches_publishes`.
+- In other cases `Channel._publish_watched` asks all queues before any of them gets the message. For these cases, see
+  `Target.watched` and `Controls.watches_publishes`.
 
 In confirm mode every complete message gets a tag, and later exactly one ack or nack if the channel is still open.
 
@@ -59,7 +59,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     dialect: Dialect
     controls: Controls
-    #: Set after a frame that took long; the other connections are then served before the next frame.
+    #: Set after a frame that took long. The session then holds its next frame until other connections were served.
     has_done_much: bool
     #: Set if the connection's first message waits because memory is full, or because too many bytes wait for the disk.
     waits_to_publish: bool
@@ -132,13 +132,13 @@ class Channel:
         self.incoming = 0
         # The latest pairs of exchange and routing key that the channel has published to, as keys.
         self.targets: dict[tuple[str, str], None] = {}
-        # The target of the last publish.
+        # The target of the latest published message.
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
         # The unconfirmed messages; None without confirm mode.
         self.confirms: Confirms | None = None
-        # Messages of the channel that wait for room.
+        # Published messages of the channel that wait for room in a queue.
         self.waiting: dict[WaitingPublish, None] = {}
         # The open transaction; None without transaction mode.
         self.transaction: Transaction | None = None
@@ -152,7 +152,7 @@ class Channel:
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
             )
-        # Most Basic.Publish methods repeat the bytes of an earlier one, of any channel. Such a method is not decoded.
+        # Most Basic.Publish payloads equal an earlier payload of some channel, and need not be decoded again.
         target = self.router.targets.get(payload)
         if target is not None:
             self._target = target
@@ -296,7 +296,7 @@ class Channel:
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
-            # Whether the message came on a channel that is blocked for another reason than the backlog.
+            # Whether the message came while a controller other than that of the backlog blocked the channel.
             was_flowed = flow.is_flowed_by_others
             flow.check()
         if self.session.blocks:
@@ -308,7 +308,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can use the room meanwhile, so none has to wait. Waits would make publishing 5 % slower.
+            # No dead letter can come and use the room before `_enqueue`. Without a pause, publishing is 5 % faster.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -429,7 +429,7 @@ class Channel:
     # Confirms.
 
     def _owe(self, size: int, tag: int) -> None:
-        """Add a message to the backlog until it is confirmed or enqueued."""
+        """Add a message to the backlog, until it is confirmed; without confirms, until it is enqueued (D7)."""
         if self.flow.owe(size) and self.confirms is not None:
             self.confirms.owed[tag] = size
 
@@ -456,7 +456,8 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: too many deliveries for one call. The oldest are settled; handle the frame again.
+            FrameWaitsError: there are too many deliveries for one call. The oldest are settled; the caller has to
+                handle the frame again.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -496,7 +497,7 @@ class Channel:
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
             # With confirms, waiting messages are discarded, because the client cannot learn their outcome any more.
-            # Without confirms, clients never learn an outcome: the messages stay, and enter when there is room.
+            # Without confirms, clients expect no outcome: the messages wait on, and enter when there is room.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)
@@ -507,7 +508,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """Count an answer to ``Channel.Flow``. The broker shows whether answers are missing, but waits for none."""
+    """Count an answer to ``Channel.Flow``. The count is only shown (`ChannelSnapshot.flow_ok`)."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

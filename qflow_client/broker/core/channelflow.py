@@ -1,8 +1,8 @@
 """`ChannelFlow` has the flow state of one channel and its part of the connection's backlog, sans-I/O.
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rates, the operator and the discipline block and
-unblock it. The client gets one ``Channel.Flow`` when the first controller blocks the channel, and one when the last
-controller unblocks it (J3 J4). A blocked channel is also called flowed.
+unblock it. The client gets ``Channel.Flow`` with ``active=false`` when a first controller blocks the channel, and with
+``active=true`` when no controller blocks it any more (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if it waits for room, if its confirm is held, or if it came while the channel was blocked. The
 owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
@@ -42,7 +42,7 @@ class Discipline(Protocol):
         """Add a message with this body size in bytes to the backlog."""
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Remove messages with this total body size in bytes from the backlog."""
+        """Remove `count` messages from the backlog. `size` is the total of their body bytes."""
 
     def look_at(self, source: ChannelFlow) -> None:
         """Block a channel if it publishes and the backlog is too large."""
@@ -63,7 +63,7 @@ class FlowingSession(Protocol):
     host: VirtualHost
     output: Output
     handshake: Handshake
-    #: Counts the backlog; ``None`` if nothing limits it.
+    #: Counts and limits the backlog; ``None`` if the backlog is not limited.
     discipline: Discipline | None
 
 
@@ -129,14 +129,14 @@ class ChannelFlow(CountedSource):
                 self.repay(size, count)
 
     def on_blocked(self) -> None:
-        """Send Channel.Flow, because the first controller has blocked the channel."""
+        """Send Channel.Flow with active=False, because a first controller has blocked the channel."""
         if not self.is_over:
             self.times_flowed += 1
             self.since = self._host.clock()
             self._send(active=False)
 
     def on_unblocked(self) -> None:
-        """Send Channel.Flow, because the last controller has unblocked the channel."""
+        """Send Channel.Flow with active=True, because no controller blocks the channel any more."""
         if not self.is_over:
             self._seconds = self.seconds
             self.since = None
@@ -156,8 +156,8 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, this does not make its new messages owed. Otherwise the new messages
-        would keep the backlog too large.
+        If only the backlog blocks a channel, new messages are not owed because of that. If they were, the backlog would
+        stay too large.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -201,7 +201,7 @@ class ChannelFlow(CountedSource):
         return True
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Remove messages with this total body size in bytes from the owed messages."""
+        """Remove `count` messages from the owed messages. `size` is the total of their body bytes."""
         if self._discipline is not None and not self.is_over:
             self._owed[0] -= count
             self._owed[1] -= size
@@ -217,8 +217,8 @@ class ChannelFlow(CountedSource):
             self.repay(size, count)
         self.is_over = True
         for controller in tuple(self.blocked_by):
-            # `forget` does nothing for the controllers of the operator and of alarms, which keep no list of blocked
-            # channels.
+            # `unblock` is needed for the controllers of the operator and of alarms. They have no list of blocked
+            # channels, so `forget` does nothing.
             controller.forget(self)
             self.unblock(controller)
         self._host.source_gone(self)

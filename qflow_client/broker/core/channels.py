@@ -59,7 +59,7 @@ class Blocks(dict[str, str]):
     The client gets a notice when the first reason is added, and when the last reason is removed.
 
     Args:
-        handshake: returns whether the client understands ``Connection.Blocked``.
+        handshake: knows whether the client understands ``Connection.Blocked``.
         dialect: defines how clients are informed.
         alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
     """

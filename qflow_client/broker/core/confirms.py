@@ -60,7 +60,7 @@ class Confirms:
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """Hold the tag of a message that waits for room. Later call either `completion` and `arm`, or `drop`."""
+        """Hold the tag of a message that waits for room, until the caller calls `completion` and `arm`, or `drop`."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:

@@ -2,8 +2,8 @@
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
 each delivery. Credit is the number of messages that the prefetch counts still allow. When there is new credit,
-`Consuming.wake` offers messages to the consumers in turn. The consumer that got the last message comes last. Otherwise
-one consumer could take all of the credit.
+`Consuming.wake` offers messages to the consumers in turn. The consumer with the latest delivery comes last. In a fixed
+order, the first consumer could take all of the credit.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Consuming:
         self.consumer_unacked = 0
         # Last delivery tag of an ack with tag 0 that is handled in slices; 0 if there is no such ack.
         self._ack_until = 0
-        # The consumer of the last delivery.
+        # The consumer of the latest delivery.
         self.last_served: ChannelConsumer | None = None
         self.consumers: dict[str, ChannelConsumer] = {}
         self._delivery_tag = 0
@@ -208,7 +208,7 @@ class Consuming:
         self.consumer_prefetch = 0
         # Whether the client wants deliveries. The client can stop deliveries with Channel.Flow.
         self._wants_deliveries = True
-        # Whether answers to the client wait for the disk.
+        # Whether answers on this channel wait for the disk.
         self._waits_for_disk = False
         # Whether consumers can take messages: the client wants deliveries, and no answer waits for the disk.
         self.delivers = True
@@ -306,10 +306,10 @@ class Consuming:
         journal.when_read(message, keep)
 
     def wake(self) -> None:
-        """Offer messages to inactive consumers after a change. The consumer that got the last message comes last."""
+        """Offer messages to inactive consumers, because they can perhaps take messages again."""
         consumers = tuple(self.consumers.values())
         if self.prefetch and self.last_served in consumers:
-            # The consumers share the credit. Without this order the first consumer would take all new credit.
+            # The consumer with the latest delivery comes last. In a fixed order, the first one would take all credit.
             start = consumers.index(self.last_served) + 1
             consumers = (*consumers[start:], *consumers[:start])
         for consumer in consumers:
@@ -404,7 +404,7 @@ class Consuming:
         self.wake()
 
     def _requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Return deliveries to their queues. No queue delivers before all of them are back at their places."""
+        """Return deliveries to their queues. No queue delivers before all messages are back at their places."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
@@ -421,11 +421,11 @@ class Consuming:
     def recover(self, *, requeue: bool) -> None:
         """Deliver the unsettled messages again: to the same consumer, or with `requeue` to any consumer.
 
-        If `has_more(0)` is true afterwards, this was only a slice; the next call continues.
+        If `has_more(0)` is true afterwards, this call has handled only a slice; the next call handles the next slice.
         """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
-            # The credit is checked again for each delivery, because each delivery uses credit.
+            # The credit is checked for each delivery, because the repeated deliveries before it have used credit.
             if requeue or not self._is_served(delivery):
                 back.append(delivery)
                 continue

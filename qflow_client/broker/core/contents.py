@@ -1,8 +1,8 @@
 """`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
 The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
-entries in the order of their sequence numbers. This list can also contain entries that are gone, which are skipped
-later. So an entry can leave from any place without a search. Depth and size count all entries that have not left (D6).
+entries in the order of their sequence numbers. An entry that leaves from the middle stays in this list, is marked as
+gone, and is skipped later. So no search is needed. Depth and size count all entries that have not left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
 `leaving` until they leave. No consumer gets these entries, but depth and size still count them, for flow states and the
@@ -48,7 +48,7 @@ class EntryObserver:
         self.entered(entry, None, None)
 
     def lent(self, entry: QueueEntry) -> None:
-        """An entry was delivered to a consumer."""
+        """An entry was delivered, and is now unacked."""
 
     def returned(self, entry: QueueEntry) -> None:
         """An unacked entry is about to become ready again."""
@@ -100,7 +100,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.observers: tuple[EntryObserver, ...] = ()
-        # The observer that finds the last entry of each key; None if the queue does not conflate.
+        # The observer that finds the last entry of each key; None if the queue keeps all entries of a key.
         self.values: LastValueMap | None = None
         # Entries to deliver, in the order of their sequence numbers.
         self.ready: deque[QueueEntry] = deque()
@@ -195,7 +195,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Count an entry as gone after its removal, and call the observers (J6). Only drops have a reason."""
+        """Count a removed entry as gone, and call the observers (J6). Only a dropped entry has a `reason`."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -271,7 +271,7 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far. A copy that is not dead-lettered has two reasons, but is counted once."""
+        """Messages dropped so far. A message with the reason `COPY` has a second reason, and is counted once."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:

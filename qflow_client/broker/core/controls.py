@@ -40,9 +40,7 @@ class Controls:
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
         # The alarms that block all connections: the name and the reason of each.
         self.alarms: dict[str, str] = {}
-        # Whether the broker withholds confirms.
         self.withhold_confirms = False
-        # Whether every publish is refused.
         self.nack_publishes = False
         # Whether every published message is checked, even if its queues need no check.
         self.watches_publishes = watches_publishes

@@ -117,7 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send all dead messages. Messages that die meanwhile are appended, so that the calls are not nested."""
+        """Send all dead messages. Messages that die during this call are appended. So the calls are not nested."""
         self._pauses += 1
         try:
             while self._dead:
@@ -176,7 +176,7 @@ class DeadLetters:
         self._letters.append(letter)
         blocked = _cycle_queues(reason, deaths)
         for destination in self._destinations(letter, target):
-            # There is no publisher that could get a nack, so each destination decides for itself.
+            # A dead letter has no publisher that could get a nack. So each destination accepts or drops it separately.
             if destination.name in blocked:
                 if DropReason.CYCLE not in destination.contents.drops:
                     _log.warning(
@@ -194,7 +194,7 @@ class DeadLetters:
 
 def _field(value: Any) -> bytes:
     """Encode a value with its type."""
-    # A table with one field consists of its size, the size of the name, the name and the encoded value.
+    # The 5 bytes are the size of the table and the size of the empty name.
     return encode_table({"": value}, "a header")[5:]
 
 
@@ -268,7 +268,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the entry for a message's latest death. It also counts earlier deaths in this queue for this reason."""
+    """Return the entry for the latest death. Its count includes earlier deaths in this queue for this reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

@@ -45,7 +45,6 @@ class Dispatcher:
         self._dropping = dropping
         self._storage = storage
         self._single_active = single_active
-        # All consumers.
         self.consumers: dict[Consumer, None] = {}
         # Active consumers. The first active consumer gets the next message.
         self.active: deque[Consumer] = deque()
@@ -53,7 +52,7 @@ class Dispatcher:
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
-        # Number of closed channels that still return deliveries. While this number is not 0, nothing is delivered.
+        # Number of closed channels that still return deliveries. The queue delivers only if this number is 0.
         self._pauses = 0
         # Number of deliveries so far, and number of messages acked so far.
         self.delivered = 0
@@ -62,7 +61,7 @@ class Dispatcher:
     # Consumers.
 
     def add(self, consumer: Consumer, *, exclusive: bool) -> None:
-        """Add a consumer. Nothing is delivered yet."""
+        """Add a consumer. This method delivers no messages to it; the caller calls `dispatch` afterwards."""
         self.consumers[consumer] = None
         self.was_used = True
         if exclusive:
@@ -79,7 +78,7 @@ class Dispatcher:
         return not self._single_active or next(iter(self.consumers)) is consumer
 
     def remove(self, consumer: Consumer) -> None:
-        """Remove a consumer. The consumer's unsettled messages stay unacked. Nothing is delivered yet."""
+        """Remove a consumer. Its unsettled messages stay unacked. The caller calls `dispatch` afterwards."""
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
@@ -102,7 +101,7 @@ class Dispatcher:
     def pause(self, change: int) -> None:
         """Change the pause counter by 1 or -1.
 
-        Nothing is delivered while the counter is not 0. When the counter is 0 again, call `dispatch`.
+        The queue delivers only while the counter is 0. When it is 0 again, the caller calls `dispatch`.
         """
         self._pauses += change
 
@@ -172,5 +171,5 @@ class Dispatcher:
             self._dropping.drop(entry, DropReason.REJECTED)
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back at their places in the queue. Nothing is delivered yet."""
+        """Put delivered entries back at their places in the queue. The caller calls `dispatch` afterwards."""
         self._contents.requeue(entries)

@@ -40,7 +40,7 @@ class Dropping:
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop expired ready entries. If there are too many for one call, the remaining ones are dropped soon."""
+        """Drop expired ready entries. If there are too many for one call, `Queue.tick` drops the rest soon."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)
@@ -56,7 +56,7 @@ class Dropping:
             self._died(message, reason)
 
     def drop(self, entry: QueueEntry, reason: DropReason) -> None:
-        """Drop an entry, and dead-letter it if the queue does so."""
+        """Drop an entry, and dead-letter its message if the queue has a dead-letter exchange."""
         self._contents.take_out(entry)
         self._contents.left(entry, reason)
         self.dead_letter(entry.message, reason)

@@ -172,9 +172,9 @@ class Completion:
     def __init__(self, tag: int, complete: Callable[[int], None]) -> None:
         self.tag = tag
         self._complete = complete
-        # Number of holds.
+        # Number of holds. The confirm is not sent while this number is not 0.
         self.holds = 0
-        # Whether every destination queue has the message. Before that the confirm is not sent, even without holds.
+        # Whether every destination queue has the message. If not, the confirm is not sent, even without holds.
         self._armed = False
 
     def release(self) -> None:
@@ -201,7 +201,7 @@ class QueueEntry:
         self.sequence = sequence
         # Whether the message was delivered before.
         self.redelivered = False
-        # Whether a consumer has the message and has not settled it.
+        # Whether the message was delivered, and is not settled yet.
         self.is_unacked = False
         # Whether the entry has left the queue or is leaving. A later ack changes nothing.
         self.is_gone = False
@@ -241,7 +241,7 @@ class BodyPager(Protocol):
         """Record that the body of a ready entry is in memory again."""
 
     def lend(self, entry: QueueEntry) -> None:
-        """Record that an entry with its body in memory was delivered to a consumer."""
+        """Record that an entry with its body in memory was delivered, and is now unacked."""
 
     def ready_again(self, entry: QueueEntry) -> None:
         """Record that an entry is ready again."""
@@ -263,7 +263,7 @@ class DroppableEntries(Protocol):
         """Record that an entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """Record that an entry has left the queue, or was delivered to a consumer."""
+        """Record that an entry has left the queue, or is now unacked."""
 
     def __len__(self) -> int: ...
 
@@ -324,7 +324,7 @@ class QueueDispatcher(Protocol):
         """Put delivered entries back at their places in the queue."""
 
     def pause(self, change: int) -> None:
-        """Change the pause counter by 1 or -1. Nothing is delivered while the counter is not 0."""
+        """Change the pause counter by 1 or -1. The queue delivers no messages while the counter is not 0."""
 
     def dispatch(self) -> None:
         """Deliver as many messages as the consumers take."""

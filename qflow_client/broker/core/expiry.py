@@ -75,7 +75,7 @@ class Expiry(EntryObserver):
     def take_due(self, most: int) -> list[QueueEntry]:
         """Remove and return the expired entries that are ready, in the order of their expiry times.
 
-        An unacked entry does not expire. If an unacked entry is requeued, it has to be added again.
+        An unacked entry does not expire. When an unacked entry is requeued, `returned` adds it again.
 
         Args:
             most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and another

@@ -33,8 +33,8 @@ class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
-    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. New queues,
-    exchanges and connections are not included, nor are objects that end in the meantime.
+    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Queues, exchanges
+    and connections that are created or that end during the iteration are not included.
     """
 
     @on_loop()
@@ -52,7 +52,7 @@ class InspectableBroker(EmbeddedBroker):
         return tuple(self.each_queue())
 
     def each_queue(self) -> Iterator[QueueSnapshot]:
-        """The queues, in the order in which they were declared."""
+        """Yield a snapshot of each queue, in the order in which the queues were declared."""
         return (queue_snapshot(queue) for queue in tuple(self._host.queues.values()) if not queue.is_deleted)
 
     def has_queue(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class InspectableBroker(EmbeddedBroker):
         return tuple(self.each_connection())
 
     def each_connection(self) -> Iterator[ConnectionSnapshot]:
-        """The connections, oldest first."""
+        """Yield a snapshot of each connection, oldest first."""
         sessions = self._server.sessions
         return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
 
@@ -105,7 +105,7 @@ class InspectableBroker(EmbeddedBroker):
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
-        """The open channels."""
+        """Yield a snapshot of each open channel."""
         return map(channel_snapshot, self._channels())
 
     def _channels(self) -> Iterator[Channel]:
@@ -124,7 +124,7 @@ class InspectableBroker(EmbeddedBroker):
         return tuple(self.each_exchange())
 
     def each_exchange(self) -> Iterator[ExchangeSnapshot]:
-        """The exchanges, the default exchange first."""
+        """Yield a snapshot of each exchange, the default exchange first."""
         exchanges = self._host.topology.exchanges
         return (exchange_snapshot(each) for each in tuple(exchanges.values()) if exchanges.get(each.name) is each)
 
@@ -138,7 +138,7 @@ class InspectableBroker(EmbeddedBroker):
         return tuple(self.each_binding())
 
     def each_binding(self) -> Iterator[BindingSnapshot]:
-        """The bindings, grouped by exchange."""
+        """Yield a snapshot of each binding, grouped by exchange."""
         exchanges = self._host.topology.exchanges
         for exchange in tuple(exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
@@ -199,7 +199,7 @@ class InspectableBroker(EmbeddedBroker):
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all durable changes made so far are on disk. Without a store, return immediately.
 
-        This method can run on any loop. On the broker's own loop, no other method waits for the disk.
+        This method can run on any loop. On the broker's own loop it is the only method that waits for the disk.
 
         Args:
             topology_only: whether to wait only for changes of queues, exchanges and bindings.

@@ -41,7 +41,7 @@ class QueueOptions:
 class QueueLimits:
     """The limits of a queue, which come from its arguments, its policies and the broker's defaults.
 
-    To add a set of thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
+    When you add thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
@@ -50,7 +50,7 @@ class QueueLimits:
         enforcement: how the queue holds back producers while it is ON.
         policy: name of the overflow policy that users see. If there is a maximum, this is the name of `overflow`.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
-        overdue_overflow: the overflow policy after `max_flow_wait` seconds. Its name in policies is ``then``.
+        overdue_overflow: the overflow policy after `max_flow_wait` seconds. In policies its key is ``then``.
         policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
@@ -98,7 +98,7 @@ class Inheritance:
 
     Attributes:
         bindings: the exchanges that the queue is bound to, each with the routing key.
-        exchanges: all exchanges from which messages can reach the queue, also through other exchanges.
+        exchanges: all exchanges from which messages can reach the queue, directly or through other exchanges.
     """
 
     bindings: tuple[tuple[str, str], ...]

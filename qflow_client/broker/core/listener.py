@@ -1,10 +1,10 @@
 """A listening socket, with limits that asyncio's server does not have.
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
-free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`.
-The server of asyncio would try again, and write a log line, a thousand times per second. A protocol is created when its
-connection is accepted, so the protocol's time limit includes the TLS handshake. The AMQP server and the HTTP server use
-a `Listener`.
+free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`
+seconds. The server of asyncio would try again, and write a log line, a thousand times per second. A protocol is created
+when its connection is accepted, so the protocol's time limit includes the TLS handshake. The AMQP server and the HTTP
+server use a `Listener`.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class Listener:
                 ssl_handshake_timeout=self._handshake_timeout,
             )
         except (OSError, asyncio.CancelledError) as error:
-            # The client has disconnected, does not speak TLS, or was too slow. The socket is closed by now.
+            # The client has disconnected, does not speak TLS, was too slow or was cut. asyncio has closed the socket.
             _log.debug("an accepted connection was closed before it was open: %s", str(error))
 
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)
         if task.cancelled():
-            # The task never started, because `_open` does not propagate a cancellation. So the socket is still open.
+            # `_open` catches cancellations, so this task was cancelled before `_open` began. The socket is still open.
             accepted.close()
 
     async def stop(self) -> None:

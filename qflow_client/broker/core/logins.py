@@ -95,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for unknown users, so that a check takes as long as for known users; or empty.
+        # Hash that is checked for unknown users, so that they take as long as known users; empty if no user has a hash.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}

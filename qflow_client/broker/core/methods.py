@@ -33,7 +33,7 @@ __all__ = ["METHODS"]
 
 
 class MethodSession(Protocol):
-    """The part of the connection that these methods need. A connection owns its exclusive queues."""
+    """The part of the connection that these methods need. This object is also the owner of exclusive queues."""
 
     dialect: Dialect
     output: Output

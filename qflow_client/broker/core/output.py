@@ -34,7 +34,7 @@ class _Consuming(Protocol):
 class _Channel(Protocol):
     @property
     def is_closing(self) -> bool:
-        """Whether the channel is closing, so that no confirm may be sent on it."""
+        """Whether the channel is closing. No confirm may be sent on a closing channel."""
 
     @property
     def confirms(self) -> Confirms | None:
@@ -182,7 +182,7 @@ class Output:
         self.write(data)
 
     def promise(self, number: int, size: int = 0) -> Promise:
-        """Append a promise of about `size` bytes of frames on a channel."""
+        """Append a promise of about `size` bytes of frames. The caller calls `Promise.keep` with the frames."""
         promise = Promise(self, number, size)
         self._wait_for(promise, number)
         return promise

@@ -28,7 +28,7 @@ class Overflow:
 
     #: What a refusal does to a channel without confirms: True only counts the message, False closes the channel.
     is_silent: ClassVar[bool] = False
-    #: Whether the maximum applies only to ready messages, so that a requeue can exceed the maximum.
+    #: Whether the maximum applies only to ready messages. If so, a requeue can exceed the maximum.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -57,8 +57,8 @@ class Overflow:
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if all may enter.
 
-        When a transaction is committed, the messages that it acks are already subtracted from `count` and `size`.
-        `largest` is the body size of the largest new message in bytes.
+        Messages that a committed transaction acks or rejects are already subtracted from `count` and `size`. `largest`
+        is the body size of the largest new message in bytes.
         """
         return None
 
@@ -78,7 +78,7 @@ class Overflow:
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
         """Return the reason why messages do not fit; ``None`` if they fit.
 
-        `depth` and `size` are the messages and body bytes that count now. `coming` has those of the new messages.
+        `depth` and `size` are the messages and body bytes that count now. `coming` has both for the new messages.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

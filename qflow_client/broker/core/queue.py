@@ -68,7 +68,7 @@ class Surroundings(Protocol):
         """Return monotonic seconds."""
 
     def wake_at(self, queue: Queue, at: float) -> None:
-        """Call `Queue.tick` at that time."""
+        """Call `Queue.tick` at the time `at`."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
@@ -77,7 +77,7 @@ class Surroundings(Protocol):
         """Delete the queue, because it was unused for the time in its argument ``x-expires``."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Check the messages that wait for room: perhaps there is room now, or their time is over."""
+        """Check the waiting messages of this queue, because it may have room, or a message has waited too long."""
 
 
 class _Vacancies(EntryObserver):
@@ -184,7 +184,7 @@ class Queue:
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0
-        # Whether every message is refused, because an operator wants this.
+        # Whether the queue refuses every message, because an operator has called `refuse`.
         self.is_refusing = False
         # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
@@ -300,7 +300,7 @@ class Queue:
         """Handle a message that this queue refuses.
 
         Args:
-            can_nack: whether the publisher is in confirm mode, so that a ``Basic.Nack`` can inform it.
+            can_nack: whether the publisher is in confirm mode. If so, a ``Basic.Nack`` can inform it.
 
         Returns:
             True if nothing else has to be done; False if the caller has to inform the publisher.
@@ -318,7 +318,7 @@ class Queue:
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None
     ) -> None:
-        """Add a message that was not refused, and then check the thresholds (J3 D2). Nothing is delivered yet.
+        """Add a message that was not refused, and then check the thresholds (J3 D2).
 
         Args:
             source: the publishing channel, which the queue can block; ``None`` for a source that cannot be blocked.
@@ -348,7 +348,7 @@ class Queue:
     def recover(self, message: StoredMessage, age: float) -> None:
         """Restore a message that was in the queue when the broker stopped.
 
-        Nothing is delivered yet, and no channel is blocked.
+        This method delivers no messages and blocks no channel.
 
         Args:
             message: the message, which the store already has.
@@ -440,7 +440,7 @@ class Queue:
 
         Args:
             until: time in monotonic seconds.
-            change: change of the number of waiting messages; -1 when one stops waiting.
+            change: 1 if a message starts to wait, -1 if a message stops waiting, 0 for no change.
         """
         self.waiting += change
         self._tick_by(until)

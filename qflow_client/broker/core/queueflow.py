@@ -2,8 +2,8 @@
 
 A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON: the `QueueFlow`
 blocks the publishing channel, holds the message's confirm, or both. At the resume thresholds the state turns OFF: the
-`QueueFlow` releases all held confirms. It unblocks the channels together, or one after the other (F4). `QueueFlows` has
-all flow states of one queue, and is called after each message that enters (J3) or leaves.
+`QueueFlow` releases all held confirms. The `QueueFlow` then unblocks the channels, all together or one after the other
+(F4). `QueueFlows` has all flow states of one queue, and is called after each message that enters (J3) or leaves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Spacing:
         self._next_at = -math.inf
 
     def let_next(self) -> bool:
-        """Return True if the next publisher may be unblocked now. The interval then starts again."""
+        """Return True if the next publisher may be unblocked now. If so, the interval starts again."""
         now = self._clock()
         if now < self._next_at:
             self._wake_at(self._next_at)
@@ -92,7 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The source that is unblocked first fills the room. So the source that published least comes first.
+                # The source that is unblocked first can use all room. So the source that published least comes first.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -179,15 +179,15 @@ class QueueFlows(EntryObserver):
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
-        # Time at which the queue turned ON; None if it is OFF. While the queue is overdue, this time is kept.
+        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps this time even if drops turn all
+        # of its flow states OFF.
         self.on_since: float | None = None
-        # Whether the queue was ON for longer than `max_flow_wait`, so that it no longer holds back producers (D10).
+        # Whether the queue was ON for longer than `max_flow_wait`. It then no longer holds back producers (D10).
         self.is_overdue = False
-        # How often the queue became overdue.
         self.times_overdue = 0
         # Time of the last message of each publishing channel; None if the scope is not PUBLISHERS (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
-        # Whether a channel that publishes above a stop threshold is blocked, and whether its confirms are held.
+        # Whether the queue blocks channels that publish above a stop threshold, and whether it holds their confirms.
         self._flows_channels = self._delays_completion = False
         self._read_enforcement()
 

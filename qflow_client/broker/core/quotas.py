@@ -1,7 +1,7 @@
 """The maximum numbers of queues, bindings and consumers.
 
-A quota is checked when an object is created, and never when a message is published. A `Quota` has an upper bound of the
-number of objects, so deletions need not be reported. The exact number is counted only when the bound reaches the limit.
+A quota is checked when an object is created, and never when a message is published. A `Quota` adds new objects to its
+number, but ignores deletions. The objects are counted exactly only when this number reaches the limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Quota:
         self._limit = limit
         self._things = things
         self._count = count
-        # Upper bound of the number of objects.
+        # At least the current number of objects. Deletions are not subtracted until the next exact count.
         self._bound = 0
 
     def take(self, *, is_there: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Direct reply-to as in RabbitMQ: a client receives replies without declaring a queue for them.
 
 A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. The client publishes requests with that name as
-``reply_to``. In each request the broker replaces that name by the name of a queue of the channel. The responder
+``reply_to``. In each request the broker replaces that name with the name of a queue of the channel. The responder
 publishes the reply to that queue through the default exchange. The queue is exclusive and is deleted with its consumer.
 So flow control and the memory limit treat replies like all other messages. Clients can use the queue's name only as a
 routing key and in ``Queue.Declare``. A responder declares the queue to find out whether the requester still exists.

@@ -5,9 +5,9 @@ caches the queues for one version of the topology. Each change that affects rout
 of an older version is resolved again before it is used.
 
 A message goes from exchange to exchange through bindings, and visits each exchange once. An exchange that finds no
-destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, each exchange on the way uses
-its alternate exchange. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
-exchange.
+destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to every
+exchange on the way, not only to the first. An alternate exchange that does not exist is ignored. An internal exchange
+may be an alternate exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The event loop of a broker, and calls to it from other threads.
 
 `Runner.call` runs a function on the loop and returns the result. On the loop itself, or if no loop runs, the function
-is called directly. `Runner.call_in_steps` does the same for long work. Other work of the loop runs between the steps.
+is called directly. `Runner.call_in_steps` does long work in steps. Other work of the loop runs between two steps.
 `Runner.changed` wakes all waiters, and each waiter checks its predicate again. `EmbeddedBroker` has one `Runner`.
 """
 
@@ -67,7 +67,7 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # After Ctrl-C the thread ends by itself after `start`. If `start` has finished before, end the thread here.
+            # If Ctrl-C came before `start` had finished, the thread ends by itself. Otherwise end the thread here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)
@@ -124,7 +124,7 @@ class Runner:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a loop for calls."""
+        """Whether `call` passes functions to a loop."""
         return self._loop is not None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
@@ -208,7 +208,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Return True if the version changes before the time `end`."""
+        """Wait for a version other than `version`. Return False if there is none before the time `end`."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)

@@ -6,7 +6,7 @@ iteration. `Server._end_turn` lets each connection write its output once, and ch
 A socket is not read in three cases:
 
 - Too many bytes wait to be written to the socket.
-- The session is tarpitted (D8), or holds input that is not handled yet.
+- The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).
 - The broker waits for memory or for the disk, and the client publishes or does not read.
 
 An error in the handling of one connection ends only that connection.
@@ -53,12 +53,12 @@ class Server:
 
     #: Seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: When a closing client has sent nothing for this number of seconds, the end of the stream is sent to it.
+    #: Seconds without input after which the broker ends the stream of a connection whose session has ended.
     QUIET = 0.1
     #: Maximum seconds for the input of one connection before other connections are served.
     SLICE = 0.005
-    #: Seconds in one iteration of the loop in which each input gets SLICE seconds. After that, input of at most
-    #: SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
+    #: Seconds at the start of an iteration of the loop in which the input of each connection gets SLICE seconds. Later
+    #: in the iteration, input of at most SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
     TURN = 0.01
     SMALL_INPUT = 4096
     SHORT_SLICE = 0.0005
@@ -78,9 +78,9 @@ class Server:
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # New connections. Entries of connections that are open by now are removed only when there are too many entries.
+        # New connections. A connection that has been opened stays in this dict until the dict becomes too large.
         self._strangers: dict[Connection, None] = {}
-        # Number of connections that have sent all output, and wait until their clients close the connection.
+        # Number of connections that have sent all of their output, but that their clients have not closed yet.
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
@@ -98,8 +98,7 @@ class Server:
         # Time of the next call of `Timers.tick`, and the loop's timer for this call.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether publishing connections are not read because too many bytes wait for the disk, or because memory is
-        # full.
+        # Two reasons not to read publishing connections: too many bytes wait for the disk, and memory is full.
         self._waits_for_disk = False
         self._waits_for_memory = False
         # Whether the server has raised the memory alarm; False if an operator raised it.
@@ -108,7 +107,7 @@ class Server:
         self.first_publishes = 0
         # Earliest time of the next log line about connections that are closed because of their buffers.
         self._log_cut_at = -math.inf
-        # Set by `stop`: new connections are closed.
+        # Set by `stop`. New connections are then closed immediately.
         self.is_stopping = False
 
     @property
@@ -191,7 +190,7 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Record that a connection has output. The connection writes after those that already had output."""
+        """Record that a connection has output, and put it behind all other connections that have output."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
@@ -203,7 +202,7 @@ class Server:
             self._loop.call_soon(self._end_turn)
 
     def slice_end(self, now: float, size: int) -> float:
-        """Return when to stop handling new input of this size; `now` if the input has to wait."""
+        """Return the time at which the handling of new input of this size must stop; `now` if the input has to wait."""
         if not self._busy_until:
             self._busy_until = now + self.TURN
         if now < self._busy_until:
@@ -251,7 +250,6 @@ class Server:
             try:
                 connection.send(now)
             except Exception:
-                # An error in one connection must not end the others.
                 _log.exception("%s: output could not be encoded; the connection is cut", connection.session.name)
                 connection.abort()
         for connection in writers:
@@ -265,7 +263,7 @@ class Server:
         self._on_change()
 
     def _check_memory(self, journal: Journal) -> None:
-        """Stop reading publishers while the disk is too slow for them or memory is full."""
+        """Stop reading from publishers while too many bytes wait for the disk, or while memory is full."""
         self.host.relieve()
         was_paused = self.is_paused
         backlog = journal.max_backlog // 2 if self._waits_for_disk else journal.max_backlog
@@ -331,11 +329,11 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Close connections that do not read. While memory is full, also close connections with large first messages.
+        """Close connections that do not read, and while memory is full also connections with large first messages.
 
         Unread output may use only half of the limit, so that it cannot fill memory alone. Waiting first messages may
-        use 1/32 of the limit. Held input of publishers does not count for the limit, because it stays until other
-        memory is free.
+        use 1/32 of the limit. Other held input is not counted, because it cannot be handled while memory is full, and
+        so would keep memory full.
         """
         cut: list[Connection] = []
         why = []
@@ -364,7 +362,7 @@ class Server:
             self._ticker.cancel()
         self._tick_at = self.host.timers.next_tick
         if self._loop is not None and self._tick_at < math.inf:
-            # The loop sometimes wakes slightly early, because of the resolution of its clock.
+            # If the coarse clock of the loop calls `_tick` slightly too early, `_tick` sets the timer again.
             delay = max(0.0, self._tick_at - self.clock())
             self._ticker = self._loop.call_later(delay, self._tick)
 
@@ -399,7 +397,7 @@ class Connection(asyncio.Protocol):
         self.first_publish = 0
         # Bytes that the socket had accepted at the last check.
         self._taken = 0
-        # Set when the transport has all output of the session.
+        # Set when the session has ended, and the transport has all of its output.
         self._is_finished = False
         # A future that is done when the connection is closed.
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -449,7 +447,6 @@ class Connection(asyncio.Protocol):
             else:
                 session.hold(data, now)
         except Exception:
-            # An error in one connection must not end the others.
             _log.exception("%s: a frame could not be handled; the connection is closed", session.name)
             session.fail_internally(self._server.clock())
         if self._server.is_paused and not session.is_paused:
@@ -478,7 +475,7 @@ class Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """Handle held input, unless the connection has to wait again."""
         if self._can_go_on:
-            # The client was not read in the meantime, so its silence does not count.
+            # The socket was not read while the input was held, so missing heartbeats of this time do not count.
             self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 
@@ -510,7 +507,7 @@ class Connection(asyncio.Protocol):
                 self._count_buffers()
         self._check_timer()
         if not self._is_reading:
-            # Perhaps the session is closing now, and needs input again.
+            # If the session is closing now, the answer to its close must be read.
             self._check_reading()
             self._resume()
         if self.session.state is State.ENDED:
@@ -522,8 +519,8 @@ class Connection(asyncio.Protocol):
     def _finish(self, transport: asyncio.Transport) -> None:
         """Send nothing more, and discard input until the client closes the connection.
 
-        The client has at most `close_timeout` seconds for this. For a connection that was never open, the time for
-        opening is a limit too.
+        The client has at most `close_timeout` seconds for this. A connection that was never open also ends at
+        `Deadlines.open_by`.
 
         If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
         client could then lose the last frames, such as ``Connection.Close-Ok``.
@@ -535,7 +532,7 @@ class Connection(asyncio.Protocol):
             transport.close()
         else:
             self._check_reading()
-            # The TLS transport of asyncio cannot close one direction, and some clients wait for the end of the stream.
+            # Some clients wait for the end of the stream. A TLS transport of asyncio can only end both directions.
             self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
@@ -554,7 +551,7 @@ class Connection(asyncio.Protocol):
         Args:
             received: number of bytes received at the previous check; ``None`` at the first check.
         """
-        # After a second close, asyncio's TLS transport would ignore `abort`.
+        # If a TLS transport of asyncio is closed twice, it ignores a later `abort`.
         if self._transport is None or self._transport.is_closing():
             return
         count = self.session.bytes_received
@@ -566,7 +563,7 @@ class Connection(asyncio.Protocol):
             end()
 
     def _check_reading(self) -> None:
-        """Start or stop reading the socket, as the unwritten bytes and the session require (D8)."""
+        """Read the socket unless too many bytes wait to be written, or the session has to wait (D8)."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held
@@ -615,7 +612,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def cut_off_after(self, seconds: float) -> None:
-        """Drop the connection after this number of seconds, unless it was closed before. Unsent output is lost."""
+        """Drop the connection after this number of seconds, unless it is closed earlier. Unsent output is lost."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self.abort)

@@ -64,7 +64,7 @@ class State(Enum):
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
-    #: The login is delayed, because earlier logins from its address have failed.
+    #: The login is delayed after failed logins from its address, or its password is being checked.
     LOGIN = "the end of the delay after failed logins"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
@@ -113,7 +113,6 @@ class Session:
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
         # The sources that block the client, each with a reason.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
-        # Whether input is held.
         self.is_held = False
         # The held bytes, from the start of a frame.
         self._held = b""
@@ -127,7 +126,7 @@ class Session:
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # Whether the connection was opened. If so, it counts as an open connection until the session ends.
+        # Whether Connection.Open was accepted. If so, `VirtualHost.open_connections` counts this session until it ends.
         self.was_opened = False
         # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
@@ -180,8 +179,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # The output is not checked after content frames. Content frames add little output, or at most
-                        # their own message (Basic.Return).
+                        # The output is not checked after content frames, because a message adds at most about its own
+                        # size to the output (Basic.Return).
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -328,7 +327,7 @@ class Session:
             )
 
     def _login_checked(self, refusal: str | None) -> None:
-        """`refusal` is the reason why the login is refused; ``None`` if the login is right."""
+        """Accept the login if `refusal` is ``None``; otherwise `refusal` is the reason why the login is refused."""
         if self.state is not State.LOGIN:
             # The connection has ended during the password check.
             return
@@ -432,7 +431,7 @@ class Session:
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
-        # From now on the session only looks for Connection.Close-Ok, which needs no memory. So the socket can be read.
+        # Only Connection.Close and Close-Ok are handled from now on. They need no memory, so the socket is read.
         self.is_paused = False
         self._end_channels()
         self.output.write(close)
@@ -455,7 +454,7 @@ class Session:
         self.output.announce()
 
     def lost(self) -> None:
-        """Drop all references after the socket is closed. So the session is freed without the garbage collector."""
+        """Drop all references after the socket is closed, so that no reference cycle keeps the session in memory."""
         self.end()
         self.output.lost()
         for channel in self.channels.values():

@@ -109,7 +109,7 @@ class Settings:
         default_flow_resume_threshold: default resume threshold (C4), in percent. Below it, the queue turns OFF. If both
             defaults are 0, there are no default thresholds.
         capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
-        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` for `capacity`.
+        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` means `capacity`.
         heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
@@ -130,7 +130,7 @@ class Settings:
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
             blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
             until fewer than 7/8 of the maximum remain (D7).
-        backlog_size: the same as `backlog_count` in body bytes.
+        backlog_size: the same limit as `backlog_count`, but in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no limit. After
             each such number of messages, the broker stops reading from the connection for `tarpit_time` seconds (D8).

@@ -113,7 +113,7 @@ class QueueSnapshot:
     Attributes:
         name: name of the queue.
         depth: number of messages, ready and unacked (D6).
-        ready: number of messages to deliver.
+        ready: number of messages that are ready to be delivered.
         unacked: number of delivered messages that consumers have not settled.
         bytes: body bytes of all messages.
         memory: body bytes in memory; all other bodies are only on disk (A2).
@@ -136,12 +136,12 @@ class QueueSnapshot:
         enforcement: how the queue holds back producers while it is ON: ``"channel_flow"``, ``"completion"`` or
             ``"both"``.
         waiting: number of published messages that wait for room in the queue (A4).
-        policy: what the queue does when it is full.
+        policy: name of the overflow policy that applies now.
         policies: names of the policies that apply to the queue.
-        overdue: whether the queue has been ON for longer than its `max_flow_wait`, so that it no longer holds back
+        overdue: whether the queue has been ON for longer than its `max_flow_wait`. It then no longer holds back
             producers (D10).
         times_overdue: how often the queue became overdue.
-        limits: thresholds, maximum and other limits. The keys are their names in policies.
+        limits: thresholds, maximum and other limits. The keys are the names that policies use for them.
         durable: whether the queue is durable.
         exclusive: whether the queue belongs to one connection.
         auto_delete: whether the queue is deleted with its last consumer.
@@ -237,7 +237,7 @@ class ChannelSnapshot:
             operator blocks the channel, and ``"backlog"`` that the backlog of the connection is too large (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often the channel was blocked (flowed) so far.
-        flowed_seconds: seconds for which the channel was blocked (flowed), including the current time if it is blocked.
+        flowed_seconds: seconds for which the channel was blocked (flowed) so far, including the current flowed period.
         targets: pairs of exchange and routing key to which the channel published, at most the 8 newest pairs.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
@@ -294,7 +294,7 @@ class ConnectionSnapshot:
         blocked: whether the broker has sent ``Connection.Blocked`` to the client.
         blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
         backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
-            if such messages are not counted.
+            if no backlog limit and no sanction is set.
         backlog_bytes: body bytes of the messages in `backlog`.
         past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
             counted.

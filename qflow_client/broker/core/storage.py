@@ -72,7 +72,6 @@ class Storage(EntryObserver):
         self._letters: dict[StoredMessage, None] = {}
         # Whether some bodies can be only on disk.
         self.may_lack = journal.has_store
-        # Whether a read of bodies is running.
         self._is_reading = False
 
     def set_limits(self, limits: QueueLimits) -> None:
@@ -148,7 +147,7 @@ class Storage(EntryObserver):
             self._leave(self._number, message)
 
     def queue_deleted(self) -> None:
-        """Record that the queue is deleted. Messages with dead letters on the way are kept until `letter_done`."""
+        """Record that the queue is deleted. Messages that await `letter_done` stay in the journal."""
         for message in self._letters:
             self._journal.hold(message)
             self._leave(self._number, message)
@@ -157,7 +156,7 @@ class Storage(EntryObserver):
     # Bodies on disk.
 
     def hold_missing(self, message: StoredMessage) -> None:
-        """If the body of a message is only on disk, keep the message in the journal when it leaves the queue."""
+        """If the body of a message is only on disk, keep the message in the journal after it leaves the queue."""
         if message.body is None:
             self._journal.hold(message)
 

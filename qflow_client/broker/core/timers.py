@@ -17,7 +17,7 @@ class Timers:
 
     Args:
         clock: returns monotonic seconds.
-        looked: called after the call of each object.
+        looked: called after each call of an object's `tick`.
     """
 
     #: Seconds after which `tick` returns, even if the time of more timers has come.

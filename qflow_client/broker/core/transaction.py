@@ -43,7 +43,7 @@ class Transaction:
     """The published messages and the settlements since the last commit.
 
     Attributes:
-        publishes: published messages in order, each with its target.
+        publishes: messages in the order of publishing, each with its target.
         settlements: settlements in order.
         size: approximate bytes of the published messages in memory.
     """

@@ -65,16 +65,13 @@ class VirtualHost:
         self.wake_at = self.timers.wake_at
         self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
         self.router = self.topology.router
-        # Limits that are checked when a queue or a consumer is created.
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
-        # Number of open connections.
         self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
-        # Published messages that wait for room in a queue.
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.
         self.meter: PublishMeter | None = None
@@ -243,7 +240,7 @@ class VirtualHost:
     # Rules.
 
     def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
-        """Apply the rules to all queues again (D4). If `changed` is a queue, apply them only to this queue."""
+        """Apply the rules to all queues again (D4). If `changed` is a queue, apply the rules only to this queue."""
         for _ in self.apply_rules_in_steps(changed):
             pass
 
@@ -299,7 +296,8 @@ class VirtualHost:
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
-                too large or has an invalid ``expiration``. 506 if a queue refuses the message.
+                too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
+                a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)

@@ -76,7 +76,7 @@ class WaitingRoom:
     Args:
         clock: returns monotonic seconds.
         max_wait: maximum seconds that a message waits.
-        journal: counts the memory; ``None`` if there is none.
+        journal: counts the bytes of waiting messages; ``None`` if there is no journal.
     """
 
     def __init__(self, clock: Callable[[], float], max_wait: float, journal: Journal | None) -> None:
@@ -146,7 +146,7 @@ class WaitingRoom:
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
-    """Return why a message is not accepted now; ``None`` if all queues accept it. If one queue refuses, none gets it.
+    """Return why a message is refused or waits; ``None`` if all queues accept it. If one refuses, no queue gets it.
 
     The message waits if each queue that refuses has the policy ``wait``, or has messages that already wait.
 
