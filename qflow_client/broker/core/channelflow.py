@@ -156,8 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks a channel, new messages are not owed because of that. If they were, the backlog would
-        stay too large.
+        A block by the backlog alone does not make new messages owed. Otherwise the backlog would stay too large.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

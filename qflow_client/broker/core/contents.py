@@ -2,7 +2,8 @@
 
 The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
 entries in the order of their sequence numbers. An entry that leaves from the middle stays in this list, is marked as
-gone, and is skipped later. So no search is needed. Depth and size count all entries that have not left (D6).
+gone, and is skipped later. So no search for its place is needed. Depth and size count all entries that have not left
+(D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
 `leaving` until they leave. No consumer gets these entries, but depth and size still count them, for flow states and the

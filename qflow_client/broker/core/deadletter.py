@@ -72,9 +72,9 @@ class DeadLetter(StoredMessage):
 class DeadLetters:
     """The dead messages that still have to be sent to their dead-letter exchanges.
 
-    Inside ``with dead_letters:`` dead messages wait until the end of the block. When a message is published, such a
-    block begins before the check for room and ends when all queues have the message. Otherwise a dead letter could use
-    the room that was checked.
+    Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish that can cause dead letters
+    uses such a block, from the check for room until all queues have the message. Without the block, a dead letter could
+    use the room that was checked.
 
     Args:
         resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
@@ -230,9 +230,9 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """Return the queues that must not get a dead letter, because its message died there and was not rejected since.
+    """Return the queues that must not get a dead letter, because its message died in them and was not rejected since.
 
-    `reason` is the reason of the last death. `deaths` begins with the latest death.
+    `reason` is the reason of the latest death. `deaths` begins with the latest death.
     """
     found: set[str] = set()
     if reason is not DropReason.REJECTED:

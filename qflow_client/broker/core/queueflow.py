@@ -179,8 +179,8 @@ class QueueFlows(EntryObserver):
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
-        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps this time even if drops turn all
-        # of its flow states OFF.
+        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps the time even if drops turn its
+        # flow states OFF.
         self.on_since: float | None = None
         # Whether the queue was ON for longer than `max_flow_wait`. It then no longer holds back producers (D10).
         self.is_overdue = False

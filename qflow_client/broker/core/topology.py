@@ -273,7 +273,7 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
     """Check that arguments are not nested too deeply for AMQP tables.
 
     The HTTP API and the application can pass arguments of any depth. The functions that encode and show the arguments
-    recurse for each level, and could exceed Python's limit.
+    recurse for each level, so deep arguments could exceed Python's recursion limit.
 
     Raises:
         ChannelException: 406 if the arguments are nested too deeply.

@@ -98,7 +98,7 @@ class WaitingRoom:
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
-        """Remove a message from its lines. The lines are checked again soon."""
+        """Remove a message from its lines. `Queue.tick` checks these lines again soon."""
         waiting.is_over = True
         if self._journal is not None:
             self._journal.waiting -= waiting.message.footprint
