@@ -113,7 +113,7 @@ __all__ = [
     "may_be_second_copy",
 ]
 
-# Each kind of producer imports its client library, so it is imported on first use. So are rarely used modules.
+# These names are imported on first use. Their modules are rarely used, or import pika or aio-pika.
 _LATER = {
     "aio": ("AsyncProducer", "AsyncReceipt", "connect_async"),
     "dedup": ("DeduplicationError", "Deduplicator", "may_be_second_copy"),

@@ -12,10 +12,10 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. If `ask` is called during a call, only the last `done` gets the result.
+    """Calls a function on a separate thread, one call at a time. The `done` of the latest `ask` gets the result.
 
     Args:
-        function: function that is called on a separate thread, and that must not raise an exception.
+        function: the function to call. It must not raise an exception.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
@@ -24,14 +24,14 @@ class BackgroundCall(Generic[_Answer]):
         self._lock = threading.Lock()
         # Whether a call is running.
         self._is_running = False
-        # The function that gets the answer of the running call; ``None`` if no function waits.
+        # The function that gets the answer of the running call; ``None`` if the answer is not wanted.
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
         """Call the function, or use the result of the running call if there is one.
 
         Args:
-            done: called with the result, on any thread. If an earlier `done` still waits, it is never called.
+            done: called with the result, on any thread. A later `ask` during the same function call replaces `done`.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done

@@ -60,18 +60,18 @@ class Expiry:
     """Computes when the credentials of a connection are replaced.
 
     New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
-    If the present credentials expire before new ones exist, the producer ends the connection. Otherwise the broker
-    would refuse messages on this connection, as if the messages were wrong.
+    If the present credentials expire before new ones exist, the producer ends the connection. With expired credentials,
+    the broker would refuse messages as if the messages were wrong.
 
     Args:
-        settings: settings of the producer. The pauses between requests are the same as those between tries to connect.
+        settings: settings of the producer. The settings for pauses between tries to connect are also used here.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._backoff = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         self._shortest = settings.reconnect_delay
         self._limit = settings.connect_timeout
-        # When to replace the present credentials, and when they expire.
+        # The times at which the present credentials are replaced, and at which they expire.
         self._due_at = self._expires_at = math.inf
         #: The name of the logged-in user.
         self.username = ""
@@ -81,7 +81,7 @@ class Expiry:
         self._backoff.begin(now)
         life = math.inf if credentials.expires_in is None else credentials.expires_in
         self._expires_at = now + life
-        # If the application returns the same credentials again and again, the minimum prevents ever shorter intervals.
+        # Without the minimum `_shortest`, credentials with a short lifetime would cause requests without a pause.
         self._due_at = now + max(_PART * life, self._shortest)
 
     def wait(self, now: float) -> float | None:
@@ -89,7 +89,7 @@ class Expiry:
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds for a request, until the application and then the broker have answered."""
+        """Return the maximum seconds in which the application and the broker together must answer a request."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

@@ -21,11 +21,11 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The exceptions of `sqlite3`. Python cannot always decode SQLite's error text for a damaged schema.
+# The exceptions of `sqlite3`. With a damaged schema, Python may be unable to decode SQLite's error text.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
-# Seconds that SQLite itself waits for a lock. After each wait there is a pause, and the deadline is checked.
+# Seconds of each wait of SQLite for a lock, and of the pause after it. The deadline is checked before the pause.
 _BUSY_SLICE = 0.04
 _PAUSE = 0.01
 # SQLite's error codes for a locked file.
@@ -44,9 +44,9 @@ class Database:
 
     Args:
         path: path of the file, which is created if it does not exist.
-        application_id: SQLite's number for the kind of the file.
-        synchronous: with ``NORMAL``, a commit survives a crash of the process; with ``FULL``, also of the machine.
-        read_only: whether to only read the file, which must exist. Another process may write the file at the same time.
+        application_id: number that SQLite keeps in the file, and that shows which kind of file it is.
+        synchronous: with ``NORMAL``, a commit survives only a crash of the process; with ``FULL``, any crash.
+        read_only: whether to open the file only for reading. The file must exist. Another process may be writing to it.
         timeout: maximum seconds for which the opening waits if another process has locked the file.
 
     Raises:
@@ -70,14 +70,14 @@ class Database:
         #: The time of `time.monotonic`, in seconds, at which a statement stops waiting for the lock of another process.
         #: Only the thread that uses the file may set this time.
         self.deadline = time.monotonic() + timeout
-        #: A second time limit for waits for other processes. Any thread may set it at any time.
+        #: A second deadline like `deadline`, which any thread may set at any time.
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:
             if not read_only:
-                # SQLite creates further files with the permissions of this file.
+                # Create a private file first, because SQLite gives its further files the permissions of this file.
                 make_private(self.path)
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
@@ -179,13 +179,13 @@ class Database:
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
-    # All other errors contain the path. If the path is a URL, it may contain a password.
+    # Reject a URL here, because all other errors contain the path, and a URL may contain a password.
     if is_url(path):
         raise error(f"{shown(path)}: it must be the path of a file, not a URL")
 
 
 class LockFile:
-    """A lock that one process at a time can have. The system releases the lock when the process ends for any reason.
+    """A lock that one process at a time can have. The system releases the lock when the process ends or crashes.
 
     Args:
         path: path of the file that the lock protects.
@@ -214,7 +214,7 @@ class LockFile:
             is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
-                # Do not write the file, because it may be a link to a file of another program.
+                # Do not write to the file, because it may belong to another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 lock(self._descriptor)
@@ -224,7 +224,7 @@ class LockFile:
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            # Do not truncate the file. The spaces overwrite the end of a longer number.
+            # The spaces overwrite the end of a longer process id, so the file need not be truncated.
             os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False
@@ -239,8 +239,8 @@ class LockFile:
             # This process is a forked child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
-            # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close,
-            # because Ctrl-C may come in between, and a second unlock does no harm.
+            # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close: if
+            # Ctrl-C comes between them, a second `release` unlocks again, which does no harm.
             with suppress(OSError):
                 unlock(self._descriptor)
             self.released = True

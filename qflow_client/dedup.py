@@ -1,8 +1,8 @@
 """Lets consumers drop second copies of messages. To lose no message, a producer sometimes sends second copies.
 
 If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So the producer
-sends the message again with the same message id. Otherwise the message could be lost. The broker may now have two
-copies. The consumer drops messages that it has already handled.
+sends the message again with the same message id. Then the broker may have two copies. The consumer drops messages that
+it has already handled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qflow_client.redaction import shown
 
 __all__ = ["DeduplicationError", "Deduplicator", "FirstTime", "may_be_second_copy"]
 
-# "qDup", and the version of the tables.
+# The application id of the file ("qDup" in ASCII), and the version of its tables.
 _APPLICATION_ID = 0x71447570
 _VERSION = 1
 
@@ -48,7 +48,7 @@ class _InProcess:
         self._max_count = max_count
         self._max_age = max_age
         self.clock = time.monotonic
-        # When each message was handled, oldest first. A plain dict becomes slow if entries are removed at its front.
+        # The time at which each message was handled, oldest first. A dict is slow if its first entries are removed.
         self._times: OrderedDict[str, float] = OrderedDict()
 
     def _prune(self) -> None:
@@ -87,7 +87,7 @@ class _OnDisk:
             path,
             application_id=_APPLICATION_ID,
             version=_VERSION,
-            # The numbers have no gaps and grow with time.
+            # The numbers have no gaps and grow with time, so the oldest ids can be deleted by number.
             tables=["CREATE TABLE handled (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL)"],
             error=DeduplicationError,
         )
@@ -106,7 +106,7 @@ class _OnDisk:
         with file.transaction():
             if self._max_age < math.inf:
                 end = now - self._max_age
-                # Few ids have to be deleted, and they are the oldest ones.
+                # Delete the expired ids one by one. Usually there are few, and they have the lowest numbers.
                 oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
                 while (rows := file.rows(oldest)) and rows[0][1] <= end:
                     file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
@@ -172,12 +172,12 @@ class FirstTime:
 
 def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Callable[[], None]:
     def tell_here() -> None:
-        # The task may have been cancelled.
+        # If the task was cancelled, `ended` is done already.
         if not ended.done():
             ended.set_result(None)
 
     def tell() -> None:
-        # If the loop is closed, no task waits.
+        # `call_soon_threadsafe` raises RuntimeError if the loop is closed. Then there is no waiting task.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell_here)
 
@@ -202,7 +202,7 @@ class Deduplicator:
     Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
     end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
     not stored. Then the message is handled when the broker delivers it again. Acknowledge the message after the block.
-    If two copies come at the same time, the second one waits for the result of the first one.
+    If a second copy comes while the block handles the first copy, the second copy waits for the end of the block.
 
     A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
     message and the storing of its id are not one transaction. If the process ends between the two, the message is
@@ -210,8 +210,8 @@ class Deduplicator:
 
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
-            crash of the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in
-            memory, with about 200 bytes for each id.
+            crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
+            in memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
             number of messages that can come between two copies. All unconfirmed messages of the producer, and messages
             of other producers, can come between the copies.
@@ -219,7 +219,7 @@ class Deduplicator:
 
     Raises:
         DeduplicationError: the file cannot be used.
-        ValueError: a limit is not above 0.
+        ValueError: `max_count` or `max_age` is not above 0.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Deduplicator:
 
         Args:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
-            look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is only
+            look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is
                 remembered. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without
                 the mark of a second copy. But if the first copy arrives after the second one, the message is handled
                 twice, because the first copy has no mark.
@@ -264,7 +264,7 @@ class Deduplicator:
             return len(self._memory)
 
     def remember(self, message_id: str) -> None:
-        """Remember a handled message. Call this method only if the consumer cannot use `first_time`.
+        """Remember the id of a handled message. Call this method only if the consumer cannot use `first_time`.
 
         Args:
             message_id: id of the message.

@@ -104,7 +104,7 @@ class DropIn:
     theirs: frozenset[str]
     not_taken: Mapping[str, str]
 
-    #: All settings.
+    #: The names of all settings.
     SETTINGS = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
 
     @cached_property
@@ -116,7 +116,7 @@ class DropIn:
         """Separate the settings from the library's parameters.
 
         Raises:
-            TypeError: a setting is not accepted.
+            TypeError: `given` contains a setting that connections of this library do not accept.
         """
         ours: dict[str, _Value] = {}
         theirs: list[tuple[str, _Value]] = []
@@ -136,7 +136,7 @@ class DropIn:
         ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
         on_disconnect = variable("on_disconnect")
-        # By default, behave like the library.
+        # By default, settle messages when the connection is lost, because the library does not send them again.
         environ[on_disconnect] = environ.get(on_disconnect) or OnDisconnect.FAIL
         when_flowed = variable("when_flowed")
         if environ.get(when_flowed) == WhenFlowed.SPILL:
@@ -161,7 +161,7 @@ class DropIn:
 
         Raises:
             SettingsError: a value is not allowed.
-            TypeError: a setting is not accepted.
+            TypeError: the URL contains a setting that connections of this library do not accept.
         """
         parts = urlsplit(url)
         ours: list[tuple[str, str]] = []
@@ -208,7 +208,7 @@ class RepeatableMessage(EncodedMessage):
         """Return the frames for a channel. `max_body` is the maximum payload of a frame in bytes.
 
         Raises:
-            ValueError: the properties need a larger frame.
+            ValueError: the properties do not fit into a frame of `max_body` bytes.
         """
         frames, body = self.frames, self.body
         is_for_channel = frames[1] << 8 | frames[2] == channel
@@ -224,7 +224,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # No message is sent on channel 0, so `frames_on` always creates the frames again.
+        # Messages are never sent on channel 0, so `frames_on` always creates new frames with the real channel.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -245,7 +245,7 @@ class _ReadyFrames(PublishEncoder):
 
     def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
         # Treat a message as one frame, because the library may write a method of the channel between two frames. The
-        # broker would end the connection if this came in the middle of a message.
+        # broker would end the connection if a method came in the middle of a message.
         return [prepared]
 
 
@@ -258,7 +258,7 @@ class EncodedProtocol(ProducerProtocol):
     def send(self, message: EncodedMessage, exchange: str, routing_key: str, now: float) -> Receipt | None:
         """Admit a message if this is possible now; see `Admission.send`."""
         admission = self.admission
-        # `send_at_once` takes half of the time of `send`, and usually succeeds.
+        # `send_at_once` takes half as long as `send`, and usually succeeds.
         receipt = admission.send_at_once(message, exchange, routing_key)
         return receipt if receipt is not None else admission.send(message, exchange, routing_key, now)
 
@@ -275,7 +275,7 @@ class EncodedProtocol(ProducerProtocol):
     def channel_ended(self, reason: str, now: float) -> None:
         """Settle every message with the outcome that is known now, because the channel has ended.
 
-        The program can open another channel later.
+        The object remains usable: the program can open another channel later.
         """
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)
@@ -287,9 +287,9 @@ class EncodedProtocol(ProducerProtocol):
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Return to the state before the first channel was opened.
+        """Set the state back to the one before the first channel was opened.
 
-        The drop-ins call this if the end of the channel is not flow control, such as a close by the program.
+        The drop-ins call this method if the end of the channel is not flow control, such as a close by the program.
         """
         self.channel.was_open = False
 
@@ -313,7 +313,7 @@ class DropInFlow:
 
     Args:
         name: name in flow events and logs, if the settings have no name.
-        protocol: class of the protocol.
+        protocol: the class of the channel's protocol.
         changes: settings of this channel that differ from those of the connection.
     """
 
@@ -366,7 +366,7 @@ class DropInFlow:
         """Run a call that waits; see `core.calls`.
 
         Args:
-            turn: processes I/O until an event, or until its argument, a time of `time.monotonic` in seconds.
+            turn: processes I/O until an event comes, but not longer than until the given time of `time.monotonic`.
         """
         try:
             until, result = resume(call, None)
@@ -386,7 +386,7 @@ class DropInFlow:
         for flag in wake:
             flag.set()
 
-    # After a change.
+    # The protocol's reports, after a change.
 
     def after(self) -> None:
         """Wake waiters, write log entries, and call flow callbacks."""

@@ -4,7 +4,7 @@ The application refers to a producer, and the producer refers to its engine. The
 only to the engine. So if the application drops a producer without closing it, the producer can be collected. The engine
 then ends by itself (`abandon`): it admits no more messages, delivers the admitted messages, and closes the connection.
 
-`step` executes each step of the protocol. After each step, `after` passes on the protocol's reports.
+`step` executes each step of the protocol. After each step, `after` passes the protocol's reports to the application.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BaseEngine(ABC):
         self.unregister: Callable[[], object] = bool
         #: Detaches the finalizer, so that the collection of the producer has no effect.
         self.detach: Callable[[], object] = bool
-        #: Whether the first close has begun.
+        #: Whether the engine has begun to end: by `close`, by `abandon`, or in a forked child.
         self.ended = False
         #: Whether the application has dropped the producer without closing it.
         self.is_dropped = False
@@ -129,7 +129,7 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application, but wait for another step only for a limited time.
+        """Execute a step for a call of the application. The wait for a step of another thread has a time limit.
 
         Args:
             deadline: as for `Guard.try_take`.
@@ -147,7 +147,7 @@ class BaseEngine(ABC):
             raise
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Execute a step without waiting for its result. If that is not possible now, postpone the step."""
+        """Execute a step on this thread if that is possible now. Otherwise postpone the step."""
         if self._put_off or not self.may_step or self.try_step(step) is NOT_TAKEN:
             self.put_off(step)
 
@@ -162,7 +162,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has executed the last step. When an engine ends, this method may run without the lock.
+                # Another thread has taken the last step. When the engine ends, this method may run without the lock.
                 return
             put_off(protocol)
 
@@ -179,11 +179,11 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error in an event loop that is not the producer's: the call could not wake the producer's tasks.
+        """Raise an error if the call runs in another event loop, from which it could not wake the producer's tasks.
 
         Args:
             payload: message for the error; ``None`` for a call without a message.
-            waits: False for a call that never waits. Such a call is allowed while the loop runs on another thread.
+            waits: False for a call that never waits, which is allowed while the producer's loop runs on another thread.
 
         Raises:
             ProducerClosed: the producer's loop is closed.
@@ -196,11 +196,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def kick(self) -> None:
-        """Make the I/O thread or the loop write the output and pass on the protocol's reports."""
+        """Make the I/O thread or the loop write the output, and pass the protocol's reports to the application."""
 
     @abstractmethod
     def recheck(self) -> None:
-        """Request an empty step, because an exception may have prevented the end of an earlier step."""
+        """Request an empty step. If an exception has interrupted a step, the empty step repairs the state."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
@@ -216,14 +216,14 @@ class BaseEngine(ABC):
         return "" if self.link is None else self.link.last_failure
 
     def arm_timer(self) -> None:
-        """If time alone can lift a hold, start the timer for the next call of the protocol."""
+        """If time alone can lift a hold, start the timer that then calls the protocol."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether this call comes from `on_delivery` or a flow callback. Always False without `on_delivery`."""
+        """Whether this call comes from `on_delivery` or a flow callback. Without an `on_delivery`, always False."""
 
     def admit(
         self,
@@ -238,14 +238,14 @@ class BaseEngine(ABC):
 
         Args:
             deadline: as for `Guard.try_take`.
-            spills: whether the outbox may take the message while the producer is flowed. It does so if `when_flowed` is
-                ``"spill"``, and in callbacks, because other senders may wait for the callback.
+            spills: whether the outbox may take the message while the producer is flowed. The outbox takes it if
+                `when_flowed` is ``"spill"``, or in a callback, because other senders may wait for the callback.
 
         Returns:
             The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.
 
         Raises:
-            NestedCall: the step could not be executed.
+            NestedCall: this thread is inside a step, or waited too long for the step of another thread.
         """
         storage = self.storage
         receipt: Receipt | NotTaken | None
@@ -270,7 +270,7 @@ class BaseEngine(ABC):
         """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Take the protocol's reports in a step: settled receipts, waiters to wake, and log entries."""
+        """Take the protocol's settled receipts, waiters to wake, and log entries. Call this method inside a step."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -292,7 +292,7 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """In a step, take the failed receipts that the application has not seen, and the number of dropped receipts."""
+        """Take the unseen failed receipts, and the number of dropped receipts. Call this method inside a step."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 
@@ -310,7 +310,7 @@ class BaseEngine(ABC):
             failures: failed receipts that the application has not seen.
             dropped: number of further failed receipts, which were dropped.
             left: receipts that were unsettled before the end of the channel, and settled receipts that `after` has not
-                taken. With `on_delivery`, the failed ones of them are reported.
+                taken. With an `on_delivery`, the error contains the failed receipts among them.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
@@ -333,7 +333,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Begin the end of the engine, which first delivers the admitted messages. Return immediately."""
+        """Start to end the engine, and return immediately. The engine first delivers the admitted messages."""
 
     @property
     def _reason(self) -> str:
@@ -358,9 +358,9 @@ class BaseEngine(ABC):
     def _disown(self) -> None:
         """In a forked child, replace the state, which belongs to the parent.
 
-        The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state
-        is only read here. Another thread may have changed this state during the fork. In the child, the lock of that
-        thread is never released.
+        The parent will write the unwritten messages, so no unsettled message is safe to send again. This method only
+        reads the parent's state, and takes no lock. If another thread had the lock during the fork, nothing releases
+        the lock in the child.
         """
         self.is_copy = self.ended = True
         self.detach()
@@ -392,7 +392,7 @@ _engines: WeakSet[BaseEngine] = WeakSet()
 
 
 def watch_process(engine: BaseEngine) -> None:
-    """Register an engine, so that it is called after a fork and at the end of the process."""
+    """Register an engine: `forked` is called after a fork, and `forgotten` at the end of the process."""
     _engines.add(engine)
 
 

@@ -1,7 +1,7 @@
 """The errors of qflow_client.
 
 `ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about an admitted
-message is a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known yet).
+message is a `DeliveryError` (the outcome is final) or a `ConfirmTimeout` (the outcome is not known yet).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SettingsError(QflowError, ValueError):
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """No host has accepted a connection and a channel."""
+    """On none of the hosts could a connection and a channel be opened."""
 
 
 class ProducerClosed(QflowError):
@@ -170,7 +170,7 @@ class DeliveryError(QflowError):
 class MessageNacked(DeliveryError):
     """The broker has not accepted the message, and has answered with ``Basic.Nack``.
 
-    If the message is sent again, a second copy is possible. Some of several queues may have accepted the message.
+    If the message is for several queues, some of them may have accepted it. So a second send may cause a second copy.
     """
 
 
@@ -225,7 +225,7 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: receipts of undelivered messages, in the order of admission, without some messages in the outbox.
+        receipts: receipts of undelivered messages, in the order of admission. Messages in the outbox may be missing.
         stored: number of messages that stay in the outbox. The next producer with this outbox sends these messages, so
             the application must not send them.
         dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``.
@@ -235,7 +235,7 @@ class UndeliveredMessages(QflowError):
         self.receipts = tuple(receipts)
         self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
-        # The argument `stored` does not count damaged messages in the outbox, but their receipts may be known.
+        # `stored` does not count damaged messages in the outbox, but `receipts` may contain their receipts.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""

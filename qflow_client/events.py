@@ -17,9 +17,9 @@ __all__ = ["FlowEvent", "FlowEventKind", "FlowState", "HoldKind"]
 class HoldKind(StrEnum):
     """The reason why a producer is blocked (flowed)."""
 
-    #: ``Channel.Flow(active=False)``.
+    #: The broker has sent ``Channel.Flow(active=False)``.
     CHANNEL_FLOW = "channel_flow"
-    #: ``Connection.Blocked``.
+    #: The broker has sent ``Connection.Blocked``.
     CONNECTION_BLOCKED = "connection_blocked"
     #: The window is full, because the broker's confirms are late or withheld.
     CAPACITY = "capacity"

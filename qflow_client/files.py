@@ -29,12 +29,12 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 _PRIVATE = 0o600
 
 # Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file.
-# So SQLite must not open the file in between. Reentrant, because a signal handler may create another file.
+# So SQLite must not open the file before this close. Reentrant, because a signal handler may create another file.
 _making = threading.RLock()
 
 
 def _renew_lock() -> None:
-    # Another thread of the parent may have had the lock.
+    # Another thread of the parent may have had the lock. This thread does not exist in the child.
     global _making
     _making = threading.RLock()
 

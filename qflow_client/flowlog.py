@@ -1,4 +1,4 @@
-"""Writes flow logs, which show the holds of producers and how long they lasted. Each line is a JSON object.
+"""Writes flow logs, which show the holds of producers and the duration of each hold. Each line is a JSON object.
 
 A log has many files. Some files may be lost, and a reader may read the files in any order. So each line is complete: it
 repeats all facts of earlier lines that a reader needs. A long hold is reported in several lines. Times are whole
@@ -66,12 +66,12 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # For each reason and source of a hold: when it was raised, and the time up to which it is reported.
+        # For each kind and source of a hold: the time of its start, and the time up to which lines cover the hold.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
-        # Since when the producer is flowed, and the first reason; ``None`` while it is not flowed.
+        # The time at which the producer became flowed, and the kind of its first hold; ``None`` while it is unflowed.
         self._flowed: tuple[int, str] | None = None
-        # When the producer became unflowed, and the first reason of the flow that ended then. The last value is the
-        # number of messages that the producer had admitted then; -1 if the number is unknown.
+        # The time at which the producer became unflowed, and the first hold kind of the flowed period that ended at
+        # that time. The last value is the number of messages that were admitted by that time; -1 if unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -121,7 +121,7 @@ class ProducerLines:
         key = (str(hold.kind), hold.source)
         since, begun = self._holds.pop(key, (None, None))
         if since is None or begun is None:
-            # `begin` has not seen this hold, because the hold was lifted before.
+            # No line has reported this hold, because it was lifted before the call of `begin`.
             return
         line = self._line(at, "lifted", key[0], since)
         line["begun"] = begun
@@ -209,7 +209,7 @@ class FlowLog:
             raise ValueError(f"folder={shown(folder)}: it must be the path of a folder, not a URL")
         #: The folder of the files.
         self.folder = Path(folder)
-        #: Seconds between two lines of a present hold, and of a queue.
+        #: Seconds between two lines about the same hold, or about the same queue.
         self.period = period
         #: Number of lines that were lost so far because too many lines waited to be written.
         self.lost = 0
@@ -222,7 +222,7 @@ class FlowLog:
         self._told_lost = 0
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
-        # Protects the file. The writing thread has this lock most of the time.
+        # Protects the file and the lines of each producer. Usually only the writing thread takes this lock.
         self._writing = threading.Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0
@@ -258,7 +258,7 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds. An event in between may come twice, which is detected.
+        # Subscribe before reading the present holds, to miss no event. `_raised` ignores a hold that is reported twice.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
@@ -369,7 +369,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Handle only the present entries, because events are converted to further entries.
+        # Each event adds at most one line to the queue. The limit ends the loop even if other threads add entries.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:
@@ -394,7 +394,7 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish the files of ended processes, which are not locked."""
+        """Finish the unfinished files that are not locked, because their processes have ended."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:

@@ -5,7 +5,7 @@ signal handler that sends a message, and a finalizer whose log record is sent as
 the lock of the interrupted step, it would wait for itself. If foreign code took the lock of another producer, two
 threads could wait for each other. So a thread is marked before it waits for a lock, and stays marked until it has
 released the lock. If code on a marked thread needs a step, it gets an error, or the step is passed to the I/O thread.
-`send` needs no step while there is room (`send_at_once`).
+While the window has room, `send` needs no step (`send_at_once`), so even foreign code can send.
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the step. So a call of the application waits for a step only until a
@@ -28,7 +28,7 @@ __all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_insi
 
 _T = TypeVar("_T")
 
-#: Minimum seconds that a call of the application waits for the step of another thread. A step needs far less time.
+#: A call gives up waiting for another thread's step only after this number of seconds. A step needs far less time.
 PATIENCE = 1.0
 # Maximum seconds that such a call waits.
 _MAX_WAIT = 60.0
@@ -98,7 +98,7 @@ def serve(run: Callable[[], None]) -> None:
 
 
 def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
-    """Append True to `held` when this thread has the lock. `deadline` is as for `Guard.try_take`."""
+    """Try to acquire a lock, and append each result to `held`. `deadline` is as for `Guard.try_take`."""
     begun = time.monotonic()
     until = max(begun + PATIENCE, min(deadline, begun + _MAX_WAIT))
     while not held[-1] and (len(held) <= _WAIT_PIECES or time.monotonic() < until):
@@ -133,8 +133,8 @@ class Guard:
         """Execute a step for a call of the application, on any thread.
 
         Args:
-            deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The maximum wait
-                is between `PATIENCE` and `_MAX_WAIT` seconds.
+            deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The limit of the
+                wait is at least `PATIENCE` and at most `_MAX_WAIT` seconds, whatever the deadline is.
 
         Returns:
             The result of the step. `NOT_TAKEN` if this thread is inside a step, or if the step of another thread has
@@ -148,7 +148,7 @@ class Guard:
         try:
             _inside.add(me)
             try:
-                # One call into C, so that no interrupt comes between the acquire and its record.
+                # Acquire and record in one call into C, so that no interrupt comes between the two.
                 held += map(lock.acquire, (False,))
                 if not held[-1]:
                     _wait(lock, held, deadline)
@@ -171,7 +171,7 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all producers for asyncio. Several producers may share a connection, and a process usually has one loop.
+#: The guard of all asyncio producers, because several may share a connection. A process usually has one loop.
 LOOPS = Guard()
 
 

@@ -11,7 +11,7 @@ from qflow_client.events import FlowState, HoldKind
 
 __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 
-# Kinds of holds that are often raised and lifted, in each burst of messages.
+# Kinds of holds that each burst of messages may raise and lift, so they do not change the health.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
 # Value of the header Retry-After: seconds after which a client may repeat its request.

@@ -33,7 +33,7 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    The class uses no lock. A finalizer that logs could interrupt the thread with the lock, and wait for it without end.
+    The class uses no lock. A finalizer that logs could interrupt the thread that has the lock, and wait without end.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records. Created on first use and not at import, because gevent may patch `queue` first."""
+        """The queue of records, created on first use, because gevent may patch `queue` after this module's import."""
         made = self.__dict__.get("made")
-        # Use one call, so that two threads get the same queue.
+        # `setdefault` is one operation, so two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
 
     def put(self, record: logging.LogRecord) -> None:
@@ -79,8 +79,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # An event is not safe: if Ctrl-C interrupts a wait, the event's lock may stay locked, and the writing thread
-        # needs it.
+        # An event is not safe: if Ctrl-C interrupts a wait, the event's lock may stay locked. The writing thread needs
+        # this lock.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:

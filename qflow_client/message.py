@@ -52,7 +52,7 @@ class _Table(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy is a plain dict, which its owner may change.
+        # A copy of this table is a plain dict, which the program may change.
         return dict, (dict(self),)
 
 
@@ -66,7 +66,7 @@ class _Array(list[Any]):
         return list, (list(self),)
 
 
-# The types of most values. All of them are immutable.
+# The types of most values. Values of these types are immutable, so they need not be copied.
 _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 
 
@@ -91,7 +91,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: the headers are not a mapping.
-        ValueError: another thread has changed the headers, or they contain themselves.
+        ValueError: another thread changed the headers during the copy, or the headers contain themselves.
     """
     if not isinstance(headers, (dict, Mapping)):
         raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
@@ -278,7 +278,7 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Store both together with the properties, because the encoder ignores names that are not properties.
+        # Store both in `__dict__`, like the properties. The encoder ignores names that are not properties.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key
@@ -303,7 +303,7 @@ class RoutedMessage(Message):
 
 _FIELDS = tuple(Message.__dataclass_fields__)
 
-# The attribute of a message with a position. The encoder ignores names that are not properties.
+# The name of the attribute for a message's position. The encoder ignores names that are not properties.
 _STORED_WITH = "_stored_with"
 
 
@@ -421,7 +421,7 @@ def decode_message(header: bytes, body: bytes) -> Message:
     """
     try:
         values = decode_properties(header)
-        # A header without a mode means ``None``, but the default of `Message` is persistent.
+        # If the header has no delivery mode, the value is ``None``. The default of `Message` would be persistent.
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:

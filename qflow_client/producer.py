@@ -30,7 +30,7 @@ from qflow_client.telemetry import Tracer
 
 __all__ = ["CONNECT_FIRST", "BaseProducer", "resolve", "split"]
 
-#: Why an `AsyncProducer` takes no messages at first.
+#: The reason why an `AsyncProducer` accepts no messages before it is connected.
 CONNECT_FIRST = "the producer is not connected yet; use async with, or await connect() first"
 
 # The errors of `send` and of `send_nowait` for a message that must not wait. The text of each error says how to wait.
@@ -192,7 +192,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                         link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
             except BaseException:
-                # As in `send`.
+                # The exception may have interrupted a change of the protocol's state, which a step repairs.
                 engine.recheck()
                 raise
         receipt = self._admit(
@@ -266,7 +266,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def _extended(
         self, payload: bytes | Message, exchange: str, routing_key: str, position: Position | None
     ) -> AbstractContextManager[Message]:
-        """Add a position, or else a span, to the message that a block sends.
+        """Add a position to the message that a block sends. If there is no position, add a span instead.
 
         The block gets the message to send. Errors of the block contain the message that the application has passed.
         """
@@ -324,9 +324,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def capacity(self) -> int:
         """The maximum number of unsettled messages.
 
-        The program may set this attribute at any time. A lower capacity cancels no message: further messages only have
-        to wait for room (C6). With ``capacity="auto"`` this is the present window. If the program sets a number, the
-        window is fixed.
+        The program may set this attribute at any time. A lower capacity cancels no message, but further messages wait
+        for room (C6). With ``capacity="auto"`` this is the present window. If the program sets a number, the window is
+        fixed.
 
         Raises:
             SettingsError: the new value is not allowed.
@@ -335,7 +335,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # Check the value here, because the caller would not see a later error.
+        # Check the value here, because the step may run later, and its error would not reach the caller.
         check_capacity(capacity)
         self._engine.ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
@@ -390,7 +390,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 producer has a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that unregisters the callback. The callback still gets the events that are waiting then.
+            A function that unregisters the callback. Events that already wait still reach the callback.
 
         Raises:
             TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or
@@ -427,7 +427,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 engine.listeners.iterate(protocol, events, wanted)
 
         if engine.ended:
-            # An ended producer may have no loop for a step.
+            # An ended producer may have no loop that could execute a step.
             events.put(None)
         else:
             engine.ask(add)
@@ -436,7 +436,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """Begin to close, and return immediately. Signal handlers may call this method (E12).
 
         From now on no message is admitted. Messages that are not delivered are logged. A later `close`, such as that of
-        a ``with`` block, waits for the end.
+        a ``with`` block, waits until the producer has closed.
 
         Args:
             timeout: as for `close`.

@@ -36,8 +36,7 @@ class Outcome(StrEnum):
     CONFIRMED = "confirmed"
     #: The message was written by a producer without confirms.
     SENT = "sent"
-    #: The broker has not accepted the message (``Basic.Nack``). If it was for several queues, some may have accepted
-    #: it.
+    #: The broker has not accepted the message (``Basic.Nack``). If there are several queues, some may have accepted it.
     NACKED = "nacked"
     #: The message was mandatory, and no queue has received it (``Basic.Return``).
     RETURNED = "returned"
@@ -48,19 +47,19 @@ class Outcome(StrEnum):
     #: The message was written, but the connection has ended before the broker's answer.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because the producer was closed or the message was not delivered
-    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. A damaged message also stays there,
-    #: but is never sent.
+    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. A damaged message stays in the
+    #: outbox, too, but is never sent.
     STORED = "stored"
 
 
-#: Outcomes of messages that may not be in the broker, and are not in an outbox.
+#: Outcomes of messages that are possibly missing in the broker, and are not in an outbox.
 UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED, Outcome.UNKNOWN)
 
 
 class Receipt:
-    """The state and outcome of one admitted message. Subclasses of the producers add methods that wait."""
+    """The state and outcome of one admitted message. The subclasses for each kind of producer add methods that wait."""
 
-    # Each message has a receipt. So a receipt only refers to existing objects, and computes other values on access.
+    # Each message has a receipt. To be small, a receipt refers to existing objects, and computes values on access.
     __slots__ = (
         "_id_prefix",
         "_kept_as",
@@ -86,18 +85,18 @@ class Receipt:
         self._id_prefix = id_prefix
         # The number of the message in the order of admission; 0 before the admission.
         self._number = 0
-        # The last delivery tag; 0 before the first one.
+        # The delivery tag with which the message was last sent; 0 if it has not been sent.
         self._tag = 0
         # The outcome; ``None`` while the message is unsettled.
         self._outcome: Outcome | None = None
-        # The broker's reply if it has returned the message or closed the channel. 0 and the reason if the connection
-        # has ended before the broker's answer.
+        # The code and text of the broker's ``Basic.Return`` or ``Channel.Close``. For any other reason of a failure,
+        # such as a lost connection: 0 and a text for people.
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
-        # The encoded properties, if the message is not plain (`PublishEncoder.prepare`).
+        # The encoded properties (`PublishEncoder.prepare`); ``None`` if the payload is only a body.
         self._prepared: Prepared | None = None
-        # The object with which the skin wakes a waiting caller; ``None`` if no caller waits.
+        # The object with which the producer wakes a caller that waits for the outcome; ``None`` if no caller waits.
         self._waiter: Any = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:

@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 # access (530), or missing virtual host (530, and 402 or 404 in older brokers).
 _REFUSALS = (402, 403, 404, 530)
 
-# Number of checks of `Watch` within the shortest of its limits.
+# Number of checks of `Watch` within the shorter of `liveness` and `failover_delay`.
 _LOOKS = 8
-# Number of probes of `Return` within its limit.
+# Number of probes of `Return` within `return_to_first` seconds.
 _PROBES = 4
 # Maximum number of doublings of the delay of a failover or a return.
 _MOST_DOUBLINGS = 5
@@ -51,7 +51,7 @@ class Backoff:
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
         self._first = first
-        # The maximum without jitter, so that long pauses differ, too.
+        # The maximum before the jitter is added, so that even the longest pauses differ.
         self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit
@@ -104,7 +104,7 @@ class Reconnection:
     Args:
         hosts: URLs of the hosts, in order.
         host: index of the connected host.
-        credentials_change: whether each try may use new credentials, so that no refusal ends the tries.
+        credentials_change: whether each try may use new credentials. If True, no refusal ends the tries.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Reconnection:
             settings.reconnect_timeout,
         )
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
-        # Number of settled messages when a channel was last closed.
+        # Number of messages that were settled before the broker last closed a channel.
         self._settled = -1
-        # A connection has to last for this number of seconds. A shorter one may be lost again for the same reason.
+        # If a connection lasts for this number of seconds, the pauses after its loss begin with the shortest again.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # How often each host has failed or was abandoned. The number of a host selects its first address.
+        # How often each host has failed or was abandoned. This number selects the host's address that is tried first.
         self._turns: Counter[int] = Counter()
-        # The errors of failed hosts in this round, and whether they are final.
+        # For each host that has failed in this round: the error, and whether the error is final.
         self._failures: dict[int, tuple[str, bool]] = {}
         #: Text for people: why the connection was lost or, at the end, why the producer stopped trying.
         self.verdict = ""
@@ -328,7 +328,7 @@ class Return:
         self._answers_since: float | None = None
         # Since when the producer is connected to the first host; ``None`` without such a connection.
         self._kept_since: float | None = None
-        # Number of returns since the last connection to the first host that lasted long enough.
+        # Number of returns after which no connection to the first host has lasted for `return_to_first` seconds.
         self._returns = 0
 
     def opened(self, host: int, now: float) -> None:

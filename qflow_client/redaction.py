@@ -1,8 +1,8 @@
 """Removes passwords from values that errors, reprs and logs show.
 
 Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions show only values that are
-certainly harmless. A value of an unknown type is shown as its type. A parameter with an unknown name in the query of a
-URL is shown as this name. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
+certainly harmless. A value of an unknown type is shown as its type. If the name of a query parameter is unknown, the
+parameter's value is hidden. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
 part of the URL that they cannot parse.
 
 A value of a harmless argument is shown if it does not look like a URL. So the secret in ``name="s3cr3t"`` is shown.
@@ -74,13 +74,13 @@ _SSL_HARMLESS = {
 }
 
 _HIDDEN = "***"
-# The characters of a scheme.
+# The characters of a URL's scheme.
 _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 # The authority, the path, and the query of a URL.
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host and its port, and any text after a URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL that was converted to a path, with one slash left. A single letter may be the name of a folder.
+# The beginning of a URL, even with one slash after a conversion to a path. A scheme of one letter may be a folder.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # The separator between user and password, which may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
@@ -152,7 +152,7 @@ def _hide_credentials(text: str) -> str:
 
 
 def _censor_query(query: str) -> tuple[str, list[str], bool]:
-    """Return a query's harmless text and its removed parts, and whether it may contain the end of a password."""
+    """Return a query's harmless text, the removed parts, and whether the query may contain the end of a password."""
     texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
@@ -173,7 +173,7 @@ def _censor_query(query: str) -> tuple[str, list[str], bool]:
 
 def is_harmless(name: str, value: str) -> bool:
     """Return True if the value of a parameter in a URL's query may be shown."""
-    # Some programs treat a ; like an &.
+    # A value with a ; is not harmless, because some programs treat a ; like an &.
     return name in HARMLESS and not _FOREIGN.search(value) and _hide_credentials(value) == value
 
 
@@ -257,7 +257,7 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
     parts = {part for secret in found.secrets for part in (secret, unquote(secret), unquote_plus(secret)) if part}
     each: BaseException | None = error
     while each is not None and found.is_clear:
-        # A traceback of a syntax error shows the text with the error.
+        # A traceback of a `SyntaxError` shows the line of the error, which is in the attribute `text`.
         text = f"{each} {getattr(each, 'text', None)}"
         if any(part in text or repr(part)[1:-1] in text for part in parts):
             return True

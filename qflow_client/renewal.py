@@ -109,9 +109,9 @@ class Renewer:
         self._clock = clock
         # The receiver of the application's answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
-        # The credentials for which the broker's answer is missing, and when they were obtained, or ``None``.
+        # The credentials that the broker has not accepted yet, and when they were obtained; ``None`` if there are none.
         self._given: tuple[Credentials, float] | None = None
-        # The error of the present renewal; empty if there is none.
+        # The error of the last try of the present renewal; empty if there is none.
         self._why = ""
         # The timer for the next renewal, or for the time limit of the present renewal; ``None`` without a connection.
         self._timer: Timer | None = None

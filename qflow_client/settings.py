@@ -132,8 +132,7 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # The password and the query of a URL may contain commas. Any other comma separates two elements, and the second
-        # is no URL.
+        # The password and the query of a URL may contain commas. Any other comma is an error: no URL follows it.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -179,7 +178,7 @@ _Rule = tuple[Callable[[str], Any], str, Callable[[Any], bool]]
 
 
 def _whole(unit: str, none: str = "") -> _Rule:
-    """Return the rule for a whole number of at least 1. ``None`` is allowed if `none` describes it."""
+    """Return the rule for a whole number of at least 1. A text in `none` allows ``None``, and describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_int(value) and value >= 1)
@@ -189,7 +188,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
-    """Return the rule for a number above 0 (with `or_0`: from 0). ``None`` is allowed if `none` describes it."""
+    """Return the rule for a number above 0 (from 0 with `or_0`). A text in `none` allows ``None``, and describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
@@ -287,7 +286,7 @@ class ProducerSettings:
             the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. But if messages fail
             together, or after the call of `close`, all of their receipts are kept.
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
-            ``on_flow`` callback. Above this limit the oldest events are dropped, and a warning has their number.
+            ``on_flow`` callback. Above this limit the oldest events are dropped, and a warning shows their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
         connect_timeout: maximum seconds to connect to a host, including TLS, authentication and opening the channel.
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
@@ -304,29 +303,29 @@ class ProducerSettings:
             pause, twice as long as the previous one.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection is lost within this time, the
             pauses continue to grow, and no message is suspected as the cause.
-        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. So clients do not
-            all reconnect at the same time. Pauses after refusals are also extended. No pause is longer than its
-            maximum.
+        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The jitter
+            prevents that all clients reconnect at the same time. It also extends pauses after refusals. No pause is
+            longer than its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what a producer with several hosts does while the broker blocks its connection
             (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
             If all hosts block the producer, each further round takes twice as long.
-        return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
-            it (E15). The first host is probed four times in this period. If the connection to the first host is lost
-            within as many seconds, the next wait is twice as long. ``None`` to never return.
+        return_to_first: if the first host answers for this number of seconds, a producer on another host returns to it
+            (E15). The first host is probed four times in this period. If the connection to the first host is lost
+            within this time, the next wait is twice as long. ``None`` to never return.
         liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
-        retry_for: seconds for which a refused message is sent again. Then the message is settled.
+        retry_for: seconds for which the producer sends a refused message again and again. Then the message is settled.
         delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
             sent any more. ``None`` for no limit.
         retry_delay: seconds before a refused message is sent again. Each further pause is twice as long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
-        outbox: path of a file that keeps admitted messages until they are settled; ``None`` for no outbox. So a crash
-            of the process loses no message. Messages of an earlier producer are sent first. Only one producer at a time
-            may use the file.
+        outbox: path of a file that keeps admitted messages until they are settled, so that a crash of the process loses
+            no message. ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a
+            time may use the file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
@@ -467,7 +466,7 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, the changed settings and the explicitly given settings of the original count as explicitly given.
+        In the copy, a setting counts as explicitly given if it is changed, or was explicitly given in the original.
 
         `dataclasses.replace` passes all settings, so all settings of its copy count as explicitly given.
 
@@ -495,7 +494,7 @@ class ProducerSettings:
 
     @property
     def keeps_undelivered(self) -> bool:
-        """Whether an outbox keeps undelivered messages."""
+        """Whether there is an outbox, and it keeps undelivered messages."""
         return self.outbox is not None and self.outbox_keep_undelivered
 
     @property

@@ -76,7 +76,7 @@ DEFAULT: Any = _Default()
 
 # Maximum seconds for the broker's answer to a close, and for the end of running callbacks.
 GOOD_BYE = 3.0
-# The same maximum if the timeout of the close has expired.
+# The maximum for both if the timeout of the close has expired.
 BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. If the broker stops the channel, only bytes that are not written yet can be
@@ -90,8 +90,8 @@ _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
 
-#: Why a producer with `connect_in_background` is disconnected at first. If it stops trying, its error contains this
-#: text.
+#: The reason why a producer with `connect_in_background` is disconnected at first. If the producer stops trying to
+#: connect, its error contains this text.
 NOT_CONNECTED = "the producer is not connected yet"
 
 # Why a closed producer accepts no messages.
@@ -291,8 +291,8 @@ class Subscription:
 class BaseFlowEvents:
     """The base class of the iterators over a producer's flow events.
 
-    One thread at a time may call `put`. Another thread may take events at the same time. No lock is needed: `put`
-    accepts that the other thread has just emptied the queue.
+    One thread at a time may call `put`. Another thread may take events at the same time. No lock is needed, because
+    `put` works even if the other thread has just emptied the queue.
 
     Args:
         limit: maximum number of events that wait for the reader.
@@ -327,7 +327,7 @@ class Listeners(Generic[_Events]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # The subscription for each key of `remove`, because the same callback may be registered several times.
+        # The subscriptions; the keys are those of `add`, because the same callback may be registered several times.
         self._callbacks: dict[object, Subscription] = {}
         #: The iterators and their hold kinds. An iterator that the application has dropped is removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
@@ -380,7 +380,7 @@ class Listeners(Generic[_Events]):
             for iterator, kinds in tuple(self.iterators.items()):
                 if kinds is None or kind in kinds:
                     iterator.put(event)
-            # A callback may be registered during this loop.
+            # Use a copy, because a callback may be registered during this loop.
             for subscription in tuple(self._callbacks.values()):
                 if (subscription.kinds is None or kind in subscription.kinds) and subscription.put(event):
                     call(subscription)
@@ -445,7 +445,7 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
 
 
 def log_connected(name: str, url: str, why: str) -> None:
-    """Log that the producer is connected. `why` is the cause of the disconnect; `NOT_CONNECTED` the first time."""
+    """Log that the producer is connected. `why` is the reason for the disconnect, or `NOT_CONNECTED`."""
     words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
     log(logging.WARNING, words, name, url)
 
@@ -461,7 +461,7 @@ class Deliveries:
     def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
         self._reported = reported
-        # Lists of receipts to pass.
+        # Lists of receipts that are not completely passed yet, in order.
         self._handed: deque[list[Receipt]] = deque()
         # Number of receipts in the first list that were passed already.
         self._passed_of_first = 0
@@ -491,7 +491,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # The order matters: `undelivered` on another thread may return a passed receipt, but misses none.
+        # In this order, `undelivered` on another thread may return a passed receipt, but it misses no other.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
@@ -553,7 +553,7 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
         undelivered: the undelivered messages that no call has reported; ``None`` if there are none.
     """
     if undelivered is not None:
-        # Logged, because Python does not show the notes of a SystemExit.
+        # Log the text, because Python does not show the notes of a `SystemExit`.
         log(logging.ERROR, "%s: the producer was closed on %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
         with suppress(Exception):

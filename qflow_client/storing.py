@@ -41,7 +41,7 @@ def store_many(
         options: the arguments of `send` except the message, its position and the timeout.
         at_once: number of messages that are put into the outbox between two waits for the disk.
         wait_durable: waits until the message of a receipt is on disk, or until a deadline in seconds.
-        run: calls a function, which may wait, with the further arguments.
+        run: calls the given function with the given arguments. The function may wait.
     """
     try:
         for each in messages:
@@ -65,8 +65,8 @@ def store_many(
                 yield from run(wait_durable, receipts[-1], deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # After a `NotDurable` the disk is not tried again. A second error from the disk must not replace any other
-        # error, because the caller needs the other error.
+        # After a `NotDurable`, do not wait for the disk again. After any other error, wait, but suppress a
+        # `NotDurable`, which must not replace the error that the caller needs.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 yield from run(wait_durable, receipts[-1], time.monotonic())

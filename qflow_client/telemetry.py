@@ -49,10 +49,10 @@ __all__ = [
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
 #: Maximum number of destinations of a producer that are counted separately. Further destinations are counted together,
-#: because each message may have another routing key.
+#: because each message may have a different routing key.
 MAX_DESTINATIONS = 32
 
-# Seconds between two records for the same destination and outcome, because a record costs more than a message.
+# Minimum seconds between two records of durations, because a record takes more time than the work for a message.
 _RECORD_PERIOD = 0.01
 
 # The buckets of the semantic conventions in seconds.
@@ -124,10 +124,10 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The maximum durations that are not recorded yet, and the time of the last record.
+        # The longest unrecorded duration for each destination and outcome, and the time of the last record.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
-        # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the last attributes.
+        # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
         self._spans: deque[tuple[Span, Receipt, int, Mapping[str, Any]]] = deque()
         #: Creates the spans of messages; ``None`` if messages are not traced.
         self.tracer: Tracer | None = None
@@ -180,7 +180,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that the outbox takes, because the outbox returns another object for it later."""
+        """End the span of a message that the outbox takes, because the outbox later returns another object."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
@@ -195,7 +195,7 @@ class Observer:
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
         """Count receipts with the same outcome. `first` is the oldest of these receipts."""
-        # Count undelivered messages even if they stay in the outbox, because alerts use this number.
+        # Count the failure of an undelivered message even if the message stays in the outbox, because alerts use this.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
@@ -221,7 +221,7 @@ class Observer:
             try:
                 span, receipt, at, attributes = self._spans.popleft()
             except IndexError:
-                # Another thread has taken the last entry.
+                # Another thread has taken the last span.
                 return
             self._give(partial(_end_span, span, receipt, at, attributes))
 
@@ -314,13 +314,13 @@ class Tracer:
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
-                # The error contains the message that the application has passed.
+                # Replace the message in the error by the message that the application has passed.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():
                 _fail_span(span, type(error).__name__, str(error))
             span.end()
             raise
-        # End the span of a spilled message now, because the next call may come much later.
+        # End the span of a spilled message now, because the next call of `record` may come much later.
         observer.record(now=_monotonic())
 
 
@@ -411,7 +411,7 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.flowed.time", "s", "Time for which the producer was held, by kind of hold", _flowed_time),
 )
 
-# The same fields of gauges. The values of gauges end with the producer.
+# Name, unit, description and read function of gauges. A closed producer has no values in the gauges.
 _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.holds", "{hold}", "Holds that are on the producer, by kind", _holds),
     ("qflow.producer.capacity", _MESSAGES, "The most unsettled messages there may be", _capacity),

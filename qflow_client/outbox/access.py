@@ -32,7 +32,7 @@ class _Turn:
     __slots__ = ("sequence", "wake")
 
     def __init__(self, sequence: float) -> None:
-        #: When this sequence is on disk, the thread does not need its turn any more.
+        #: When the message with this sequence is on disk, the thread does not need its turn any more.
         self.sequence = sequence
         #: Released when it is the thread's turn, or when the thread does not need a turn any more.
         self.wake = threading.Lock()
@@ -43,12 +43,12 @@ class FileAccess:
     """Gives threads exclusive access to a file.
 
     Args:
-        durable: the last sequence that is on disk.
+        durable: the sequence of the last message on disk.
     """
 
     def __init__(self, file: Database, durable: int) -> None:
         self._file = file
-        #: The sequence up to which everything is on disk; set by the thread that uses the file.
+        #: The sequence up to which all messages are on disk; set by the thread that uses the file.
         self.durable = durable
         # Held while the file is used.
         self._lock = threading.Lock()
@@ -62,8 +62,8 @@ class FileAccess:
         """Call an action with exclusive access to the file.
 
         Args:
-            deadline: the time of `time.monotonic`, in seconds, at which waits for threads and for other processes end.
-            sequence: the action is not needed if this sequence is on disk.
+            deadline: the time of `time.monotonic`, in seconds, at which waits for other threads and processes end.
+            sequence: the action is not needed if the message with this sequence is on disk.
 
         Returns:
             The result of the action; ``None`` if the action was not needed.
@@ -84,7 +84,7 @@ class FileAccess:
                 return None
             with self._lock:
                 if self.durable >= sequence:
-                    # The previous thread has committed this sequence.
+                    # The previous thread has committed the message.
                     return None
                 self._file.deadline = deadline
                 return action()

@@ -2,14 +2,14 @@
 
 An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
 (``when_flowed="spill"``). These messages are sent before new messages. So a hold of the gate stops new messages while
-there is a backlog. The window contains the admitted, unsettled messages. All sequences of the backlog, up to
-`Backlog.last`, are above all sequences in the window.
+there is a backlog. The window contains the admitted, unsettled messages. A sequence is the number of a message in the
+outbox. The sequences of the backlog, up to `Backlog.last`, are above those of the window.
 
 A message of the backlog passes through three stages:
 
-1. The message is only on disk. The backlog requests the next part from the writer.
-2. The writer reads that part, and notes on disk that it may be written to a broker from now on. Then the writer feeds
-   the part to the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
+1. The message is only on disk. The backlog requests its next part from the `Writer`.
+2. The writer reads that part, and notes on disk that the part may be written to a broker from now on. Then the writer
+   feeds the part to the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
 3. The message is admitted in order when the window has room, or is settled if it has waited for too long.
 """
 
@@ -60,7 +60,7 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of the ids of spilled messages, which have no number yet.
+        # The prefix of the ids of spilled messages. These messages have no number of the protocol yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
@@ -125,7 +125,7 @@ class Backlog:
         self.spilled[sequence] = receipt
         self.hold(f"messages wait in {self._outbox.path}", now)
         if not self.has_messages:
-            # All earlier messages are in the window.
+            # All earlier messages have left the backlog, so the next read begins with this message.
             self.read_to = sequence - 1
         self.last = sequence
 
@@ -154,7 +154,7 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. If the request sends them, their permission is on disk already.
+        """Handle the messages that the writer has read. Messages to send are permitted on disk already.
 
         Args:
             damaged: the sequence and the error of each damaged message that was set aside.
@@ -186,7 +186,7 @@ class Backlog:
 
     def admit(self, now: float) -> None:
         """Admit messages within the limits, and settle messages that became too old after they were read."""
-        # When the producer ends, the window becomes empty, but the messages on disk stay there.
+        # When the producer ends, the window becomes empty. Admit nothing then, because the messages stay on disk.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
         ready = self.ready
@@ -226,7 +226,7 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """Return when the limits admit the next message; ``None`` if that does not depend on time alone."""
+        """Return the time at which the limits admit the next message; ``None`` if that depends on more than time."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
@@ -234,7 +234,7 @@ class Backlog:
     # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """Return the limit for the age of messages, in seconds since 1970. Messages that were put earlier expire."""
+        """Return a time in seconds since 1970: messages that were put before this time are too old to be sent."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:
@@ -284,7 +284,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Make waiters wait for the window if all of their messages have left the backlog."""
+        """If all messages of a waiter have left the backlog, let it wait for the window, or wake it."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

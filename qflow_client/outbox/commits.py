@@ -53,7 +53,7 @@ class CommitWaits:
     def committed(self, durable: int, error: Exception | None) -> None:
         """Wake the threads whose messages are on disk, or all threads if the commit failed. Called by the writer."""
         waits = self._waits
-        # The sequences of waits may be out of order. A wait behind a higher sequence ends together with that sequence.
+        # The waits can be out of the order of sequences. Then a wait for a lower sequence ends later than necessary.
         while waits and (error is not None or waits[0].sequence <= durable):
             wait = waits.popleft()
             if wait.sequence > durable:

@@ -21,7 +21,7 @@ from qflow_client.database import Database
 from qflow_client.message import Message, decode_message, republished
 from qflow_client.outbox.errors import OutboxError
 
-# "qOut", and the version of the tables.
+# The application id of the file ("qOut" in ASCII), and the version of its tables.
 _APPLICATION_ID = 0x714F7574
 _VERSION = 1
 _TABLES = (
@@ -36,14 +36,14 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # `last` is an assigned sequence, not below the sequence of any deleted message. Held messages (put with
-    # ``permit=False``) may be written to a broker up to the sequence `permitted`.
+    # `last` is at least the sequence of each deleted message, so that no sequence is assigned twice. Held messages (put
+    # with ``permit=False``) may be written to a broker up to the sequence `permitted`.
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
 # The column of values has no type, so that an INTEGER and a TEXT keep their types.
 MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
-# Bits of the column `held`. HELD: put with ``permit=False``. _SET_ASIDE: the message is damaged and not read any more.
+# Bits of the column `held`. HELD: the message was put with ``permit=False``. _SET_ASIDE: it is damaged and not read.
 HELD, _SET_ASIDE = 1, 2
 # An existing row stays unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -53,11 +53,11 @@ _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# How many rows are checked in one step.
+# Number of rows that `look_damaged` reads at once.
 _LOOKED_AT = 1000
 # The range of `datetime`, in seconds since 1970.
 _YEAR_1, _YEAR_10000 = -62135596800.0, 253402300800.0
-# Above every sequence.
+# A number above every sequence.
 _EVER = 1 << 62
 
 
@@ -88,7 +88,7 @@ class StoredMessage:
         return republished(self.message) if self.may_be_second_copy else self.message
 
 
-#: A message as a row of the file; and the row without sequence and size.
+#: `Row` is a message as a row of the file. `Content` is a row without sequence and size.
 Row = tuple[int, int, int, float, str, str, bytes, bytes]
 Content = tuple[int, float, str, str, bytes, bytes]
 
@@ -170,7 +170,7 @@ def read_positions(file: Database) -> dict[str, int | str | None]:
 
 
 def write_positions(file: Database, positions: Mapping[str, int | str | None]) -> None:
-    """Write the positions of sources; ``None`` for a source without a position."""
+    """Write the positions of sources; ``None`` deletes the position of a source."""
     for source, value in positions.items():
         if value is None:
             file.execute("DELETE FROM position WHERE source = ?", source)

@@ -36,7 +36,7 @@ class _Reached(NamedTuple):
     sequence: int
     #: The position; ``None`` if the position was removed.
     value: _Value | None
-    #: The previous position; ``None`` if there was none. Equal to `value` if the position was read or set.
+    #: The previous position; ``None`` if there was none. Equal to `value` if `sequence` is 0.
     before: _Value | None
 
 
@@ -136,7 +136,7 @@ class Noted:
     def withdraw(self, first: int, last: int) -> None:
         """Note that a range of messages was put by mistake. A write deletes these messages and their positions."""
         with self.lock:
-            # A single operation, so Ctrl-C cannot leave only a part of it.
+            # This is a single operation, so Ctrl-C cannot interrupt it halfway.
             self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
@@ -237,14 +237,14 @@ class Noted:
         self.damaged_sources.discard(source)
 
     def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
-        """Return the position of each source that a write has to store.
+        """Return the positions that a write has to store; the keys are sources.
 
         Args:
             withdrawn: messages whose positions are not valid, as pairs of first and last sequence.
         """
         reached: dict[str, _Reached] = {}
         if withdrawn:
-            # Withdrawals are rare. Without a withdrawal, a commit does not look at all sources.
+            # Only a withdrawal, which is rare, makes a commit check each source.
             reached = {
                 source: _Reached(0, at.before, at.before)
                 for source, at in self._reached.items()

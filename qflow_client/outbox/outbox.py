@@ -4,20 +4,20 @@ Changes (new and settled messages) are first noted in memory, which is fast and 
 noted changes in one transaction. A producer uses an outbox as follows:
 
 1. The producer calls `Outbox.put` under its own lock, in the order of admission, to note a message and its sequence.
-2. Without that lock, and before `send` returns, the producer calls `Outbox.wait_durable`. This call writes the message
-   to disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
+2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
+   disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
    `Outbox.commit` on another thread instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes the messages. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
    ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
-   `Outbox.permit` for the last of these messages, and `commit`. Only then it writes them to the broker. So after a
-   crash the file shows which messages may have been written. Only these messages may be second copies.
+   `Outbox.permit` for the last of these messages, and `commit`, before it writes them to the broker. So after a crash
+   the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
-   writes the message and the position. A producer writes such a message to the broker only after that commit. So rows
-   after the position on disk were never written to the broker. Earlier rows get the mark if they are sent again.
+   writes the message and the position. The producer sends the message only after that commit. So after a crash, the
+   broker has no message from beyond the position on disk. Earlier messages get the mark if they are sent again.
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
@@ -70,7 +70,7 @@ class Outbox:
 
     Args:
         path: the path of the file, which is created if it does not exist. Its lock file is never deleted.
-        max_bytes: maximum bytes of all messages, with properties and 64 bytes for each. The file itself may be larger.
+        max_bytes: maximum bytes of all messages, with properties and 64 bytes each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
         timeout: maximum seconds to wait for a file that another process has locked.
@@ -94,10 +94,10 @@ class Outbox:
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
         #: The absolute path of the file, because the process may change its working directory.
-        # A URL stays recognisable, and is rejected below.
+        # A URL stays unchanged, so that `LockFile` recognises and rejects it.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # does not follow links
         # The difference between seconds since 1970 and `time.monotonic`. Computed once, so that a later change of the
-        # wall clock has no effect. Times of different processes can only be compared by the wall clock.
+        # wall clock has no effect. Monotonic times of different processes cannot be compared.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The limit of the bytes of all messages.
@@ -117,10 +117,10 @@ class Outbox:
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last
-        # Gives exclusive access to the file, and has the last sequence that is on disk.
+        # Gives exclusive access to the file, and knows the sequence of the last message on disk.
         self._access = FileAccess(self._file, last)
-        # At opening: the last sequence, and the sequence up to which held messages may be written. A message that an
-        # earlier process may have written is a possible second copy.
+        # At the opening of the file: the last sequence, and the sequence up to which held messages may be written. A
+        # message that an earlier process may have written is a possible second copy.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
         # The reason why each damaged message was set aside; the keys are sequences.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
@@ -242,7 +242,7 @@ class Outbox:
 
         Args:
             first: the first sequence.
-            last: the last sequence. There must be no later message of the same source.
+            last: the last sequence. Later messages must not have positions of the same sources.
         """
         self._noted.withdraw(first, last)
 

@@ -1,4 +1,4 @@
-"""Requests of a producer to its writer thread. The store and the backlog make requests; the writer serves them."""
+"""Requests of a producer to its writer thread. `OutboxStore` and `Backlog` make them; `Writer` serves them."""
 
 from __future__ import annotations
 

@@ -93,12 +93,12 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequence of each message in the window; the keys are numbers of the protocol.
         self._sequences: dict[int, int] = {}
-        # The same for messages with a position that are not known to be on disk, in order. A plain dict finds its first
-        # entry slowly if many entries before it were removed.
+        # The same as `_sequences`, but only for messages with a position that are not known to be on disk, in order. A
+        # plain dict is slow if its first entries are removed.
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
-        #: Whether the first unsent message is in `_not_on_disk`, so that no message can be written before a commit.
+        #: Whether the first unsent message is in `_not_on_disk`. If True, no message can be written before a commit.
         self.keeps_all_back = False
-        # Whether the producer opens no further channel.
+        # Whether `end` was called, because the producer opens no further channel.
         self._is_ended = False
         # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
@@ -119,7 +119,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message and note it in the outbox. A message that cannot be admitted now is only noted.
+        """Admit a message and note it in the outbox. If it cannot be admitted now, the message may be spilled.
 
         Args:
             spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
@@ -286,7 +286,7 @@ class OutboxStore:
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         waiting = self._not_on_disk
-        # Read `durable` once, because it never decreases.
+        # One read of `durable` is enough, because this value never decreases.
         durable = self.outbox.durable
         count = len(unsent)
         while waiting:
@@ -369,7 +369,7 @@ class OutboxStore:
     def report_unwritten(self) -> int:
         """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
-        The receipts of these messages have the outcome *stored*, because the outbox is closed after the last channel.
+        At first, the receipts of these messages have the outcome *stored*, because the producer ends before the close.
         The outcome becomes *unknown* in two cases: the message may have been written to the broker, or a thread may
         still be writing the message to the outbox. The outcome becomes *failed* if the message was spilled, or has a
         position and was not on disk. Such a message was not written to the broker, and can be sent again safely.
@@ -384,13 +384,13 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # `on_delivery` was called with *stored* for a spilled message. `close` reports only messages that were in
-            # the window at that time.
+            # `on_delivery` was already called with *stored* for a spilled message, and `close` itself reports only
+            # messages of the window. So report the message here.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:
                     continue
-                # No other code refers to the receipt of this message any more.
+                # The message's receipt no longer exists, so make another one.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
                 receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
                 receipt._number = sequence

@@ -30,9 +30,9 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds for which settled messages gather before a commit deletes them. Another commit may delete them earlier.
 _GATHER = 0.05
-# The same while messages wait for the disk. This time is shorter, because senders may soon wait for room.
+# The same time if messages wait for the disk. It is shorter, because senders may soon wait for room.
 _GATHER_WAITED_FOR = 0.002
-# How many messages, and how many bytes of them, are read from the backlog in one step.
+# Maximum number of messages, and maximum bytes, that are read from the backlog at once.
 _BATCH = 500
 _BATCH_BYTES = 1 << 20
 # Seconds after a failure before the next try.
@@ -214,7 +214,7 @@ class Writer:
         else:
             is_looked_at = not (self.store.waits_for_disk or self.store.is_held)
         if not is_looked_at:
-            # Messages on disk may be sent now; deleted messages have made room.
+            # Messages that waited for this commit may be sent now, and deleted messages have made room for others.
             self._deliver(self.store.look_again)
         return True
 
