@@ -157,7 +157,7 @@ class BaseEngine(ABC):
         self.call_later(lambda: self.step(self.take_all_put_off))
 
     def take_all_put_off(self, protocol: ProducerProtocol) -> None:
-        """Execute the postponed steps. This method is itself a step."""
+        """Execute the postponed steps. Pass this method to `step`, because it changes the protocol's state."""
         while self._put_off:
             try:
                 put_off = self._put_off.popleft()

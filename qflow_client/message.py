@@ -241,7 +241,7 @@ class Message:
         self.__dict__.update(state)
         headers = state.get("headers")
         if headers is not None:
-            # The headers of a copied or unpickled message are mutable.
+            # The headers of a copied or unpickled message are mutable, so make an immutable copy.
             self.__dict__["headers"] = _own_headers(headers)
 
 

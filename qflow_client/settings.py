@@ -548,7 +548,7 @@ class ProducerSettings:
         _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
-            # Treat an empty variable as missing, because deployments clear variables in this way.
+            # Treat an empty variable as missing, because deployments clear a variable by making it empty.
             if text := environ.get(variable(name)):
                 values[name] = _parse(variable(name), text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}

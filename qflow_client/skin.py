@@ -491,7 +491,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # In this order, `undelivered` on another thread may return a passed receipt, but it misses no other.
+        # In this order, `undelivered` on another thread may return a passed receipt, but misses no unpassed receipt.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
@@ -531,7 +531,7 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # An exception may refuse attributes.
+        # Some exceptions reject new attributes.
         with suppress(Exception):
             error.add_note(f"qflow_client: {len(receipts)} messages were admitted; .receipts has their receipts")
             error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # most exceptions accept new attributes
@@ -555,7 +555,7 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
     if undelivered is not None:
         # Log the text, because Python does not show the notes of a `SystemExit`.
         log(logging.ERROR, "%s: the producer was closed on %s: %s", name, type(error).__name__, undelivered)
-        # An exception may refuse attributes.
+        # Some exceptions reject new attributes.
         with suppress(Exception):
             error.add_note(f"qflow_client: {undelivered}")
             error.undelivered = undelivered  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """`send_many` of a producer with an outbox. The producer waits for the disk only once for many messages.
 
 `store_many` is a generator, so that the same code serves threads and asyncio. The generator passes each call that may
-wait to the function `run` of the producer, which returns an iterator. The iterator of a `Producer` waits itself and
-yields nothing. The iterator of an `AsyncProducer` yields everything that the coroutine yields.
+wait to the function `run` of the producer, which returns an iterator. The iterator of a `Producer` blocks the thread
+and yields nothing. The iterator of an `AsyncProducer` yields everything that the coroutine of the call yields.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Backlog:
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # The limiter's holds are ignored here, because `admit` asks the limiter itself.
+        # Ignore the limiter's holds here, because `admit` checks the limiter directly.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )
@@ -186,7 +186,7 @@ class Backlog:
 
     def admit(self, now: float) -> None:
         """Admit messages within the limits, and settle messages that became too old after they were read."""
-        # When the producer ends, the window becomes empty. Admit nothing then, because the messages stay on disk.
+        # When the producer has ended, the window is empty, but the backlog's messages must stay on disk.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
         ready = self.ready

@@ -208,7 +208,7 @@ class Noted:
     def position(self, source: str) -> _Value | None:
         """Return the last position that was put for a source; ``None`` if there is none."""
         withdrawn = self._withdrawn
-        # A copy, because other threads may put messages meanwhile.
+        # Use a copy, because other threads may put messages during the loop.
         for sequence, position in reversed(self._positions.copy().items()):
             if position.source == source and not _is_in(withdrawn, sequence):
                 return position.value

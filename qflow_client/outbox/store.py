@@ -390,7 +390,7 @@ class OutboxStore:
             if receipt is None:
                 if not is_spilled or not self._is_ended:
                     continue
-                # The message's receipt no longer exists, so make another one.
+                # The message's receipt no longer exists, so make a new receipt.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
                 receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
                 receipt._number = sequence
