@@ -1,7 +1,7 @@
 """The complete broker: the core and the policies, with a message store and an HTTP API if the settings enable them.
 
-The modules of the store and of the HTTP API are imported only if the settings enable them. The store needs SQLite, and
-the HTTP API needs the packages of the extra ``broker``. The broker must work without SQLite and without these packages.
+The modules with SQLite and those of the HTTP API are imported only if the settings enable the store or the API. So a
+broker without a store needs no SQLite, and a broker without an HTTP API needs no packages of the extra ``broker``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Broker(CoreBroker):
     started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. On the broker's own loop such a method does not wait: await `wait_until_durable_async` after the call.
+    disk. If such a method is called on the broker's own loop, it does not wait. Then await `wait_until_durable_async`.
 
     Args:
         **options: see `BrokerSettings`.
@@ -116,10 +116,10 @@ class Broker(CoreBroker):
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects, or none. An object that exists with the same settings is not changed.
+        """Declare all objects, or none if one is refused. An object that exists with the same settings is not changed.
 
         Args:
-            definitions: the objects to declare.
+            definitions: the objects to declare, and the policies to set.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
@@ -127,10 +127,10 @@ class Broker(CoreBroker):
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
-        """Do the work of `load_definitions` on the broker's loop. Each step of the generator declares one object.
+        """Do the work of `load_definitions` in small steps, for callers on the broker's loop.
 
         Raises:
-            DefinitionError: a definition is refused. The objects from the earlier steps are deleted again.
+            DefinitionError: a definition is refused. The objects that the earlier steps declared are deleted again.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
             yield from self._noted(steps)
@@ -141,13 +141,13 @@ class Broker(CoreBroker):
             yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """Yield the objects of `definitions`, except for policies. The broker can change while the caller iterates."""
+        """Yield what `definitions` returns, without the policies. The broker can change while the caller iterates."""
         return each_definition(self._host)
 
     def _count_answer(self, change: int) -> None:
         if self._journal is not None:
             self._journal.answers += change
-            # More memory use can block publishers, and less memory use can unblock them.
+            # Schedule a check of the memory limit, because the change can block or unblock publishers.
             self._server.touch()
 
     @on_loop(changes=True)
@@ -158,17 +158,17 @@ class Broker(CoreBroker):
 
         Args:
             queue: name of the queue.
-            **marks: `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`, `capacity`,
-                `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a resume threshold
-                means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The value 0 turns
-                off a stop threshold or the capacity.
+            **marks: new values of `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`,
+                `capacity` or `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a
+                resume threshold means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The
+                value 0 turns off a stop threshold or the capacity, and its resume value.
 
         Returns:
             A snapshot of the queue after the change.
 
         Raises:
-            ChannelException: 404 if the queue does not exist. 406 if the thresholds contradict each other or the
-                queue's maximum. The error contains the contradicting values.
+            ChannelException: 404 if the queue does not exist. 406 if a value is not allowed, or if the thresholds
+                contradict each other or the queue's maximum. The error contains the wrong values.
             TypeError: a keyword is not the name of a threshold.
         """
         unknown = sorted(marks.keys() - set(MARKS))
@@ -188,9 +188,9 @@ class Broker(CoreBroker):
         return tuple(self._rules.policies)
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the policy with the same name. It applies to existing queues immediately (D4).
+        """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
-        Messages are dropped only from queues that have the policy `ring`, `ring_strict` or `conflate` after the change.
+        Messages are dropped only from queues with `ring`, `ring_strict`, `conflate` or ``drop-head`` after the change.
 
         Raises:
             TypeError: the argument is not a `Policy`.
@@ -201,7 +201,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.set_policy_in_steps(policy))
 
     def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
-        """Do the work of `set_policy` on the broker's loop. Each step of the iterator updates one queue.
+        """Do the work of `set_policy` in small steps, for callers on the broker's loop.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -217,7 +217,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.delete_policy_in_steps(name))
 
     def delete_policy_in_steps(self, name: str) -> Iterator[None]:
-        """Do the work of `delete_policy` on the broker's loop. Each step of the iterator updates one queue.
+        """Do the work of `delete_policy` in small steps, for callers on the broker's loop.
 
         Raises:
             LookupError: no policy has this name.
@@ -244,7 +244,7 @@ class Broker(CoreBroker):
 
     @on_loop(changes=True)
     def delete_rate_limit(self, apply_to: RateScope | str, name: str) -> None:
-        """Remove a rate limit, and unblock the channels that it blocks.
+        """Remove a rate limit, and unblock the channels that this limit blocks.
 
         Args:
             apply_to: kind of the limited object: ``exchange``, ``queue`` or ``user``.

@@ -20,21 +20,21 @@ from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Synchronous"]
 
-#: Maximum body bytes of a message in a store. An SQLite row has at most 10**9 bytes, including the header.
+#: Maximum body bytes of a message in a store. An SQLite row, which also has the header, has at most 10**9 bytes.
 MAX_STORED = 900_000_000
 
 
 class Synchronous(StrEnum):
     """The kind of failure that a message on disk survives."""
 
-    #: A crash or kill of the process.
+    #: Messages survive a crash or kill of the process. A crash of the machine can lose messages.
     NORMAL = "normal"
-    #: A crash of the process or of the machine. Each commit waits for the disk.
+    #: Messages survive a crash of the process or of the machine, because each commit waits for the disk.
     FULL = "full"
 
 
 class BrokerOptions(TypedDict, total=False):
-    """The settings as keyword arguments. `BrokerSettings` documents them."""
+    """The keyword arguments of `Broker`. `BrokerSettings` and `Settings` document each setting."""
 
     host: str
     port: int
@@ -98,8 +98,8 @@ class BrokerSettings(Settings):
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
             durable queues, exchanges and bindings survive the end of the broker. Persistent messages in durable queues
             also survive.
-        store_synchronous: with ``"normal"`` a confirmed message survives a crash of the process, with ``"full"`` also a
-            crash of the machine.
+        store_synchronous: with ``"normal"``, confirmed messages survive a crash of the process. With ``"full"``, they
+            also survive a crash of the machine.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, clients
             get ``Connection.Blocked``. Clients get ``Connection.Unblocked`` when 9/8 of the limit is free.
 
@@ -151,7 +151,7 @@ class BrokerSettings(Settings):
         if self.http_token is not None:
             if not isinstance(self.http_token, str):
                 raise TypeError(f"http_token must be a str or None, not {type(self.http_token).__name__}")
-            # The error must not contain the value, because it is a secret.
+            # The error must not contain the token, because the token is a secret.
             if not re.fullmatch(r"[!-~]{8,}", self.http_token):
                 raise ValueError("http_token must be at least 8 visible ASCII characters without spaces")
         if self.http_port is None:

@@ -20,14 +20,14 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON, in one step. If the value has a method `to_json`, its result is encoded."""
+    """Return a value as JSON, without slices. If the value has a method `to_json`, encode the result of `to_json`."""
     told = value.to_json() if hasattr(value, "to_json") else value
     # The arguments of queues and other objects can contain infinity and NaN, which JSON does not have.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
-    """Encode a value as JSON.
+    """Encode a value as JSON, in slices.
 
     The value may be an iterator or list of any length, or a dictionary with such values.
     """
@@ -147,7 +147,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the number of each part between two brackets. After each `yield`, the caller must read the part."""
+        """Yield the index of each part between two brackets. After each `yield`, the caller must read this part."""
         self._take(begin)
         number = 0
         while number or self._next != end:

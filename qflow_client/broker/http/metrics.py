@@ -1,7 +1,7 @@
 """Writes metrics for Prometheus.
 
-Each queue has its own time series. Connections and channels are only counted, because each new connection or channel
-would need new time series.
+Each queue has its own time series. For connections and channels there are only totals, because each new connection or
+channel would need new time series.
 
 This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
 seconds.

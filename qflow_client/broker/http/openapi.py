@@ -45,8 +45,8 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
     """Return the weight that a client gives to a media type (RFC 9110, 12.5.1).
 
     Returns:
-        The weight of the most specific range that matches, and a number that is higher for a more specific range. Both
-        numbers are 0 if the client does not accept the media type.
+        The weight of the most specific range in `wanted` that matches, and a number that is higher if the range is more
+        specific. Both numbers are 0 if the client does not accept the media type.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -82,9 +82,9 @@ class Operation:
         statuses: statuses of successful answers.
         problems: statuses of errors, in addition to those that every operation can return, such as 400.
         is_public: whether the operation needs no token.
-        lasts: whether the answer waits for the changes to be on disk. If the disk is too slow, the answer is 503.
+        lasts: whether the answer is sent after the changes are on disk. If the disk is too slow, the status is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
-            time. If there is no memory for such an answer, the answer is 503.
+            time. If there is no memory for such an answer, the status is 503.
         parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
         takes: type of the body.
@@ -245,7 +245,7 @@ class Api:
     def description_json(self, *, has_token: bool) -> bytes:
         """Return the OpenAPI description as JSON.
 
-        Each description is created once, because this takes long, and clients without the token can request it.
+        Each description is created once, because the creation takes long, and clients without the token can request it.
         """
         if has_token not in self._descriptions:
             self._descriptions[has_token] = to_json(self.description(has_token=has_token))

@@ -95,7 +95,7 @@ class HttpServer:
         self._turns = Turns()
         # Allows one request of a stranger in each iteration of the loop.
         self._strangers_turns = Turns()
-        # Lock for the creation of large answers, because the creation can need more memory than the answer.
+        # Held while a large answer is created, because creating it can need more memory than the answer itself.
         self._making = asyncio.Lock()
         # Total bytes of the large answers that are being sent.
         self._answers = 0
@@ -330,7 +330,7 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # Without events, the next write comes after 15 s. So look for a disconnected client after each pause.
+            # Without events, the next write comes after 15 s. So check after each pause whether the client is gone.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
@@ -346,7 +346,7 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Close the oldest stranger if there are too many. Return False if there are too many connections."""
+        """Add a connection, or return False at `MAX_CONNECTIONS`. At `MAX_STRANGERS`, close the oldest stranger."""
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))

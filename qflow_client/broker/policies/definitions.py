@@ -110,7 +110,7 @@ class Definitions:
     Attributes:
         exchanges: exchanges to declare.
         queues: queues to declare.
-        bindings: bindings to add, between objects in this document or existing objects.
+        bindings: bindings to add. A binding can name objects of this document, and objects that exist already.
         policies: policies to set. A policy replaces an existing policy with the same name.
     """
 
@@ -138,7 +138,7 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
     """Yield exchanges, queues and bindings. The virtual host can change while the caller iterates.
 
-    A binding is yielded only if its destination was yielded before or is predeclared. So the export can be loaded.
+    A binding is yielded only if its destination was yielded before or is predeclared. So a new broker can load it.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -168,8 +168,8 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 class Loading:
     """Declares all objects, or none. An object that exists with the same settings is not changed.
 
-    Loading can take several iterations of the loop. If a definition is refused, the declared objects are deleted again.
-    Clients can see these objects before they are deleted.
+    Loading can take several iterations of the loop. If a definition is refused, the objects that were declared earlier
+    are deleted again. Clients can see these objects until they are deleted.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:
@@ -180,7 +180,7 @@ class Loading:
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
-        """Declare one object in each step.
+        """Declare one object, or update one queue for a new policy, in each step.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the declared objects, and then restore the earlier policies. Each step changes one object."""
+        """Delete the declared objects, and then restore the earlier policies, in steps."""
         while self._undo:
             self._undo.pop()()
             yield
@@ -256,7 +256,7 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """Remove a binding. An auto-delete source is not deleted, even without other bindings."""
+        """Remove a binding. Keep the source exchange, even if it is auto-delete and this was its last binding."""
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete

@@ -1,10 +1,10 @@
 """Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
-The backlog of a connection has the messages that wait for room or for their confirms, and the messages that came on a
-blocked (flowed) channel. If the backlog exceeds its limit, all publishing channels of the connection are blocked
-(flowed). A message is late if it comes on a blocked channel after the grace time. Late messages are counted for the
-channel and for the connection. If one of these counts reaches a limit, the broker pauses reading from the connection
-(tarpit), or closes the channel or the connection.
+The backlog of a connection has the messages that wait for room in a queue or for their confirms. A message that came on
+a blocked (flowed) channel stays in the backlog until the channel is unblocked. If the backlog exceeds its limit, all
+publishing channels of the connection are blocked (flowed). A message is late if its channel has been blocked for at
+least `flow_grace` seconds. Late messages are counted for the channel and for the connection. At the limits of these
+counts, the broker pauses reading from the connection (tarpit), or closes the channel or the connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Discipline:
         settings = session.settings
         self.limiter = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
         self.backlog = FlowController(self.limiter, name=BACKLOG)
-        # Number of late messages.
+        # Number of late messages on all channels.
         self.past_flow = 0
         # Number of times that the broker paused reading from the connection.
         self.tarpits = 0
@@ -55,11 +55,11 @@ class Discipline:
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Handle a message that was published on a blocked (flowed) channel.
+        """Count a message that was published on a blocked (flowed) channel, if the message is late.
 
         Raises:
-            ChannelException: 311 if the channel has sent too many late messages.
-            ConnectionException: 506 if the connection has sent too many late messages.
+            ChannelException: 311 if the channel has sent more than `close_channel_after` late messages.
+            ConnectionException: 506 if the connection has sent more than `close_connection_after` late messages.
         """
         settings = self._session.settings
         if source.since is None or now - source.since < settings.flow_grace:

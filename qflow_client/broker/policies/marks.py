@@ -21,7 +21,7 @@ MARKS = tuple(name for pair in _PAIRS for name in pair)
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
-    """Combine new marks for a queue with the marks that operators have set before.
+    """Return the marks of a queue after a change: the new marks, and the other marks that operators have set before.
 
     Args:
         marks: new values. The keys are names in `MARKS`. A mark that is not in this mapping keeps its value. ``None``

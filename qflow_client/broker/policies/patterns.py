@@ -4,8 +4,8 @@ Python's `re` tries all paths through an expression, one after the other. With `
 seconds, in which the event loop is blocked. This module follows all paths at the same time. The module converts an
 expression to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search`
 reads a name character by character, and keeps the set of nodes that are reached with the characters read so far. So the
-time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited.
-Steps from set to set are cached. So for later names, a character often costs only one dictionary look-up.
+time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited. The
+next set for a set and a character is cached. So for later names, a character often costs only one dictionary look-up.
 
 Features that cannot be matched with such sets are refused: back references, lookahead and lookbehind, word boundaries,
 atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
@@ -35,9 +35,9 @@ class _Node:
     """A node in the graph of an expression.
 
     Attributes:
-        test: function that returns True if the node matches a character; ``None`` if the node matches nothing.
+        test: function that returns True if the node matches a character; ``None`` if the node needs no character.
         anchor: ``^``, ``$`` or ``Z`` (the very end) if the node can be passed only at this place of the name.
-        following: the next nodes.
+        following: the nodes that come directly after this node.
     """
 
     __slots__ = ("anchor", "following", "test")
@@ -60,7 +60,7 @@ class Pattern:
     MAX_LENGTH = 1000
     #: Maximum number of nodes in the graph of an expression.
     MAX_NODES = 1000
-    #: Maximum number of cached steps. If there are more, the cache is cleared.
+    #: Maximum number of cached sets. A full cache is cleared before the next set is stored.
     MAX_STEPS = 4096
 
     def __init__(self, text: str) -> None:
@@ -168,7 +168,7 @@ class Pattern:
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
         """Return the nodes that can be reached from `nodes` without a character.
 
-        `at_end` contains the anchors of the end (``$`` and ``Z``) that can be passed.
+        `at_start` is True if ``^`` can be passed. `at_end` has ``$`` and ``Z`` if these anchors can be passed.
         """
         found: set[_Node] = set()
         todo = list(nodes)

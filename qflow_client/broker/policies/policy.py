@@ -1,8 +1,8 @@
 """A policy defines what many queues do when they are full. Policies can be changed at run time.
 
-For each value a queue uses the first of these sources that sets the value (D3). Sources 3 to 5 apply only if no policy
-for queues matches, and the arguments do not define when the queue is full. Of sources 3 to 5, only the first that
-matches applies.
+A queue takes each value from the first of these sources that sets the value (D3). Sources 3 to 5 apply only if no
+policy for queues matches, and the arguments set neither a maximum, nor a threshold, nor a capacity, nor a policy. If
+several of the sources 3 to 5 match, only the first of them applies.
 
 1. policies for queues
 2. the arguments of the queue
@@ -171,7 +171,7 @@ class PolicyDefinition:
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:
-        """Combine two definitions. Groups of fields that this definition does not set come from `below`."""
+        """Combine two definitions. A group of fields (see `_GROUPS`) that is not set here is taken from `below`."""
         return _over(self, below)
 
     @classmethod
@@ -405,7 +405,7 @@ class Policy:
         """Create a policy from a text: the name and ``key=value`` pairs, such as ``"slow max_count=9"``.
 
         Args:
-            text: the text. Keys are the fields of this class and of `PolicyDefinition`. Quotes work as in a shell.
+            text: text to parse. The keys are fields of this class and of `PolicyDefinition`. Quotes work as in a shell.
 
         Raises:
             TypeError: a value has the wrong type.
@@ -478,7 +478,7 @@ class Policies:
             queue: name of the queue.
             own: definition from the arguments of the queue.
             inheritance: function that returns the queue's bindings and the exchanges that route to the queue.
-            is_set: whether the arguments define when the queue is full, or what the full queue does.
+            is_set: whether the arguments set a maximum, a threshold, a capacity or a policy.
         """
         if not self._by_name:
             return own, ()

@@ -1,7 +1,7 @@
 """An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
 
 A message that exceeds a rate limit is accepted, but its channel is then blocked (flowed). The channel is unblocked when
-its average rate is within the limit again.
+the average rate of all messages that the limit counts is within the limit again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate. A blocked channel waits until its excess messages are within the new rate."""
+        """Change the rate. Blocked channels are unblocked when the new rate allows the messages published so far."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
@@ -119,7 +119,7 @@ class Rates:
     """All rate limits of a virtual host.
 
     Args:
-        wake_at: function that schedules a call of an object's `tick` for a time.
+        wake_at: function that takes an object and a time, and calls the object's `tick` at this time.
     """
 
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:

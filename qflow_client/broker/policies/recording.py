@@ -2,8 +2,8 @@
 
 A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
 line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
-current hold, and one line for each queue that has messages or has changed. The line of a hold divides the time of the
-hold among the publishers that filled the queue, in proportion to the numbers of their messages.
+current hold, and one line for each queue that has messages or has changed. Each later line of a hold divides the time
+since the hold's previous line among the publishers that filled the queue, in proportion to their numbers of messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FlowRecorder"]
 _MAX_CAUSES = 16
 _OTHERS = "(others)"
 
-# Channel, name of the queue, and reason of a hold.
+# The key of a hold: the channel, the name of the queue, and the reason.
 _Key = tuple[FlowSource, str, str]
 
 
@@ -33,7 +33,7 @@ class _Record:
         self.arrivals: dict[str, int] = {}
         # Number of arrived messages for each publisher since the previous line.
         self.pending: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the queue was last OFF.
+        # Number of arrived messages for each publisher since the queue last turned from ON to OFF.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
@@ -42,12 +42,12 @@ class _Record:
         self.on_peak = self.on_peak_bytes = 0
         # Depth and bytes in the previous line.
         self.told = (depth, size)
-        # Time of the last check whether a line is needed, in microseconds since 1970.
+        # Start of the time that the next line will cover, in microseconds since 1970.
         self.told_at = -1
 
 
 class _Hold:
-    """A current hold, which started at `since`, is reported up to `begun`, and is caused by `count` controllers."""
+    """A current hold. It started at `since`, is reported up to the time `begun`, and `count` controllers cause it."""
 
     __slots__ = ("begun", "count", "since")
 

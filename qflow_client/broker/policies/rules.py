@@ -69,7 +69,7 @@ class PolicyRules:
         return PolicyRule(self, queue, arguments)
 
     def set_policy(self, policy: Policy, host: VirtualHost) -> None:
-        """Add a policy, or replace the policy with the same name. It applies to existing queues immediately (D4).
+        """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -78,7 +78,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy`. Each step of the iterator updates one queue."""
+        """Do the work of `set_policy`. Each step handles one queue or exchange."""
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
         self.policies.set(policy)
@@ -94,12 +94,12 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy`. Each step of the iterator updates one queue."""
+        """Do the work of `delete_policy`. Each step handles one queue or exchange."""
         self.policies.delete(name)
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Replace all policies. Each step of the iterator updates one queue."""
+        """Replace all policies, and compute the limits of the queues again, one queue or exchange in each step."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 

@@ -1,4 +1,4 @@
-"""The error of the message store. This module does not import SQLite."""
+"""The error of the message store. The error has its own module, which can be imported without SQLite."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be used. The error contains the path of the store."""
+    """The message store cannot be opened, read or written. The error contains the path of the store."""

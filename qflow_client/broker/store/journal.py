@@ -1,4 +1,4 @@
-"""Counts the memory of all messages, and collects the records to write to disk. No I/O.
+"""Counts the memory of all messages, and collects the changes to write to disk. No I/O.
 
 Queues call the `Journal` when a message enters or leaves a queue. A persistent message in a durable queue gets a number
 and waits for the next batch. If the message leaves its queues before the batch is collected, it is never written to
@@ -7,8 +7,8 @@ confirms and calls the callbacks that waited for this batch. Each batch has all 
 store always has a state that the broker really had.
 
 Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
-when it is needed. `Journal.held` is the memory in use, without the bodies that are being evicted. This memory includes
-messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
+when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted. These bytes
+include messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Put(NamedTuple):
     Attributes:
         queues: numbers of the durable queues that have the message.
         at: arrival time in seconds since 1970.
-        names: the exchange and the routing key as short strings.
+        names: the exchange and the routing key, each encoded as an AMQP short string.
         header: payload of the message's content header frame.
     """
 
@@ -85,12 +85,12 @@ class Found:
 
 @dataclass(slots=True)
 class Batch:
-    """The records that one transaction writes to disk.
+    """The changes that one transaction writes to disk.
 
     Attributes:
-        changes: changes of the topology, in order.
+        changes: changes of durable queues, exchanges and bindings, in the order in which they happened.
         puts: new messages, in the order of their numbers.
-        moves: new lists of queues, for stored messages whose queues have changed. The keys are message numbers.
+        moves: by message number, the new list of queue numbers of each stored message whose queues have changed.
         removals: numbers of stored messages to delete.
         completions: confirms that wait for this batch.
         messages: the messages of `puts`, in the same order.
@@ -112,7 +112,7 @@ class Batch:
 
 
 class Journal:
-    """The memory account of all messages, and the records that are not on disk yet.
+    """Counts the memory of all messages, and keeps the changes that are not on disk yet.
 
     Args:
         wall_clock: function that returns seconds since 1970.
@@ -124,9 +124,9 @@ class Journal:
     OVERHEAD = 512
     #: Number of header bytes that `OVERHEAD` includes.
     SMALL_HEADER = 128
-    #: Approximate bytes of memory for each further queue that has the same message.
+    #: Approximate bytes of memory for each queue of a message, except the first.
     ENTRY = 160
-    #: Maximum body bytes that wait to be written. If there are more, publishing connections are not read.
+    #: If more than this number of body bytes waits to be written, the broker does not read from publishing connections.
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
@@ -166,14 +166,14 @@ class Journal:
         self.loaded = 0
         self._numbers = count(1)
         self.topology = TopologyLog()
-        # Records that are in no batch yet. The keys of the puts and moves are message numbers.
+        # Changes that are in no batch yet; see `Batch`. The keys of `_puts` and `_moves` are message numbers.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total bytes of the puts, as counted for `MAX_BATCH`.
+        # Total bytes of the messages in `_puts`, as counted for `MAX_BATCH`.
         self._pending = 0
-        # Full batches, which are written before the records above.
+        # Full batches, which are written before the changes that are in no batch yet.
         self._full: deque[Batch] = deque()
         # The batch that is being written; None if no write is running.
         self._taken: Batch | None = None
@@ -249,7 +249,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Perhaps this queue was the only one that did not allow the drop of the message.
+                # Perhaps only this queue did not allow the drop of the message. Then the message can be dropped now.
                 bring_back(message)
         if not record.number:
             return
@@ -263,7 +263,7 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
-            # The message need not be on disk any more, so it is deleted there.
+            # The next batch deletes the message from disk.
             record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
@@ -284,7 +284,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that a queue reads ahead. All queues together get an eighth of `limit` (A3)."""
+        """Return how many body bytes a queue may read ahead. All queues together may read ahead `limit` / 8 (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
@@ -367,8 +367,8 @@ class Journal:
         """Put bodies into their messages after a read.
 
         Args:
-            bodies: bodies by message number; ``None`` for a damaged body. A message can be missing if it has left its
-                queues.
+            bodies: bodies by message number; ``None`` for a damaged body. Empty if the read failed. A message that has
+                left its queues can be missing.
         """
         reading, self._reading = self._reading, {}
         lost = []
@@ -399,7 +399,7 @@ class Journal:
                     self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
-        """Create the record of a message that is restored from disk, and count the memory."""
+        """Create the `Record` of a message that is restored from disk, and count the memory of the message."""
         record = message.record = Record()
         record.number = number
         record.queues = queues
@@ -425,14 +425,14 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there are records to write."""
+        """Whether there is a batch to write, or there are changes or callbacks for a batch."""
         return bool(
             self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether all records are on disk."""
+        """Whether all changes are on disk."""
         return self._taken is None and not self.is_dirty
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:

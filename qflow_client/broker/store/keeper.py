@@ -1,9 +1,9 @@
-"""Opens the file of the message store, restores the contents, and writes the records of the journal.
+"""Opens the file of the message store, restores the contents, and writes the batches of the `Journal`.
 
 The `Store` writes on one thread, and a `BodyReader` reads on another thread, so no read waits for a commit. The event
-loop waits for neither thread. While one batch is written, the journal collects records for the next batch. So a slow
-disk leads to larger batches. If a batch cannot be written, the keeper raises an alarm and repeats the write. No
-persistent message in a durable queue is confirmed in the meantime.
+loop waits for neither thread. While one batch is written, the journal collects changes for the next batch. So a slow
+disk leads to larger batches. If a batch cannot be written, the `Keeper` raises an alarm and repeats the write. Until
+the write succeeds, the broker confirms no persistent message that goes to a durable queue.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def free_space(folder: Path) -> int:
 
 
 class Keeper:
-    """Opens the store of a broker, and commits the records of its journal, one batch at a time.
+    """Opens the store of a broker, and writes the batches of the `Journal`, one at a time.
 
     Args:
         synchronous: kind of failure that a commit survives; see `Store`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
-        on_done: function that is called on the loop after records were written or bodies were read.
-        on_trouble: function that is called on the loop if the store cannot be written or the disk is nearly full. The
-            arguments are the name of an alarm and the reason. The reason is ``None`` when the problem has ended.
+        on_done: function that is called on the loop after a batch was written or bodies were read.
+        on_trouble: function that is called on the loop when an alarm begins or ends. Its arguments are the name of the
+            alarm (``disk`` or ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
     """
 
     #: Maximum number of damaged rows that one log message lists.
@@ -55,9 +55,9 @@ class Keeper:
     RETRY = 1.0
     #: Seconds between two checks of the free disk space.
     LOOK = 1.0
-    #: When the broker stops and the store cannot be written, the keeper gives up after this number of seconds.
+    #: If writes fail while the broker stops, the keeper repeats them for this number of seconds.
     STOP_GRACE = 2.0
-    #: When the broker stops and no write or read completes for this number of seconds, the keeper stops waiting.
+    #: If the disk completes no call for this number of seconds while the broker stops, the keeper stops waiting.
     STOP_TIMEOUT = 30.0
     #: Maximum number of messages that are restored in one iteration of the loop.
     _AT_ONCE = 100
@@ -82,7 +82,7 @@ class Keeper:
         self._store: Store | None = None
         self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
-        # The reader and its thread are created for the first read of a body.
+        # The task that reads bodies; None if no read is running. The first read creates the thread and the reader.
         self._reading: asyncio.Task[None] | None = None
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
@@ -139,7 +139,7 @@ class Keeper:
             _log.info("%s: recovered %d durable queues and %d messages", store.path, len(found.queues), recovered)
 
     async def watch(self) -> None:
-        """If there is a limit, check the free disk space now, and then every `LOOK` seconds."""
+        """If `disk_free_limit` is not 0, check the free disk space now, and then every `LOOK` seconds."""
         if self._disk_free_limit:
             await self._look()
             self._looking = asyncio.get_running_loop().create_task(self._go_on_looking())
@@ -158,7 +158,7 @@ class Keeper:
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, at least {limit} are needed"
-            # Hysteresis, so that a value near the limit does not raise the alarm again and again.
+            # The alarm ends at 9/8 of the limit. So free space near the limit does not raise the alarm repeatedly.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space
@@ -168,14 +168,14 @@ class Keeper:
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
-        """Start to write records if no write is running, and to read bodies if no read is running."""
+        """Start the task that writes changes and the task that reads bodies, if they have work and are not running."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when the changes are on disk. The future fails if the broker ends earlier."""
+        """Return a future that is done when all earlier changes are on disk. It fails if the broker ends earlier."""
         done: Future[None] = Future()
         # After this call the future cannot be cancelled, so `told` can always set its result.
         done.set_running_or_notify_cancel()
@@ -222,7 +222,7 @@ class Keeper:
         return self._reader.read(numbers)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the bodies of messages by number, without damaged bodies. The calling thread reads them.
+        """Read bodies on the calling thread. Return the bodies by message number, without damaged bodies.
 
         Raises:
             StoreError: the bodies cannot be read.
@@ -257,7 +257,7 @@ class Keeper:
         try:
             await self._run(store.write, batch)
         except Exception as error:
-            # Catch any exception, because this task must not end while confirms wait for it.
+            # Catch every exception, because this task must repeat the write: confirms wait for the batch.
             if not self._is_troubled:
                 self._is_troubled = True
                 self._on_trouble(
@@ -297,11 +297,11 @@ class Keeper:
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
-        """Wait for the end of the writes. If they make no progress, cancel their task."""
+        """Wait until the task `writing` ends. If no batch can be written, cancel the task."""
         loop = asyncio.get_running_loop()
         batches, since = self._journal.batches, loop.time()
         while True:
-            # A write can fail during the wait, so check after each wait whether writes fail.
+            # Wait only for short periods, because writes can begin to fail during the wait.
             if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
                 return
             if self._journal.batches != batches:
@@ -344,7 +344,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Call `close` on a thread, and end the thread. If the thread hangs, both happen after the disk answers."""
+        """Let a thread call `close` and then end. If the disk does not answer, stop waiting after `STOP_TIMEOUT`."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

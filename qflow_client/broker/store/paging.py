@@ -1,10 +1,10 @@
 """Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
 Evicting a body means that the body is removed from memory as soon as it is on disk. Each queue with the policy
-`flow_to_disk` has a `Pager`, which evicts the bodies of unacked entries first. Then the pager evicts the newest bodies,
-and at the end the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies
-from the largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages of queues whose
-`drop_transient` is set.
+`flow_to_disk` has a `Pager`. A pager first evicts the bodies of unacked entries, then the bodies that were always in
+memory, and then the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies
+from the largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages from the queues
+whose policy sets `drop_transient`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """Return a limit for sizes. If each larger size is reduced to the limit, the sum of all sizes is at most `total`.
+    """Return a limit. If all sizes above the limit are reduced to the limit, the sum of all sizes is at most `total`.
 
     Args:
         sizes: current sizes.
@@ -48,7 +48,7 @@ class Pager:
         self._fresh: dict[QueueEntry, None] = {}
         # Ready entries whose bodies were read ahead from disk, or that were unacked before.
         self._ahead: dict[QueueEntry, None] = {}
-        # Total body bytes of all these entries.
+        # Total body bytes of the entries in the three dictionaries.
         self.size = 0
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Pager:
                 return
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Evict bodies until at most `size` bytes and `count` bodies remain."""
+        """Evict bodies until at most `size` bytes remain, and at most `count` bodies (``None`` for any number)."""
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
                 entry = each.popitem()[0]
@@ -90,7 +90,7 @@ class Pager:
 
 
 class Droppable:
-    """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds its limit (A1).
+    """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds `Account.limit` (A1).
 
     An entry that cannot be dropped now is moved to `Record.aside` of its message. `bring_back` moves the entry back.
     """
@@ -119,7 +119,7 @@ class Droppable:
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Return an iterator of the entries in the order of the queue, without entries that leave in the meantime."""
+        """Return an iterator of the entries in the order of the queue. It skips entries that are removed meanwhile."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
@@ -129,7 +129,7 @@ class Droppable:
         """Remove an entry whose message should be dropped. If the message cannot be dropped now, set the entry aside.
 
         Returns:
-            All entries of the message, which must be dropped together. Empty if the body is not in memory or is being
+            All entries of the message, for the caller to drop together. Empty if the body is not in memory or is being
             evicted. Also empty if the message has an entry that must stay, or that was not passed to this method yet.
         """
         message, record = entry.message, entry.message.record
@@ -145,7 +145,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Move a message's entries from `Record.aside` back to `Droppable`, because a drop can be possible now."""
+    """Move a message's entries from `Record.aside` back to their `Droppable`, which can offer them again."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
@@ -179,7 +179,7 @@ class Account(Protocol):
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep memory below the limit. Evict bodies (A2 A3), and then drop messages if memory is above the limit (A1)."""
+    """Keep memory below the limit. Evict bodies (A2 A3). If memory is still above the limit, drop messages (A1)."""
     if account.held > account.evict_above:
         _evict(account, queues)
     if account.held > account.limit:
@@ -194,7 +194,7 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
         total = sum(sizes)
         if not total:
             break
-        # A body in several queues is in memory once, but each of these queues counts it.
+        # Scale the excess, because a message in several queues has one body in memory, but each pager counts the body.
         less = min(excess, account.MAX_BATCH) * max(total, account.held) // account.held
         share = level(sizes, max(0, total - less))
         for pager in pagers:
@@ -203,11 +203,11 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
-    """Drop ready, transient messages until memory is within the limit (A1). The policies of the queues must allow this.
+    """Drop ready, transient messages of queues with `drop_transient` until memory is within the limit (A1).
 
-    The next message to drop is the oldest droppable message of the queue with the most ready bytes. A message in
-    several queues is dropped only if all these queues allow this, because otherwise no memory is freed. For the same
-    reason, a message is not dropped if its body is being evicted or was evicted.
+    Each time, drop the oldest droppable message of the queue with the most ready bytes. A message in several queues is
+    dropped only if all these queues allow the drop, because a body that stays in one queue frees no memory. A message
+    is not dropped if its body is being evicted or was evicted, because such a drop would free no memory either.
     """
     givers = [
         (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())

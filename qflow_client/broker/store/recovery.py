@@ -45,7 +45,7 @@ class Recovery:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
         Returns:
-            The numbers of the messages whose queues were not restored, because the rows of the queues are damaged.
+            The numbers of the messages that are in no restored queue, because the rows of their queues are damaged.
         """
         now = self._wall_clock()
         lost = []

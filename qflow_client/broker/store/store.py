@@ -2,9 +2,9 @@
 
 Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
 A row with a wrong checksum is never used. The store moves such a row, and the rows that depend on it, to the table
-``damaged``, and reports them at each start. If the structure of the file is damaged, rows could be missing without
-notice. Such a file cannot be opened, and the error contains advice. The checksum of a message is checked each time its
-body is read.
+``damaged``. The broker logs the rows of this table at each start. If the structure of the file is damaged, rows could
+be missing without notice. So a `Store` refuses such a file. The error contains advice. Whenever the body of a message
+is read, the checksum of the message is checked.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement inserts many rows. After each statement this thread waits for the GIL, and the wait is long if the event
-# loop is busy.
+# One statement inserts many rows, because the store's thread waits for the GIL after each statement. If the event loop
+# is busy, the wait is long.
 _PUT = "INSERT INTO message VALUES "
 _ROW = "(?, ?, ?, ?, ?, ?, ?, ?)"
 _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_checksum = json_extract(value, '$[2]')
@@ -121,7 +121,7 @@ _MIN_FILE_SIZE = 512
 # Maximum number of messages in one statement.
 _PORTION = 128
 # Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 keeps one
-# prepared statement for each number of messages. Each of them keeps a copy of its values until its next use.
+# prepared statement for each number of messages. Each prepared statement keeps a copy of its values until its next use.
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
@@ -134,8 +134,8 @@ class Store:
 
     Args:
         path: path of the file. The file is created if it does not exist.
-        synchronous: with ``"normal"`` a commit survives a crash of the process, with ``"full"`` also a crash of the
-            machine.
+        synchronous: with ``"normal"``, commits survive a crash of the process. With ``"full"``, commits also survive a
+            crash of the machine.
 
     Raises:
         StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker. Also raised if
@@ -156,7 +156,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: Names and errors of all rows that this or an earlier `Store` has set aside.
+        #: Names and errors of all rows in the table ``damaged``.
         self.damaged: list[str] = []
         try:
             with _explained():
@@ -179,7 +179,7 @@ class Store:
     # Writing.
 
     def write(self, batch: Batch) -> None:
-        """Write all records of a batch, or none.
+        """Write all changes of a batch, or none.
 
         Raises:
             StoreError: the batch could not be written.
@@ -315,7 +315,7 @@ class BodyReader:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Return the bodies of those messages that exist, by number. A damaged body is ``None``.
+        """Return bodies by message number, without messages that are not in the store. A damaged body is ``None``.
 
         Raises:
             StoreError: the contents cannot be read.

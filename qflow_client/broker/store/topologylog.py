@@ -12,11 +12,11 @@ __all__ = ["Change", "TopologyLog"]
 
 
 class Change(NamedTuple):
-    """A change of the topology.
+    """A change of a durable queue, exchange or binding.
 
     Attributes:
         kind: ``queue``, ``exchange`` or ``binding``, with the prefix ``no_`` for a deletion.
-        values: the values for the columns of the row. A deletion has only the values that identify the row.
+        values: the row to insert, without its checksum. A deletion has only the values that identify the row to delete.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Change(NamedTuple):
 
 
 class TopologyLog:
-    """The changes of the topology that are in no batch yet."""
+    """The changes of durable queues, exchanges and bindings that are not in a `Batch` yet."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
