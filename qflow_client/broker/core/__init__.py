@@ -40,9 +40,9 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
    controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-The classes of messages and entries are in `entries.py`, those of exchanges and targets in `exchange.py`. An ack also
-needs `consuming.py`, which has the deliveries of a channel, and `dispatcher.py`, which gives the messages of a queue to
-consumers. The other files can be read later:
+Two more files are used by many files: `entries.py` has the classes of messages and entries, and `exchange.py` has those
+of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and `dispatcher.py`,
+which gives the messages of a queue to consumers. The other files can be read later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
   channels.
