@@ -54,6 +54,8 @@ def batches(messages: list[tuple[bytes | Message, str]], withdrawn: set[int], li
 @given(MESSAGES, st.data(), st.integers(1, 3000))
 @example([PLAIN] * 700, None, 1 << 20)
 @example([PLAIN] * 700, None, 20_000)
+@example([*[PLAIN] * 20, (b"x" * 10, "other"), *[PLAIN] * 20], None, 1 << 20)
+@example([*[PLAIN] * 20, (b"x" * 11, "q"), *[PLAIN] * 20], None, 1 << 20)
 def test_equal_messages_are_framed_like_different_messages(
     messages: list[tuple[bytes | Message, str]], data: st.DataObject | None, limit: int
 ) -> None:
