@@ -1,4 +1,4 @@
-"""Limiters limit the elements that are inside at the same time, or that pass per second (F2).
+"""Limiters limit how many admitted elements are not yet released, or how many are admitted per second (F2).
 
 A limiter counts elements. The controller decides which source to block and which element is next. Sizes are 0 or more,
 in a unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.

@@ -125,7 +125,7 @@ class Channel(pyamqp.Channel):
         return result
 
     def close_left(self) -> None:
-        """Send ``Channel.Close`` now. The broker did not read when the program called `close`.
+        """Send the ``Channel.Close`` that `close` did not send, because the broker blocked the connection then.
 
         This method may run during any read, so it must not wait for the answer. py-amqp passes the answer to `collect`.
         """

@@ -200,7 +200,7 @@ class OutboxStore:
             # There may be room for messages in the line.
             controller.look(now)
 
-    # Calls of the writer.
+    # Called by the writer.
 
     @property
     def is_held(self) -> bool:

@@ -51,7 +51,7 @@ _RETRY = 0.02
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
-# Maximum number of holds that the session shows. PostgreSQL accepts a text of 63 bytes.
+# Maximum number of holds in `application_name`, which PostgreSQL cuts after 63 bytes.
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)

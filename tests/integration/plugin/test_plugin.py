@@ -67,7 +67,7 @@ def test_a_send_of_a_producer_that_the_plugin_flows_times_out_and_sends_nothing(
     assert qflow_broker.queue("orders").depth == 1
 
 
-def test_the_plugin_flows_only_the_named_producer(qflow_broker, producer):
+def test_the_plugin_stops_only_the_named_producer(qflow_broker, producer):
     (first,) = qflow_broker.producers()
     with Producer(qflow_broker.url, routing_key="orders") as other:
         events = producer.flow_events()
