@@ -103,8 +103,8 @@ def add_many(
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
     """Record in the current transaction that a message is handled. Return True if the message was not handled before.
 
-    Call this function in the transaction that handles the message. While another transaction handles a copy, the
-    function waits. Acknowledge the message after the commit, even if the result is False.
+    Call this function in the transaction that handles the message. If another transaction handles a copy, the
+    function waits until that transaction ends. Acknowledge the message after the commit, even if the result is False.
 
     Args:
         consumer: name of the consumer. Two consumers of the same messages in one database need different names.
@@ -130,10 +130,10 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
 
 
 def forget(older_than: float, *, using: str = "default") -> int:
-    """Forget handled messages, and return their number.
+    """Delete the records of old handled messages, and return the number of deleted records.
 
     Args:
-        older_than: minimum age of the messages in seconds, which must exceed the maximum delay of a second copy.
+        older_than: minimum age of the records in seconds. After this time, second copies are not recognized.
         using: alias of the database.
     """
     connection = connections[using]

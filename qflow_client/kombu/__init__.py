@@ -1,7 +1,7 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
 This package adds flow control to kombu's transport for py-amqp. If the package is installed, kombu finds the transport
-when it loads its serializers. Every program that declares, publishes or consumes does this, such as a Celery
+when kombu loads its serializers. Each program that declares, publishes or consumes loads them, such as a Celery
 application. A program that only connects has to import ``qflow_client.kombu``.
 """
 

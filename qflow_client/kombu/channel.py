@@ -34,7 +34,7 @@ PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
 
-# Methods without an answer, which are written even while the broker does not read.
+# Methods that need no answer. `send_method` does not wait before it writes them, even if the broker is blocked.
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
@@ -99,8 +99,8 @@ class Channel(pyamqp.Channel):
     ) -> Any:
         """Close the channel like py-amqp. With pipelined confirms, first wait until all messages are settled.
 
-        If the broker blocks the connection, the method does not wait. ``Channel.Close`` is sent when the connection has
-        received ``Connection.Unblocked``, so when the program reads or publishes.
+        If the broker blocks the connection, the method does not wait. ``Channel.Close`` is sent later, when a
+        read or a publish of the program receives ``Connection.Unblocked``.
 
         Raises:
             OperationalError: the same as for `wait_for_confirms`. The channel is closed even if this error is raised.
@@ -108,7 +108,7 @@ class Channel(pyamqp.Channel):
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
             self.is_open = False
-            # From now on py-amqp drops deliveries. The broker delivers them again when the channel is closed.
+            # From now on py-amqp drops deliveries. The broker delivers these messages again after the close.
             self.is_closing = True
             self._end_flow("the channel is closed while the broker blocks the connection")
             connection.left.append(self)
@@ -135,12 +135,12 @@ class Channel(pyamqp.Channel):
         connection = self.connection
         super()._on_close(reply_code, reply_text, class_id, method_id)
         if self in connection.left:
-            # The broker has closed the channel first. It would end the connection for a later Channel.Close.
+            # The broker has closed the channel. It would end the connection if it then received a Channel.Close.
             connection.left.remove(self)
             self.collect()
 
     def settle(self) -> OperationalError | None:
-        """Wait for the confirms of pipelined messages before a close.
+        """Before a close, wait for the confirms of pipelined messages.
 
         Return an error if messages are not delivered.
         """
@@ -149,7 +149,7 @@ class Channel(pyamqp.Channel):
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # Do not wait until a second timeout, because kombu's pools close a connection after any error.
+            # A publish has already timed out. kombu's pools close a connection after any error, so do not wait again.
             return None
         try:
             self.wait_for_confirms()

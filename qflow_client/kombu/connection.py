@@ -82,8 +82,8 @@ class Connection(pyamqp.Connection):
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
-        #: Channels that were closed while the broker blocked the connection. The broker has not read the
-        #: ``Channel.Close`` of these channels.
+        #: Channels that were closed while the broker blocked the connection. Their ``Channel.Close``
+        #: is sent when the broker no longer blocks the connection.
         self.left: list[Any] = []
         self._pid = os.getpid()
         super().__init__(*arguments, **keywords)
@@ -96,7 +96,7 @@ class Connection(pyamqp.Connection):
             return
         why = not_shared("connection", self._pid)
         wire.leave_to_parent(why)
-        # Replace py-amqp's writer, because a thread of the parent may have held its lock.
+        # Replace py-amqp's writer, because a thread of the parent may have held the writer's lock during the fork.
         self._frame_writer = wire.check_connected
         for channel in (self.channels or {}).values():
             flow = getattr(channel, "_flow", None)
@@ -167,7 +167,7 @@ class Connection(pyamqp.Connection):
     def may_be_kept(self) -> bool:
         """Return True if this connection is worth keeping, to detect when the broker accepts messages again.
 
-        A connection with consumers is not kept, because it would keep the messages that the consumers receive.
+        A connection with consumers is not kept, because the broker would still deliver messages to it.
         """
         return (
             self.is_blocked
@@ -231,7 +231,7 @@ class Connection(pyamqp.Connection):
             return super().wait(method, callback, timeout, returns_tuple)
 
     def hear(self) -> None:
-        """Let py-amqp handle the received frames up to the first delivery."""
+        """Let py-amqp handle the received frames that come before the first delivery."""
         while self.connected and self._transport is not None and self._transport.has_news:
             with suppress(TimeoutError):
                 self.drain_events(timeout=0)

@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 for Apache Spark: ``format("amqp")``. All tasks of a job together obey the broker (C6)."""
+"""AMQP 0-9-1 for Apache Spark: ``format("amqp")``. The tasks of a job share the job's limits (C6)."""
 
 from __future__ import annotations
 

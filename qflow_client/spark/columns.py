@@ -36,7 +36,7 @@ from qflow_client.message import Message
 
 __all__ = ["Row", "RowError", "Rows", "SchemaError"]
 
-#: Payload, exchange and routing key of one row. The job's value replaces an exchange or routing key of ``None``.
+#: Payload, exchange and routing key of one row. ``None`` stands for the exchange or routing key of the job.
 Row = tuple[bytes | Message, str | None, str | None]
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
@@ -98,7 +98,7 @@ class Rows:
         self._names = tuple(names)
         self._is_json = body_format == "json"
         self._message_id = message_id
-        # Columns of a JSON body. Each name has a function that converts a value; ``None`` if no conversion is needed.
+        # For each column of a JSON body, its name and a function that converts a value (``None`` for no conversion).
         self._members: list[tuple[str, Callable[[Any], Any] | None]] = []
         for field in schema.fields:
             self._check(field.name, field.dataType)

@@ -1,12 +1,12 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
-to the queue. A task receives credits and publishes on one connection, so it cannot publish without its credits.
+to the queue. A task receives credits and publishes on one connection. If it ends, the task cannot publish.
 
-A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task is a consumer of this
-queue, so it has as many consumers as tasks may hold credits. The driver first publishes the credits to the credit
-queue, and then declares the second queue. So if the second queue exists, the credits were published. A third queue has
-the name of the credit queue plus ``.lock``. The third queue exists while a driver checks the other two queues.
+A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task that may hold
+credits is a consumer of the second queue, so the broker counts these tasks. The driver first publishes the credits, and
+then declares the second queue. So if the second queue exists, the credits were published. A third queue has the name of
+the credit queue plus ``.lock``. The third queue exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _IDLE_PERIOD = 1.0
 _PAUSE = 0.05
 # If a task gets no credit for this number of seconds, it checks whether credits exist.
 _PATIENCE = 5.0
-# Source of the hold while a task has no credits.
+# The hold of a task without credits names this source.
 _SOURCE = "credits"
 
 
@@ -93,7 +93,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Check that a credit is valid and was made for this capacity, and return it."""
+    """Return the credit. Raise an error if it is not valid, or was made for another capacity."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -171,7 +171,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
         # Use a classic queue, because a quorum queue drops a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # Either a driver ended just after it had published the credits, or the messages are not credits.
+        # Check one message. It may be a credit of a driver that ended before it declared the queue ``.tasks``.
         _look_at_one(connection, queue, capacity)
     else:
         # Use a transaction, so that either all credits or no credits are published, even if this process is killed.
@@ -223,7 +223,7 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
 class CreditLine:
     """Takes credits for one task from the queue and returns them, on a separate thread.
 
-    While the task has no credits, its producer is held.
+    While the task has no credits, the task's producer has a hold.
 
     Use a `CreditLine` as a context manager. On exit the connection is closed, which returns all credits to the queue.
 
@@ -235,14 +235,14 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Number of sent messages, now and after all current rows are sent. The task's thread sets both.
+        # Number of messages sent so far, and the number after all current rows. The task's thread sets both numbers.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # The number of each held credit. The keys are delivery tags.
+        # Maps the delivery tag of each held credit to the number of the credit.
         self._numbers: dict[int, int] = {}
-        # Name of the set of credits. The first credit contains it.
+        # Name of the set of credits, from the first credit; ``None`` before the first credit.
         self._pool: str | None = None
-        # The current window of the producer; 0 if it is held.
+        # The current window of the producer; 0 while the producer is held.
         self._window = 0
         # None while the thread does not consume credits.
         self._consumer_tag: str | None = None
@@ -283,7 +283,7 @@ class CreditLine:
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
         """Yield rows, and take credits for them. The caller sends each row before it requests the next one."""
         self._goal = self._sent + count
-        # If the connection has ended, the producer detects this.
+        # Wake the thread. If the connection has ended, the producer reports the reason.
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         for row in rows:
@@ -334,7 +334,7 @@ class CreditLine:
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika rejects messages that arrive before the broker's answer, so they return to the queue.
+            # pika rejects messages that arrive before the broker's answer, so these messages return to the queue.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)

@@ -24,11 +24,11 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits of a capacity. With more credits, tasks share the capacity more evenly. But each use of a
-# credit costs a delivery and a nack.
+# Maximum number of credits into which a capacity is divided. With more credits, tasks share the capacity more evenly.
+# But each use of a credit costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# If a task still needs its credits, it returns at most their number divided by this number in one step.
+# A task that still needs its credits returns at most a part of them at once: their number divided by this, or one.
 _RETURN_DIVISOR = 4
 
 

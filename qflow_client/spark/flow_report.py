@@ -221,7 +221,7 @@ def flow_report(
         maximum: maximum number of messages in each queue, for which the report recommends settings (C6).
         delay: maximum seconds that a message stays in a queue, for which the report recommends settings.
         queues: queues for which the report recommends settings; ``None`` for all queues whose depth was recorded.
-        round_trip: assumed seconds from the publish of a message to its confirm, in the replays.
+        round_trip: seconds that the replays assume from the publish of a message to its confirm.
 
     Raises:
         FlowLogError: there are no flow logs.
@@ -258,7 +258,7 @@ def flow_report_stream(
     """Sum up flow logs continuously. Each time window is written when no more of its lines are expected.
 
     A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
-    files are copied to this folder. `flow_report_of_stream` creates the report from the written windows.
+    files are copied to `folder`. `flow_report_of_stream` creates the report from the written windows.
 
     Args:
         spark: the session.

@@ -42,7 +42,7 @@ class Task:
         job: id of the job. For a streaming query it is the id of the query, which stays the same after a restart.
         batch: id of the batch; ``None`` outside of streaming queries.
         partition: partition of the task.
-        attempt: number of the attempt; 0 for the first.
+        attempt: number of the attempt; 0 for the first attempt.
     """
 
     job: str
@@ -198,7 +198,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
             may be a second copy.
 
     Raises:
-        FlowControlTimeout: a row was held for `max_producer_flow_control_wait`, and it and later rows were not sent.
+        FlowControlTimeout: a row was held for `max_producer_flow_control_wait`. This row and later rows were not sent.
         ConfirmTimeout: rows are unconfirmed, and no confirm came within `max_producer_flow_control_wait` seconds.
         CreditError: the credit queue was deleted, has credits for another capacity, or has other messages.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.

@@ -49,8 +49,8 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. The folder contains its purpose. A folder with
-            another purpose is refused.
+        holds: purpose of the spool, such as the name of the queue. The purpose is written into the folder. A folder
+            with another purpose is refused.
 
     Raises:
         SpoolError: the folder cannot be used, is in use by another query, or has another purpose.

@@ -39,8 +39,8 @@ class StreamError(QflowError):
 class Cursor:
     """Decides which deliveries of a stream belong to a range of offsets, and finds the missing offsets.
 
-    A chunk may begin before the requested offset. A gap does not prove a loss, because some entries of a stream are not
-    messages. For example, consumers store their offsets in the stream.
+    RabbitMQ delivers whole chunks, which may begin before the requested offset. A gap does not prove a loss, because
+    some entries of a stream are not messages. For example, consumers store their offsets in the stream.
     """
 
     def __init__(self, start: int, end: int) -> None:

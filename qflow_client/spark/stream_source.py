@@ -40,7 +40,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark first requests an offset. Tasks call `read` on a copy in which both fields are ``None``.
+        # Both fields are set when Spark first requests an offset. Tasks call `read` on a copy without these objects.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
         # The greatest offset that was returned to Spark.
@@ -187,7 +187,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # The stream is empty. The next messages will show whether it is new or its messages were deleted.
+                # The stream is empty. The next messages will show whether the stream is new or lost its messages.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(

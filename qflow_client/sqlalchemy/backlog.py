@@ -19,10 +19,10 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# Minimum seconds between two queries. The minimum is also `_RARITY` times the duration of a query.
+# A query starts at least `_PERIOD` seconds, and at least `_RARITY` durations of the last query, after the last query.
 _PERIOD = 10.0
 _RARITY = 100.0
-# Maximum seconds that a reader waits. The query itself may take `_LONGEST` seconds in the database.
+# A reader waits at most `_PATIENCE` seconds for a result. PostgreSQL ends a query after `_LONGEST` seconds.
 _PATIENCE = 1.0
 _LONGEST = 30
 

@@ -1,7 +1,7 @@
 """An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
 
-So even if a process is killed, exactly the handled messages are recorded. A producer with an outbox loses no message,
-and second copies have the same message id. Together with an inbox, each message is handled effectively once.
+The record of a message and the effects of the message are committed together, even if the process is killed. A producer
+with an outbox loses no message, but may send a second copy. The inbox recognizes the copy by its message id.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Inbox:
         """Delete the records of old messages in the caller's transaction, and return their number.
 
         Args:
-            older_than: minimum age of the records in seconds. Choose more than the maximum delay of a second copy.
+            older_than: minimum age of the records in seconds. After this time, second copies are not recognized.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

@@ -24,12 +24,12 @@ snapshot, or was in progress in the previous snapshot. Both conditions select sh
   deleted rows. But a relay does not visit the deleted rows again, because each page begins after the last row of the
   previous page.
 
-**Writing.** A commit that waits for the disk permits rows to be published. Such a commit permits `AHEAD` more rows than
-were read. So at a low rate most pages need no wait for the disk. Confirmed rows are deleted together with the next
-read, without a wait for the disk.
+**Writing.** Before rows are published, a commit stores the id up to which rows are permitted, and waits for the disk.
+The stored id is `AHEAD` above the last row that was read. So at a low rate most pages need no wait for the disk. The
+statement of the next read deletes confirmed rows. A delete does not wait for the disk.
 
-The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows after a
-minute. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
+The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep is due a
+minute later. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["AHEAD", "PostgresqlSession"]
 
-# Seconds between two full sweeps while a relay has no other rows to read.
+# Seconds from the start of a full sweep until another full sweep is due. A sweep in progress is completed first.
 _FULL_PERIOD = 60.0
-# No transactions in progress. This list is not empty, because a driver may not know the type of an empty list.
+# No transaction is in progress. The list is not empty, because a driver may not know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
 _AFTER_ALL = 1 << 62
@@ -93,7 +93,7 @@ class PostgresqlSession:
             " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
         )
         self._mine: list[int] = []
-        # Whether the current sweep is full, so that it can read rows that were sent before.
+        # Whether the current sweep is full. A full sweep can read rows that were already sent.
         self.is_full = True
         self.has_more = False
         self._in_sweep = False
@@ -103,7 +103,7 @@ class PostgresqlSession:
         self._before = 0, _NO_TRANSACTIONS
         self._last = 0
         self._next_full = 0.0
-        # Whether the application has committed since the last return of `wait`.
+        # Whether a notification of a commit has come since `wait` last returned.
         self._is_noticed = False
         self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self._driver = cast(Any, self._connection.connection.driver_connection)
@@ -124,7 +124,7 @@ class PostgresqlSession:
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
-            # The two settings above have no effect while the server waits for the relay to read a page.
+            # The two timeouts above have no effect while the server waits until the relay reads a page.
             f"tcp_user_timeout = {milliseconds}",
             # Do not use a generic plan, because such a plan may be based on statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
@@ -233,7 +233,7 @@ class PostgresqlSession:
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # The sweep begins with this statement, so the sweep's snapshot has every row that the statement sees.
+            # The statement below takes the snapshot of the new sweep, so it has no upper limit for transaction numbers.
             self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
@@ -269,7 +269,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Set transaction numbers that come from another server to 0, which is older than every snapshot."""
+        """Set transaction numbers of another server (from a backup) to 0, which is older than every snapshot."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
@@ -323,7 +323,7 @@ class PostgresqlSession:
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"
             " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
-            # If the sequence of ids was reset, the id may already exist.
+            # If the sequence of ids was reset, the table of failed rows may already have the id.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
             " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"

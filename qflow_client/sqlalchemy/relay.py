@@ -42,7 +42,7 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
 }
 # For each name of a database in a URL, the driver that a relay uses.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# The first and the maximum pause after an error in seconds.
+# Seconds of the pause after a first error, and of the longest pause after errors in a row.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -63,7 +63,7 @@ def engine_of(url: str | URL) -> Engine:
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # Do not accept a host with @. Such a host has a part of an unencoded password, and errors would show this part.
+        # Refuse a host with @. The host then contains part of an unencoded password, and errors would show this part.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
@@ -192,7 +192,7 @@ class OutboxRelay:
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Stop publishing, and wait for unconfirmed rows, for at most half of the lease.
+        """Stop publishing. The thread waits for confirms for at most half of the lease, and then ends.
 
         Args:
             timeout: maximum seconds to wait for the end of the thread; ``None`` for no limit.
@@ -228,7 +228,7 @@ class OutboxRelay:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
-            # If the waiting task was cancelled, the loop may be closed.
+            # If the waiting task was cancelled, the loop may already be closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -254,7 +254,7 @@ class OutboxRelay:
         self._report_end(await self._wait_for_end(2 * self._lease))
 
     def _report_end(self, has_ended: bool) -> None:
-        # If the database does not answer, a query may last until the operating system ends the connection.
+        # If the database does not answer, the thread's query may last until the operating system ends the connection.
         if not has_ended:
             logger.warning(
                 "outbox relay: its thread has not ended after %g s, and continues until its last call returns",

@@ -62,7 +62,7 @@ class Session(Protocol):
 def silence_of(lease: float) -> float:
     """Return the seconds of inactivity after which the server ends the session of a relay.
 
-    Another relay has to take over in the rest of the lease.
+    In the rest of the lease, another relay has time to take the partitions.
     """
     return max(lease / 2, lease - 2 * LOOK)
 

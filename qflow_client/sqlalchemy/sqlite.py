@@ -47,7 +47,7 @@ after_fork_in_child(_close_locks_in_child)
 
 
 def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
-    """Return the number of working relays, or ``None`` if it is unknown, and the holds of each held relay."""
+    """Return the number of working relays (``None`` if it is unknown), and the holds of each relay that has holds."""
     path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
     try:
         descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The three tables of the outbox, with the statements of `qflow_client.sqlalchemy`."""
+"""Creates the three tables of the outbox, as `qflow_client.sqlalchemy` defines them."""
 
 from __future__ import annotations
 

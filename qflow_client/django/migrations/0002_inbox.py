@@ -1,4 +1,4 @@
-"""The table of the inbox, with the statements of `qflow_client.sqlalchemy`."""
+"""Creates the table of the inbox, as `qflow_client.sqlalchemy` defines it."""
 
 from __future__ import annotations
 
