@@ -1,4 +1,4 @@
-"""Finds thresholds and capacities that keep a maximum depth (C6) or delay, and tests them on recorded messages."""
+"""Recommends thresholds and capacities with which a queue keeps a maximum depth (C6) or delay."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Maximum number of replayed samples. The samples around the greatest depth are replayed.
+#: Maximum number of samples in a replay. The samples around the time of the greatest depth are replayed.
 SAMPLES = 2000
-#: Maximum number of messages in the replayed samples.
+#: Maximum number of messages in the replayed samples, unless there is only one sample.
 MESSAGES = 20_000
-#: Maximum number of round trips of a replay. If the samples last longer, the round trips become longer.
+#: Approximate maximum number of round trips in a replay. If a replay needs more, its round trips are made longer.
 ROUNDS = 20_000
 
-# The tested sums of all capacities are the maximum depth divided by these numbers.
+# The maximum depth divided by each of these numbers is a sum of all capacities to test.
 _CAPACITY_PARTS = (16, 8, 4, 2)
-# The tested resume thresholds are these fractions (numerator, denominator) of the stop threshold.
+# Each of these fractions (numerator, denominator) of the stop threshold is a resume threshold to test.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds keep the requested limits, or the log has no messages for the queue."""
+    """No thresholds keep the requested limits, or the flow log has no messages for the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Settings for a queue and its publishers, and their effect in the replay.
+    """Recommended settings for a queue and its publishers, and the effect of these settings in a replay.
 
     Attributes:
         queue: name of the queue.
-        stop: stop threshold in messages.
-        resume: resume threshold in messages.
-        capacities: capacities of the publishers.
-        drain_rate: messages per second that left the queue, from the log.
+        stop: recommended stop threshold in messages.
+        resume: recommended resume threshold in messages.
+        capacities: recommended capacity of each publisher.
+        drain_rate: number of messages per second that left the queue, according to the flow log.
         expected: result of the replay with the recommended settings.
         recorded: result of a replay with the recorded thresholds; ``None`` if the queue had no stop threshold.
-        tried: results of the replays with all tested settings.
+        tried: one result for each replay with tested settings, including `expected`.
     """
 
     queue: str
@@ -62,11 +62,11 @@ class Advice:
 
     @property
     def longest_delay(self) -> float:
-        """How many seconds a message waits if the queue has `worst_case` messages, at the recorded drain rate."""
+        """The seconds that a message waits behind `worst_case` messages if the consumers drain them at `drain_rate`."""
         return self.worst_case / self.drain_rate if self.drain_rate else inf
 
     def row(self) -> Row:
-        """Return the row for the table of advice."""
+        """Return the row of this queue in the table ``advice``."""
         return {
             "queue": self.queue,
             "stop": self.stop,
@@ -80,14 +80,14 @@ class Advice:
         }
 
     def capacity_rows(self) -> list[Row]:
-        """Return the rows for the table of capacities."""
+        """Return the rows of this queue in the table ``capacities``."""
         return [
             {"queue": self.queue, "producer": producer, "capacity": capacity}
             for producer, capacity in self.capacities.items()
         ]
 
     def replay_rows(self) -> list[Row]:
-        """Return the rows for the table of replays."""
+        """Return the rows of this queue in the table ``replays``."""
         rows = [] if self.recorded is None else [_replay_row(self.queue, "recorded", self.recorded)]
         for each in self.tried:
             rows.append(_replay_row(self.queue, "advice" if each is self.expected else "tried", each))
@@ -113,7 +113,7 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """For each queue, return the start and end of a time window around its greatest depth, in microseconds."""
+    """For each queue with messages, return the time window to replay: start and end in microseconds since 1970."""
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -125,10 +125,10 @@ def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tu
 
 
 def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[Sample]]:
-    """Return the samples of each queue around the time of its greatest depth, in order.
+    """Return the samples of each queue around the time of its greatest depth, in order of time.
 
     Args:
-        lines: lines of a flow log, in any order. Only lines of the kind ``depth`` are used.
+        lines: lines of a flow log, in any order. Lines of kinds other than ``depth`` are ignored.
         wanted: result of `windows`, with a time window for each queue.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
@@ -146,7 +146,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """Return the samples in order. If there are too many samples, keep only those around the greatest depth."""
+    """Return the samples in order of time. If there are too many, drop the samples far from the greatest depth."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
@@ -173,19 +173,19 @@ def advise(
 ) -> Advice:
     """Find the thresholds and capacities with which the replay holds the publishers for the shortest time.
 
-    In all tested settings, the sum of the stop threshold and all capacities is at most the maximum. The sum is also at
-    most the number of messages that the consumers take in the allowed delay. So the queue keeps the limits even if the
-    publishers send in another way than in the replay.
+    In all tested settings, the sum of the stop threshold and all capacities is at most `maximum`. The sum is also at
+    most the number of messages that leave the queue in `delay` seconds at the recorded drain rate. So if the drain rate
+    stays the same, the queue keeps both limits, even if the publishers send at other times than in the replay.
 
     Args:
         publishers: number of messages from each publisher to the queue.
-        capacities: recorded capacities of the publishers whose capacity is known.
-        maximum: maximum number of messages in the queue.
-        delay: maximum seconds that a message may be in the queue.
-        round_trip: seconds from a published message to its confirm.
+        capacities: recorded capacities of producers, for the replay with the recorded thresholds.
+        maximum: maximum number of messages in the queue; ``None`` for no maximum.
+        delay: maximum seconds that a message may be in the queue; ``None`` for no maximum.
+        round_trip: seconds in the replays from the publishing of a message to its confirm.
 
     Raises:
-        AdviceError: no settings keep the limits, or there are no samples or publishers.
+        AdviceError: no settings keep the limits, or the log has no samples or no publishers of the queue.
         ValueError: `maximum` and `delay` are both missing, or a value is not more than 0.
     """
     if maximum is None and delay is None:
@@ -216,7 +216,7 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    # If results are equal, take the largest capacities, because a real producer may have a longer round trip.
+    # If results are equal, prefer large capacities: a producer with a longer round trip than in the replay needs them.
     best = min(
         tried,
         key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),
@@ -230,7 +230,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide a total capacity among the publishers, in proportion to their messages. Each publisher gets at least 1."""
+    """Divide a capacity among the publishers in proportion to their numbers of messages. Each gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

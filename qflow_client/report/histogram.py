@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
-Each number is counted in a bucket. The width of a bucket is at most 1/32 of its smallest number. So a percentile is too
-high by at most 1/32, and is exact if it is below 64. Histograms of parts of the data can be added in any order.
+Each number below 64 has its own bucket, so a percentile below 64 is exact. The width of a larger bucket is at most 1/32
+of its smallest number, so any other percentile is too high by at most 1/32. The counts of histograms can be added.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: Number of leading bits that are equal in all numbers of a bucket. All these numbers have the same number of bits.
+#: All numbers of a bucket have the same number of bits, and the same leading bits. This is the number of leading bits.
 BITS = 6
 
 
@@ -31,10 +31,10 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """Return a percentile: a number that at least `percent` percent of all numbers do not exceed.
+    """Return a percentile: at least `percent` percent of all counted numbers are at most this number.
 
     Args:
-        buckets: how many numbers are in each bucket.
+        buckets: count of numbers for each bucket; if there are none, the percentile is 0.
         percent: the percentage, from 1 to 100.
         largest: the largest of all counted numbers.
     """

@@ -1,4 +1,4 @@
-"""Writes the report as one self-contained HTML page."""
+"""Converts a report to one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-# Maximum number of rows of a table. The Parquet files have all rows.
+# Maximum number of rows of each table on the page. The Parquet files of the report have all rows.
 _ROWS = 50
-# Maximum number of queues with a chart.
+# Maximum number of queues with a chart on the page. The deepest queues get the charts.
 _CHARTS = 12
 
 _HOLDS = (

@@ -1,4 +1,4 @@
-"""Finds the files of flow logs, and reads their lines."""
+"""Finds the files of flow logs, reads the lines of these files, and converts them to Parquet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qflow_client.errors import QflowError
 __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_schema", "parts_of", "raws", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
-# Number of bytes at the end of a file that are read to find the last line.
+# Number of bytes to read at the end of a file, in order to find the last line.
 _TAIL = 64 << 10
 # Number of bytes to read in one call.
 _BLOCK = 1 << 20
-# Maximum number of rows of a Parquet file that are in memory at the same time.
+# Maximum number of rows of a Parquet file to keep in memory at the same time.
 _ROWS = 20_000
 
 
@@ -44,16 +44,16 @@ class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. All flow logs in a folder are read, including files that are still being written.
+        paths: folders and files. A folder stands for all flow logs in it, including files that are still being written.
 
     Raises:
-        FlowLogError: a path does not exist, a file name has an unknown ending, or a folder has no flow logs.
+        FlowLogError: a path does not exist, a file name has an unknown ending, or there is not a single flow log.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         #: The files in the order of `paths`. The files of one folder are sorted by name.
         self.files: list[Path] = []
-        #: Number of invalid lines so far. A killed process may leave an incomplete line.
+        #: Number of invalid lines that `lines` has skipped so far. A killed process may leave an incomplete line.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():
@@ -75,7 +75,7 @@ class FlowLogs:
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """Return approximate times of the first and last line in microseconds. Parse only the ends of each file."""
+        """Estimate the times of the first and last line, in microseconds since 1970, from the ends of each file."""
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 
@@ -92,7 +92,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # To save time, a line without this text is skipped and not parsed.
+        # A line of the kind `only` contains this text. Other lines are not parsed, in order to save time.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:
@@ -106,12 +106,12 @@ class FlowLogs:
 
 
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
-    """Parse a line of a flow log. Return ``None`` if the line is invalid."""
+    """Parse a line of a flow log. Return ``None`` if it is not a JSON object with the keys ``at`` and ``kind``."""
     try:
         line = _loads(raw)
     except ValueError:
         try:
-            # Only this parser accepts NaN and numbers of more than 64 bits.
+            # `json.loads` accepts NaN and numbers of more than 64 bits, which orjson rejects.
             line = json.loads(raw)
         except ValueError:
             return None
@@ -124,7 +124,7 @@ class Part:
 
     Attributes:
         start: offset of the first byte of the part.
-        end: offset after the last byte of the part; ``None`` for the end of the file.
+        end: offset after the last byte of the part; ``None`` if the part ends where the file ends.
     """
 
     path: str
@@ -133,7 +133,7 @@ class Part:
 
 
 def parts_of(path: Path, size: int) -> Iterator[Part]:
-    """Split a file of lines into parts of about `size` bytes. A compressed file is one part."""
+    """Split a file of lines into parts of at most `size` bytes. A compressed file is one part, whatever its size."""
     if path.suffix == ".gz":
         yield Part(str(path))
         return
@@ -143,16 +143,16 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield the lines that begin in a part, in several lists. The lines are not parsed."""
+    """Yield lists of unparsed lines. Together, the lists have all lines that begin in the part."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:
-            # A line that begins before the part belongs to the previous part.
+            # Skip the rest of a line that begins before this part.
             file.seek(at - 1)
             at += len(file.readline()) - 1
         while part.end is None or at < part.end:
             wanted = _BLOCK if part.end is None else min(_BLOCK, part.end - at)
-            # Read to the end of the line that is incomplete in the block.
+            # `readline` reads the rest of the last line, so the block has only whole lines.
             block = file.read(wanted - 1) + file.readline()
             if not block:
                 return
@@ -179,7 +179,7 @@ def _ends(path: Path) -> list[int]:
     with _open(path) as file:
         found = [_at(file.readline())]
         if path.suffix == ".gz":
-            # To find the end of a compressed file, the whole file must be read.
+            # The last line of a compressed file can only be found by reading the whole file.
             last = b""
             for last in file:  # noqa: B007  # only the last line is used
                 pass
@@ -202,13 +202,13 @@ def _pyarrow(path: Path) -> Any:
 
 
 def parquet_schema(pyarrow: Any) -> Any:
-    """Return the columns of a flow log in a Parquet file."""
+    """Return the schema of a Parquet file that contains a flow log."""
     text, number = pyarrow.string(), pyarrow.int64()
     counts = pyarrow.map_(text, number)
     return pyarrow.schema([(name, {"text": text, "number": number, "counts": counts}[kind]) for name, kind in COLUMNS])
 
 
-#: The fields that lines of a flow log can have, and the types of these fields.
+#: Name and type of each field that a line of a flow log can have.
 COLUMNS = (
     ("at", "number"),
     ("kind", "text"),
@@ -277,7 +277,7 @@ def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
     """Write flow logs to one Parquet file, and return the number of lines.
 
     Args:
-        target: path of the new file, which has another name while it is incomplete.
+        target: path of the new file. While the file is incomplete, its name begins with an underscore.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

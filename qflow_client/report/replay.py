@@ -1,9 +1,9 @@
-"""Replays recorded messages through the broker's queue with other thresholds and capacities, without I/O.
+"""Replays recorded arrivals of messages through a `Queue` of the broker, with given thresholds and capacities. No I/O.
 
-Time advances in round trips. In each round trip, a publisher that is not held sends as many messages as its capacity
-allows. A stop takes effect in the next round trip. So the queue may exceed its stop threshold, by at most the
-capacities of its publishers (C6). After the publishers, the consumer takes as many messages as it can. A confirm
-arrives at the end of the round trip, unless the queue delays the confirm.
+Simulated time advances in steps of one round trip. At the start of a step, each publisher that the queue does not block
+sends as many messages as its capacity allows. If the queue turns ON, its publishers stop at the next step. So the queue
+may exceed its stop threshold, by at most the sum of the capacities (C6). Then the consumers take as many messages as
+they can. At the end of the step, the publishers get the confirms that the queue does not delay.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Sample:
         seconds: length of the sample in seconds.
         arrivals: number of messages that arrived from each publisher.
         left: number of messages that left the queue.
-        was_busy: whether the queue had messages at the start and at the end of the sample. In a busy sample, the replay
-            assumes that the consumers took as many messages as they could.
+        was_busy: whether the queue had messages at the start and at the end of the sample. If so, the replay assumes
+            that the consumers took as many messages as they could.
     """
 
     seconds: float
@@ -52,11 +52,11 @@ class ReplayResult:
         peak: maximum number of messages in the queue.
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
-        seconds_flowed: total seconds for which the queue held publishers with messages to send.
-        seconds_full: total seconds for which only the capacity held publishers with messages to send.
-        delay: maximum seconds that a message was in the queue.
+        seconds_flowed: sum over all publishers of the seconds for which the queue kept them from sending messages.
+        seconds_full: sum over all publishers of the seconds for which only their capacity kept them from sending.
+        delay: maximum seconds that a consumed message was in the queue.
         sent: number of published messages.
-        unsent: number of messages that the publishers had not published at the end.
+        unsent: number of messages that the publishers still had to publish at the end of the replay.
         seconds: length of the replay in seconds of simulated time.
     """
 
@@ -75,7 +75,7 @@ class ReplayResult:
 
     @property
     def seconds_held(self) -> float:
-        """The total seconds that publishers with messages to send were held."""
+        """The sum over all publishers of the seconds for which the queue or their capacity kept them from sending."""
         return self.seconds_flowed + self.seconds_full
 
 
@@ -87,52 +87,52 @@ class Sender(FlowSource):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name)
         self.capacity = capacity
-        #: Messages that wait to be published.
+        #: Number of messages that wait to be published.
         self.to_send = 0
-        #: Published messages that are not confirmed.
+        #: Number of published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Number of round trips in which the queue held the publisher, and number of round trips in which only the
-        #: capacity held the publisher.
+        #: Number of round trips at whose end messages waited because the queue blocked the publisher (`flowed`), or
+        #: because only the capacity did not allow more messages (`full`).
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
-        """Handle the confirm of a message of this publisher."""
+        """Count a confirm that the queue had delayed."""
         self.unconfirmed -= 1
 
 
 @dataclass(slots=True)
 class _Alone:
-    """Replaces the virtual host for a queue that has none."""
+    """Takes the place of the virtual host, because the replayed queue does not belong to a virtual host."""
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: Bytes of bodies that the queue may read ahead: 0, because the queue has no store.
+    #: Maximum body bytes that the queue may read ahead from a store: 0, because the queue has no store.
     window: int = 0
 
     def clock(self) -> float:
         return self.now
 
     def wake_at(self, queue: Queue, at: float) -> None:
-        """Do nothing: the queue has no deadlines."""
+        """Do nothing, because the queue has no deadlines."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: object) -> None:
-        """Do nothing: the queue has no dead-letter exchange."""
+        """Do nothing, because the queue has no dead-letter exchange."""
 
     def unused(self, queue: Queue) -> None:
-        """Do nothing: the queue does not expire."""
+        """Do nothing, because the queue does not expire."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Do nothing: no messages wait for room."""
+        """Do nothing, because no message waits for room in the queue."""
 
 
 class Replay:
     """A queue, its publishers and its consumers, in simulated time.
 
     Args:
-        round_trip: seconds of a round trip.
+        round_trip: length of a round trip in seconds.
         size: body bytes of every message.
-        recorder: creates an observer that uses the given clock; ``None`` for no observer.
-        begin: start time in seconds.
+        recorder: function that gets the simulated clock and returns an observer of the queue; ``None`` for no observer.
+        begin: time of the simulated clock at the start, in seconds.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Replay:
         self.round_trip = round_trip
         self.round = 0
         self.sent = 0
-        # Maximum delay of a message, in round trips.
+        # Maximum number of round trips that a consumed message was in the queue.
         self.delay = 0
         self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
         # For each message in the queue, the number of the round trip in which it arrived.
         self._came: deque[int] = deque()
-        # The senders of the messages whose confirms arrive at the end of the current round trip.
+        # One sender for each message whose confirm arrives at the end of the current round trip.
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
@@ -169,14 +169,14 @@ class Replay:
 
         Args:
             arrivals: number of new messages that each publisher has to send.
-            credit: number of messages that the consumers can take in one round trip; may be a fraction.
+            credit: number of messages that the consumers can take in this round trip. A fraction is carried over.
         """
         queue = self.queue
         self.around.now += self.round_trip
         for name, count in arrivals.items():
             self.senders[name].to_send += count
         senders = list(self.senders.values())
-        # Each round trip starts with another sender, so that no sender has an advantage.
+        # The senders take turns to publish first, so that no sender has an advantage.
         first = self.round % len(senders)
         told = [(sender, sender.is_blocked) for sender in (*senders[first:], *senders[:first])]
         for sender, is_blocked in told:
@@ -242,13 +242,13 @@ def replay(
 ) -> ReplayResult:
     """Replay recorded messages through a queue.
 
-    The messages of a sample arrive evenly over its time. If the sample was busy (`Sample.was_busy`), the consumers can
-    take as many messages as recorded. In other samples the consumers can take `drain_rate` messages per second.
+    The messages of a sample arrive evenly over the length of the sample. If a sample was busy (`Sample.was_busy`), the
+    consumers can take as many messages as they took in reality. Otherwise they can take `drain_rate` per second.
 
     Args:
-        samples: samples in the order of their times.
-        drain_rate: messages per second that the consumers can take in samples that were not busy.
-        round_trip: seconds of a round trip; should not exceed the length of a sample.
+        samples: recorded samples of one queue in order of time.
+        drain_rate: number of messages per second that the consumers can take in samples that were not busy.
+        round_trip: length of a round trip in seconds. A shorter sample still takes one round trip.
     """
     run = Replay(marks, capacities, round_trip=round_trip)
     for sample in samples:

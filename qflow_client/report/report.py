@@ -1,4 +1,4 @@
-"""Creates the report with its tables and advice, and writes it to files."""
+"""Creates a report with tables and advice, and writes the report to files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["FlowReport", "flow_report", "make_report"]
 
 @dataclass(frozen=True)
 class FlowReport:
-    """Shows which producers were held, where, why and for how long, and recommends settings.
+    """Shows which producers were held, at which queue, why and for how long, and recommends settings.
 
     Attributes:
         tables: the rows of each table. The tables are ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
-            ``held_over_time`` and ``depth_over_time``. If advice was requested, there are also ``advice``,
-            ``capacities`` and ``replays``. Durations are in seconds, and times in seconds since 1970.
-        lines: number of read lines of each kind.
+            ``held_over_time`` and ``depth_over_time``. If advice was requested, the tables ``advice``, ``capacities``
+            and ``replays`` are added. Durations are in seconds, and times in seconds since 1970.
+        lines: number of valid lines of each kind in the flow logs.
         lost: number of lines that a flow log dropped because the disk was too slow.
-        unreadable: number of invalid lines. A killed process may leave an incomplete line.
+        unreadable: number of invalid lines in the flow logs. A killed process may leave an incomplete line.
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
         last: time of the last line in seconds since 1970; ``None`` if there are no lines.
-        advice: recommended settings for each queue.
-        no_advice: for each queue without advice, the reason.
+        advice: recommended settings for each queue for which there are some.
+        no_advice: for each other queue that has samples, the reason why no settings are recommended.
     """
 
     tables: dict[str, list[Row]]
@@ -52,10 +52,10 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder to write to, created if missing. Files of an earlier report are replaced or removed.
+            folder: folder for the files, which is created if it is missing. Files of an earlier report are removed.
 
         Returns:
-            The paths of the files. The first one is the page.
+            The paths of the written files. The first path is that of ``report.html``.
 
         Raises:
             OSError: a file cannot be written.
@@ -88,7 +88,7 @@ def make_report(
     """Create a report from tables.
 
     Args:
-        samples: samples to replay for each queue; ``None`` for no advice.
+        samples: samples to replay for each queue; ``None`` if no advice is requested.
     """
     advice: dict[str, Advice] = {}
     no_advice: dict[str, str] = {}
@@ -128,18 +128,18 @@ def flow_report(
 ) -> FlowReport:
     """Create a report on flow logs. The used memory does not depend on the number of lines.
 
-    The function reads the logs once. If advice is requested, it reads the logs a second time.
+    The function reads the logs once, and again if advice is requested. It reads ``.gz`` files one more time in advance.
 
     Args:
         paths: folders of `FlowLog`, or files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
         maximum: recommend settings with which each queue has at most this number of messages (C6).
         delay: recommend settings with which a message is in a queue for at most this number of seconds.
-        queues: queues for the advice; ``None`` for all queues whose depth was recorded.
-        round_trip: seconds from a published message to its confirm in the replays.
+        queues: names of the queues to recommend settings for; ``None`` for all queues with recorded messages.
+        round_trip: seconds in the replays from the publishing of a message to its confirm.
 
     Raises:
-        FlowLogError: there are no flow logs, or a path is wrong.
-        ValueError: `maximum`, `delay` or `round_trip` is not more than 0.
+        FlowLogError: there are no flow logs, a path is wrong, or a Parquet file is given and pyarrow is missing.
+        ValueError: advice is requested, and `maximum`, `delay` or `round_trip` is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     tables = sum_up(logs.lines(), bin_width(*logs.span()))

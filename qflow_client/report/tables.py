@@ -1,8 +1,8 @@
 """Creates tables from the lines of flow logs.
 
-All values are sums, maxima and histograms of whole numbers, so the order of the lines does not matter. `Tables.add`
-adds a line, and `Tables.merge` adds a `Fact` of other tables. The memory grows with the number of producers and queues,
-not with the number of lines.
+All values are sums, minima, maxima and histograms of whole numbers, so the order of the lines does not matter. Several
+`Tables` can be filled with `Tables.add`, and then be combined with `Tables.facts` and `Tables.merge`. The used memory
+grows with the number of producers and queues, not with the number of lines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Row = dict[str, Any]
 #: The key of a hold: origin (``"producer"`` or ``"broker"``), producer, connection, queue, reason.
 HoldKey = tuple[str, str, str, str, str]
 
-#: Approximate maximum number of points of a series over time.
+#: Approximate maximum number of bins in a time series.
 SERIES_LENGTH = 400
 _PERCENTS = (50, 90, 99)
 _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """Return the width of the bins of a time series, from the times of the first and last line in microseconds."""
+    """Return the width of the bins for a time series from `first` to `last`. All values are in microseconds."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -52,35 +52,35 @@ class Spread:
         self.buckets[bucket_of(value)] += 1
 
     def add_all(self, bucket: int, count: int, total: int, largest: int) -> None:
-        """Add several values of one bucket."""
+        """Add `count` values of one bucket. `total` is added to the sum, and `largest` is compared with the maximum."""
         self.count += count
         self.total += total
         self.largest = max(self.largest, largest)
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """Yield the facts for `add_all`. Only the first fact has the sum, but every fact has the maximum."""
+        """Yield a fact for `add_all` for each bucket. The first fact has the sum of all values. The others have 0."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
             total = 0
 
     def columns(self, name: str, scale: int = _SECOND) -> Row:
-        """Return columns with the percentiles and the maximum, divided by `scale`."""
+        """Return columns whose names begin with `name`: the percentiles and the maximum, each divided by `scale`."""
         percents = {f"{name}_p{each}": percentile(self.buckets, each, self.largest) / scale for each in _PERCENTS}
         return percents | {f"{name}_max": self.largest / scale}
 
 
 @dataclass(slots=True)
 class HoldTotals:
-    """The totals of all holds that have the same `HoldKey`."""
+    """The totals of all holds with one `HoldKey`."""
 
     raised: int = 0
-    # Microseconds for which the producer was held, including holds that have not ended.
+    # Microseconds for which these holds held the producer, including holds that have not ended.
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # Microseconds and messages of the unflowed periods before these holds (`before_`), and after them (`after_`).
+    # Microseconds and messages of the unflowed periods directly before (`before_`) and after (`after_`) these holds.
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -90,30 +90,30 @@ class HoldTotals:
 
 @dataclass(slots=True)
 class QueueTotals:
-    """The totals of a queue."""
+    """The totals of one queue over all its samples, which are the lines of the kind ``depth``."""
 
     samples: int = 0
     us: int = 0
-    # For all samples, the sum of the depth multiplied by the microseconds of the sample.
+    # Sum over all samples: the depth of the sample multiplied by the length of the sample in microseconds.
     depth_us: int = 0
     peak: int = 0
     peak_bytes: int = 0
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Microseconds of the busy samples. A busy sample starts and ends with messages in the queue.
+    # Total length of the busy samples in microseconds. A busy sample starts and ends with messages in the queue.
     busy_us: int = 0
     # Number of messages that left the queue in the busy samples.
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
     overshoot_bytes: int = 0
-    # Time of the latest recorded thresholds, stop and resume thresholds in messages, and stop and resume in bytes.
+    # The latest recorded thresholds: time of the line, stop and resume in messages, and stop and resume in bytes.
     marks: tuple[int, int, int, int, int] = (-1, 0, 0, 0, 0)
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue in busy samples, or in all samples if none was busy."""
+        """The messages per second that left the queue in busy samples, or in all samples if no sample was busy."""
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
         return self.left * _SECOND / self.us if self.us else 0.0
@@ -121,16 +121,16 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """The sums and maxima of several lines. The meaning of the numbers depends on `table`.
+    """Some sums and maxima of `Tables`, to add to other `Tables`. The meaning of the numbers depends on `table`.
 
     Attributes:
-        table: name of the table to which the fact belongs.
-        keys: keys of the row in the table. The number of keys depends on the table.
-        bucket: bucket of a histogram, or start of a bin in microseconds.
+        table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.
+        keys: key of the totals to which the fact is added, such as the parts of a `HoldKey`.
+        bucket: bucket of a histogram, or start of a bin in microseconds since 1970; 0 if there is neither.
         total: first sum, such as microseconds.
         most: first maximum, such as a depth.
-        most_2: second maximum, such as body bytes.
-        more: further sums, in an order that depends on the table.
+        most_2: second maximum, if there are two.
+        more: further sums, in an order that depends on `table`.
     """
 
     table: str
@@ -144,10 +144,10 @@ class Fact:
 
 
 class Tables:
-    """The tables of all added lines.
+    """The totals of all added lines, and the tables with these totals.
 
     Args:
-        width: width of the bins of series over time, in microseconds.
+        width: width of the bins of each time series, in microseconds.
     """
 
     def __init__(self, width: int) -> None:
@@ -160,13 +160,13 @@ class Tables:
         self.holds: dict[HoldKey, HoldTotals] = defaultdict(HoldTotals)
         self.episodes: dict[str, Spread] = defaultdict(Spread)
         self.queues: dict[str, QueueTotals] = defaultdict(QueueTotals)
-        # Number of messages. The keys are the queue and the producer.
+        # Number of messages that arrived in a queue from a producer. Keys: queue, producer.
         self.arrivals: dict[tuple[str, str], int] = defaultdict(int)
-        # Microseconds. The keys are the queue, the reason, the waiting producer, and a producer that filled the queue.
+        # Microseconds of holds. Keys: queue, reason, held producer, and producer whose messages had filled the queue.
         self.waits: dict[tuple[str, str, str, str], int] = defaultdict(int)
-        # Microseconds of holds. The keys are the origin, the queue, the reason and the start of the bin.
+        # Microseconds of holds. Keys: origin, queue, reason, start of the bin.
         self.held: dict[tuple[str, str, str, int], int] = defaultdict(int)
-        # Greatest depth, arrived messages and messages that left. The keys are the queue and the start of the bin.
+        # Greatest depth, number of arrived messages, and number of messages that left. Keys: queue, start of the bin.
         self.depths: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield these tables as facts, in any order. `merge` adds the facts to other tables."""
+        """Yield all totals as facts, in any order. Pass the facts to `merge` of other `Tables`."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -286,7 +286,7 @@ class Tables:
             yield Fact("depth", (name,), at, most=peak, more=(arrived, left))
 
     def merge(self, fact: Fact) -> None:
-        """Add a fact of other tables."""
+        """Add a fact that `facts` of other `Tables` has yielded."""
         _MERGERS[fact.table](self, fact)
 
     def _merge_line(self, fact: Fact) -> None:
@@ -369,10 +369,10 @@ class Tables:
         self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
 
     def widen(self) -> None:
-        """Adapt the width of the bins to the exact times of all lines.
+        """Adapt the width of the bins to the exact times of all lines. Call this method after the last `add`.
 
-        The initial width is an estimate, because it comes from the first and last lines of the files. The new width is
-        the same or larger, and each new bin consists of whole old bins.
+        The initial width was computed from the ends of the files, so it may be too small. The new width is the initial
+        width or a multiple of it, so each new bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -387,7 +387,7 @@ class Tables:
     # Results.
 
     def capacities(self) -> dict[str, int]:
-        """Return the capacities of the producers whose capacity is in the log."""
+        """Return the largest recorded capacity of each producer. Producers without a recorded capacity are missing."""
         found: dict[str, int] = {}
         for (_, producer, _, _, _), hold in self.holds.items():
             if hold.capacity:
@@ -395,11 +395,11 @@ class Tables:
         return found
 
     def publishers(self, queue: str) -> dict[str, int]:
-        """Return the number of messages from each publisher to a queue."""
+        """Return the number of messages that arrived in a queue from each producer."""
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return the rows of each table, in a fixed order."""
+        """Return the rows of each table, in a fixed order. The keys are the names of the tables."""
         return {
             "holds": list(self._hold_rows()),
             "producers": list(self._producer_rows()),
@@ -474,7 +474,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each queue and bin: the depth, the rates, and how long the queue held its publishers."""
+        """Yield a row for each queue and bin. `seconds_held` counts only holds by which the queue sent Channel.Flow."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":
@@ -491,7 +491,7 @@ class Tables:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first line to the last line."""
+        """The seconds from the earliest to the latest line."""
         return 0.0 if self.first is None or self.last is None else (self.last - self.first) / _SECOND
 
 
@@ -547,7 +547,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
     """Return the tables of all lines.
 
     Args:
-        width: initial width of the bins in microseconds; at most the `bin_width` for the times of all lines.
+        width: initial width of the bins in microseconds; at most the `bin_width` of the exact times of all lines.
     """
     tables = Tables(width)
     add = tables.add
