@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name. The default is the command line of the process.
     """
-    # Only the extra `cli` installs these packages, because the library does not need them.
+    # The library does not need these packages, so they are installed only by the extra `cli`.
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needs = " and ".join(missing)

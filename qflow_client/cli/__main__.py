@@ -1,4 +1,4 @@
-"""Runs ``qflow`` as ``python -m qflow_client.cli``, for installations without the command."""
+"""Makes ``python -m qflow_client.cli`` run ``qflow``, for systems that do not find the command ``qflow``."""
 
 from __future__ import annotations
 

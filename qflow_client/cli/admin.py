@@ -28,7 +28,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# If the broker sends no byte for this number of seconds, the command fails. An idle broker sends a comment every 15 s.
+# If the broker sends no byte for this number of seconds, the command fails. The period of `watch` must be shorter.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -66,7 +66,7 @@ _CapacityResume = Annotated[
 
 
 class _Broker:
-    """The HTTP API of a broker."""
+    """A client of the HTTP API of one broker."""
 
     def __init__(self, url: str, token: str | None, cacert: Path | None, cert: Path | None) -> None:
         self.url = url.rstrip("/")
@@ -94,20 +94,20 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request. Return the parsed answer, or ``None`` if the answer has no body.
+        """Send a request. Return the answer, parsed from JSON, or ``None`` if the answer has no body.
 
         Raises:
-            CommandError: the broker refuses the request, or cannot be reached.
+            CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
         """
         with self.open(method, path, body) as response:
             answer = response.read()
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return the response. The caller reads the answer from the response.
+        """Send a request, and return the response without reading its body, which the caller reads.
 
         Raises:
-            CommandError: the broker refuses the request, or cannot be reached.
+            CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
         """
         headers, raw = dict(self._headers), None
         if body is not None:
@@ -124,7 +124,7 @@ class _Broker:
             if isinstance(error, SSLError):
                 way_out = "check --cacert and --cert, and whether --url must begin with http:"
             elif self._context is not None:
-                # A broker that requires a client certificate may close the connection without a TLS alert.
+                # A broker that requires a client certificate may close the connection without naming the reason.
                 way_out = "start the broker with --http-port, or check --url and --cert"
             else:
                 way_out = "start the broker with --http-port, or check --url"
@@ -179,7 +179,7 @@ def _admin(
         ),
     ] = None,
 ) -> None:
-    # Read the variable here, because some versions of typer do not read environment variables.
+    # Read the environment variable here, because some versions of typer cannot read it.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
     if token:
         warn_of_option("--token", "QFLOW_HTTP_TOKEN")
@@ -217,7 +217,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
             told = f"{value:,}" if type(value) is int else printable(str(value))
             cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
-    # A pipe or file gets wide lines, so that rich cuts nothing off.
+    # If standard output is a pipe or file, allow wide lines, because rich would cut them off.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
@@ -382,7 +382,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change. The first state of a queue or producer is reported only if it is ON or flowed."""
+    """Yield a line for each change. For a queue or producer that is not in `known`, OFF and unflowed are no change."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -421,10 +421,10 @@ def _steer(
     *,
     say: Callable[[Any], None] | None = None,
 ) -> None:
-    """Send a request, and print the answer as JSON or with `say`.
+    """Send a request. Print the answer as JSON if `as_json` is true, and otherwise with `say`.
 
     Raises:
-        CommandError: the broker refuses the change, or cannot be reached.
+        CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
     """
     answer = _broker(context).ask(method, path, body)
     if as_json:
@@ -434,7 +434,7 @@ def _steer(
 
 
 def _each_producer(context: typer.Context, what: str, names: list[str] | None, as_json: bool) -> None:
-    # Print only the answer for the last producer, so that the output is one JSON value.
+    # Print only the answer to the last request, because the output of --json must be one JSON value.
     *others, last = [f"/{quote(name, safe='')}" for name in names or ()] or [""]
     for name in others:
         _broker(context).ask("POST", f"/api/producers{name}/{what}")

@@ -26,7 +26,7 @@ from qflow_client.redaction import printable
 
 __all__ = ["app", "run"]
 
-# The exception that typer raises for an invalid command line. The class is in typer's private copy of click.
+# The exception that typer raises for an invalid command line. Typer has no public name for this class.
 _UsageError: Any = typer.BadParameter.__base__
 
 _NO_COLOR = "--no-color"
@@ -34,9 +34,9 @@ _NO_COLOR = "--no-color"
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
-    # `run` prints an expected error as one line. Python shows all other errors with a traceback.
+    # `run` prints each expected error as one line. Python prints the traceback of any other error.
     pretty_exceptions_enable=False,
-    # Rich's tables would cut off names and examples at 80 columns.
+    # With any other mode, typer prints the help in tables that cut off names and examples at 80 columns.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -68,7 +68,7 @@ def _qflow(
     """
     context.obj["debug"] = debug
     if no_color:
-        # All consoles of rich read this variable.
+        # Every `Console` of rich reads this variable.
         os.environ["NO_COLOR"] = "1"
     if debug:
         logging.basicConfig(
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     shared = {"debug": False}
     line = list(arguments)
     if _NO_COLOR in line[: line.index("--") if "--" in line else None]:
-        # The option is also accepted after the command.
+        # Typer accepts this option only before the command's name, so move it there if it follows the name.
         line.remove(_NO_COLOR)
         line.insert(0, _NO_COLOR)
     try:
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
-        # The reader has closed the pipe. Python flushes standard output again at exit, and must not fail then.
+        # The reader of the pipe has closed it. Redirect standard output, because Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:
@@ -129,5 +129,5 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
-    # The command returned an exit code if it raised `typer.Exit`.
+    # If a command raises `typer.Exit`, `app` returns the exit code of this exception. Otherwise `app` returns None.
     return code if isinstance(code, int) else ExitCode.OK

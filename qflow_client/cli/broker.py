@@ -48,18 +48,18 @@ resource: Any
 try:
     import resource
 except ImportError:
-    # The module exists only on POSIX systems.
+    # Only POSIX systems have this module.
     resource = None
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# Numbers of file descriptors for the HTTP API, and for all other purposes except AMQP connections.
+# Number of file descriptors for the HTTP API, and number for all purposes other than the HTTP API and AMQP.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
-# Seconds between two updates of the display.
+# Seconds between two updates of the table of queues.
 _DISPLAY_PERIOD = 0.25
-# Seconds between two checks of the resident memory.
+# Seconds between two checks of the resident memory of the process.
 _LOOK = 1.0
 
 _log = logging.getLogger("qflow_client.broker.resident")
@@ -69,7 +69,7 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     """Return a table of the queues and their flow states.
 
     Args:
-        flowed: number of blocked (flowed) publishing channels.
+        flowed: number of publishing channels that are blocked (flowed).
     """
     table = Table(
         caption=f"producers: {producers}, blocked (flowed): {flowed}; Ctrl-C stops the broker",
@@ -117,7 +117,7 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:
-        # Python does not report which of the two files is wrong.
+        # Python does not report whether the certificate or the key is wrong, so name both files.
         files = f"{certificate} and {key}" if key is not None else str(certificate)
         raise CommandError(f"{files}: cannot load a certificate with its key: {error}", ExitCode.USAGE) from error
     if client_ca is not None:
@@ -152,7 +152,7 @@ def hash_password(as_json: AsJson = False) -> None:
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
-    """Raise the limit of file descriptors to the number that the settings need. If it stays too low, print a notice."""
+    """Raise the limit of file descriptors to the number that the settings need. If this fails, print a notice."""
     if resource is None:
         return
     needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES
@@ -633,7 +633,7 @@ def broker(
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
-        # With --quiet, `console` prints nothing, so warnings need another console.
+        # With --quiet, `console` prints nothing. But warnings must be printed, so they get their own console.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
@@ -666,12 +666,12 @@ def broker(
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Make the garbage collector check only young objects during the block, in small batches.
+    """During the block, make the garbage collector check young objects as usual, but almost never all objects.
 
-    A check of all objects would visit every message, and stop all threads during this time.
+    A check of all objects visits every message, and stops all threads until it ends.
     """
     before = gc.get_threshold()
-    # Do not check the objects of the imported modules, because they exist until the end of the process.
+    # Never check the objects that exist now. Most belong to modules, and exist until the end of the process.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:
@@ -688,14 +688,14 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting. Add the file's name if the setting is from the file.
+        # The error text begins with the name of the wrong setting. If its value is from the file, add the file's path.
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error
 
 
 def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
-    """Block publishers while the process uses much more memory than `memory_limit`. Closing `stack` ends the check."""
+    """Start a thread that blocks publishers while the process uses too much memory. Closing `stack` ends the thread."""
     limit, idle = running.settings.memory_limit, resident_size()
     if not limit or idle is None:
         return
@@ -715,7 +715,7 @@ def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
 
     thread = threading.Thread(target=look, name="qflow-resident", daemon=True)
     thread.start()
-    # The thread must end before the broker, because a closed broker accepts no calls.
+    # The thread must end before the broker is closed, because a closed broker accepts no calls.
     stack.callback(thread.join)
     stack.callback(ended.set)
 

@@ -11,25 +11,25 @@ from rich.style import Style
 
 __all__ = ["DepthChart", "level"]
 
-# Each character is filled one eighth more than the previous one.
+# From left to right, each character is filled one eighth more.
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """Return the character that shows one row of a bar. `step` is the depth that one row stands for."""
+    """Return the character in one row of a bar for `value`. Row 0 is the lowest. `step` is the depth of one row."""
     filled = value / step - row
-    # A value above 0 is always visible.
+    # A value above 0 fills at least one eighth of row 0, so the bar is always visible.
     return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]
 
 
 class DepthChart:
-    """Draws the depths of a queue. The latest depth is on the right.
+    """Draws the depths of a queue as bars, one in each column. The latest column is on the right.
 
     Args:
         depths: minimum and maximum depth of each column. If there are too many columns, the oldest ones are not drawn.
-        marks: depths of the thresholds, each with the name of the threshold.
-        resume: depth up to which a bar is green.
-        stop: depth up to which a bar is yellow. Higher bars are red.
+        marks: labels of the rows with a threshold: the keys are depths, and the values are the names of thresholds.
+        resume: depth up to which the rows of the chart are green.
+        stop: depth up to which the rows above `resume` are yellow. The rows above `stop` are red.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DepthChart:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         top = max([1, *self._marks, *(highest for _, highest in self._depths)])
         step = top / (self._height - 0.5)
-        # If several thresholds are in one row, the label shows the highest one.
+        # If several thresholds are in one row, the label of the row shows the highest threshold.
         rows = {min(self._height - 1, int(mark / step)): mark for mark in sorted(self._marks)}
         labels = {row: f"{self._marks[mark]} {mark:,}" for row, mark in rows.items()}
         margin = max([0, *map(len, labels.values())])
@@ -62,7 +62,7 @@ class DepthChart:
     def _row(self, row: int, step: float, depths: Sequence[tuple[int, int]], *, is_mark: bool) -> Iterator[Segment]:
         top = (row + 1) * step
         colour = "green" if top <= self._resume else "yellow" if top <= self._stop + step / 2 else "red"
-        # A bar is dim below the minimum, and bright between the minimum and the maximum.
+        # A bar is dim up to the minimum depth of its column, and bright between the minimum and the maximum.
         moved, stayed = Style(color=colour), Style(color=colour, dim=True)
         for lowest, highest in depths:
             character = level(highest, row, step)

@@ -14,14 +14,14 @@ from qflow_client.cli.errors import CommandError, ExitCode
 
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
-#: Settings of the broker that a configuration file can have. The other settings are only for Python programs.
+#: Settings of the broker that a configuration file can have. Only Python programs can set the other settings.
 SETTINGS = tuple(
     field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
 )
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
-#: The thresholds of a queue.
+#: Names of the thresholds that a table ``[[queue]]`` can have.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
-# Keys of a policy's table that are neither the name nor part of the definition.
+# Keys of a table ``[[policy]]``, except the name of the policy and the keys of its definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
 _FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
 
@@ -31,10 +31,10 @@ class Config:
     """The contents of a configuration file.
 
     Attributes:
-        path: the file; ``None`` if no file was read.
+        path: path of the file; ``None`` if no file was read.
         settings: names and values of the broker's settings, and of `tls_certificate`, `tls_key` and `tls_client_ca`.
-            The value of `flow_log` is the path of a folder.
-        queues: queues to declare at the start, with their thresholds.
+            The value of `flow_log` is the path of a folder, not a `FlowLog`.
+        queues: thresholds of each queue to declare at the start. The keys are the names of the queues.
     """
 
     path: Path | None
@@ -46,7 +46,7 @@ def read_config(path: Path | None) -> Config:
     """Read a configuration file. Without a path the configuration is empty.
 
     Raises:
-        CommandError: the file is not TOML, or an option is unknown or invalid. The text names the option.
+        CommandError: the file is not TOML, an option is unknown, or a path, queue or policy is invalid.
         OSError: the file cannot be read.
     """
     if path is None:
@@ -71,7 +71,7 @@ def read_config(path: Path | None) -> Config:
     if policies:
         told["policies"] = policies
     for name in _FILES:
-        # Paths are relative to the folder of the configuration file.
+        # A relative path in the file starts in the folder of the file.
         if name in told:
             if not isinstance(told[name], str):
                 raise _refused(path, f"{name} must be a path, not {told[name]!r}")

@@ -1,4 +1,4 @@
-"""``qflow outbox``: lists, exports or sends the messages that a producer left in its outbox."""
+"""``qflow outbox``: lists, exports, sends or removes the messages that a producer left in its outbox."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["outbox"]
 
-# Seconds to wait for the remaining answers after sending has stopped.
+# Seconds to wait for the remaining answers of the broker when `drain` sends no more messages.
 _GRACE = 2.0
-# Maximum number of failures that are reported one by one.
+# Maximum number of unconfirmed messages whose errors `drain` prints.
 _MAX_REPORTED = 5
 
 outbox = typer.Typer(no_args_is_help=True, help="List, export, send or remove messages in an outbox file.")
@@ -92,7 +92,7 @@ def list_(
         table.add_row(
             str(stored.sequence),
             text.seconds(max(0.0, now - stored.at)),
-            # Use `Text`, so that square brackets are not interpreted as markup.
+            # Use `Text`, because rich would interpret square brackets in a string as markup.
             Text(stored.exchange),
             Text(stored.routing_key),
             str(len(stored.message.body)),
@@ -167,7 +167,7 @@ def _whole(stored: StoredMessage) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON types. Bytes become text if they are UTF-8, and otherwise ``{"base64": …}``."""
+    """Convert a value to JSON types. Bytes in UTF-8 become text, and all other bytes become ``{"base64": …}``."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -211,7 +211,7 @@ def drain(
     wrong; 3 if the producer was blocked (flowed) for longer than the setting max_producer_flow_control_wait; 130 or 143
     after Ctrl-C or SIGTERM.
     """
-    # Ignore the user's values of `when_flowed` and `outbox`, because this command handles the outbox itself.
+    # Ignore the user's values of these settings: the command waits for the broker, and opens the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
@@ -233,7 +233,7 @@ def drain(
                 stopping.on_stop(lambda: _leave(producer))
                 draining.send_all(producer)
         except Stopped:
-            # The signal came before the first message.
+            # The signal came before the first message was sent. `_failure_of` reports the signal.
             pass
         for line in draining.failures[:_MAX_REPORTED]:
             print(f"qflow: {line}", file=sys.stderr)
@@ -259,7 +259,7 @@ def _left(store: Outbox) -> str:
 
 
 def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> CommandError | None:
-    """Return the error with which the command ends, or ``None`` if the outbox is empty."""
+    """Return the error with which the command ends, or ``None`` if the command has emptied the outbox."""
     left = _left(store)
     if stopping.signal is not None:
         return CommandError(f"interrupted by {stopping.signal.name}; {left}", stopping.exit_code)
@@ -294,7 +294,7 @@ def drop(
     damaged = Outbox.look_damaged(path)
     with Outbox(path) as store:
         wanted = sorted(set(sequences))
-        # With --json, standard output has only JSON.
+        # With --json, standard output must have only JSON.
         shown = sys.stderr if as_json else sys.stdout
         for sequence in wanted:
             if sequence in damaged:
@@ -317,7 +317,7 @@ def _leave(producer: Producer) -> None:
     try:
         producer.close(timeout=_GRACE)
     except UndeliveredMessages:
-        # The unconfirmed messages stay in the outbox, and the command reports them.
+        # The undelivered messages stay in the outbox, and `_account` reports them.
         pass
 
 
@@ -325,13 +325,13 @@ class _Draining:
     def __init__(self, store: Outbox) -> None:
         self._store = store
         self.confirmed = 0
-        # Texts about the messages that were not confirmed.
+        # One text for each message that was not confirmed.
         self.failures: list[str] = []
-        # The error that ended the run early; None if there was no error.
+        # The error that ended `send_all` early; None if there was no such error.
         self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
 
     def send_all(self, producer: Producer) -> None:
-        """Send in batches, so that few messages are sent twice if this process is killed."""
+        """Send all messages in batches. If this process is killed, only messages of one batch may be sent twice."""
         store = self._store
         after = 0
         while self.error is None and (batch := store.read(after)):
@@ -349,7 +349,7 @@ class _Draining:
                 pass
             except (ProducerFlowed, ProducerClosed, ConfirmTimeout) as error:
                 self.error = error
-                # Wait for the remaining answers.
+                # Closing the producer waits for the remaining answers.
                 _leave(producer)
             self._account(sent)
 

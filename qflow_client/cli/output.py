@@ -1,6 +1,6 @@
-"""The option ``--json``. With this option every command prints JSON for programs.
+"""The option ``--json``. With this option, the standard output of every command is JSON, for programs.
 
-The keys of the JSON objects are public. Errors go to standard error. The option does not change the exit codes.
+The keys of the JSON objects are public. Errors still go to standard error as text, and exit codes do not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Warnings about passwords on the command line, and other ways to pass a password.
 
-Every user of a machine can read the arguments of every process (``ps``). So a command prints a warning if an option has
-a password. The warning names an alternative: an environment variable, a file or standard input.
+Every user of a machine can read the arguments of every process (``ps``). So a command prints a warning if the value of
+an option contains a password. The warning names an alternative, such as an environment variable or a file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qflow_client.redaction import hide_password
 
 __all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_option", "warn_of_url"]
 
-#: The environment variable with the users of a broker.
+#: Name of the environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
 
-# Passwords that are not secret. Every broker has the default password guest.
+# A URL without a password, or with the usual default password guest, reveals no secret.
 _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """Return a text in which the passwords of the command line's arguments are hidden."""
+    """Return the text without the passwords that the arguments of the command line contain."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
@@ -36,7 +36,7 @@ def hide_arguments(text: str, arguments: Sequence[str]) -> str:
 
 
 def warn_of_option(option: str, instead: str) -> None:
-    """Warn that other users of the machine can read the password in an option."""
+    """Warn that other users of the machine can read the password in an option. `instead` names alternatives."""
     print(
         f"qflow: {option}: other users of this machine can see a password on the command line; use {instead}",
         file=sys.stderr,
@@ -44,11 +44,11 @@ def warn_of_option(option: str, instead: str) -> None:
 
 
 def warn_of_url(url: str | None, instead: str) -> None:
-    """Warn if a URL on the command line has a password."""
+    """Warn if a URL on the command line contains a secret password."""
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:
-        # The URL is invalid. The code that uses the URL raises the error.
+        # The URL is invalid. The code that later uses the URL raises an error for it.
         return
     if not is_public:
         warn_of_option("--url", instead)
@@ -62,7 +62,7 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
         where: source of the lines, for the error text.
 
     Raises:
-        CommandError: a line has another form. The error does not contain the line, because the line may be a password.
+        CommandError: a line has a different form. The text does not contain the line, which may be a password.
     """
     users = {}
     for number, line in enumerate(lines, 1):
@@ -76,11 +76,11 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
 
 
 def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
-    """Return the users of a broker from ``--user``, from ``--users-file`` or from the environment.
+    """Return the users of a broker from ``--user``, ``--users-file`` or the environment variable `USERS`.
 
     Args:
-        options: values of the form ``NAME:PASSWORD``.
-        file: file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
+        options: values of ``--user``, each of the form ``NAME:PASSWORD``.
+        file: value of ``--users-file``: a file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
 
     Returns:
         A mapping from user names to passwords; ``None`` if no users are given.

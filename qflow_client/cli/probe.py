@@ -1,8 +1,8 @@
 """An HTTP readiness probe for a command that runs until it is stopped.
 
-Every path has the same answer, 200 or 503; see `qflow_client.health.wsgi_readiness`. Each connection gets one answer
-and lasts at most five seconds. At most 50 connections are open at the same time. So idle connections cannot block
-probes for long.
+The answer does not depend on the path. Its status is 200 or 503; see `qflow_client.health.wsgi_readiness`. Each
+connection gets one answer and lasts at most five seconds, and at most 50 connections are open at the same time. So
+clients with idle connections can block probes only for a short time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qflow_client.health import HasHealth, wsgi_readiness
 
 __all__ = ["readiness_probe"]
 
-# Maximum number of open connections, and maximum seconds of each connection.
+# Maximum number of open connections, and maximum seconds that a connection lasts.
 _MOST = 50
 _MAX_SECONDS = 5.0
 
@@ -37,11 +37,11 @@ class _Server(ThreadingTCPServer):
         super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return False if there are too many connections. The base class then closes the new connection."""
+        """Return False if there are too many connections. In this case the base class closes the new connection."""
         return self._free.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Do not count the connection if no thread can be started. The base class then closes the connection."""
+        """Start a thread for the connection. If this fails, do not count the connection: the base class closes it."""
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -52,7 +52,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_MAX_SECONDS, self._end, (request,))
         end.daemon = True
         try:
-            # The timer ends a connection that lasts too long. If the timer cannot start, close the connection.
+            # The timer ends a connection that lasts too long. If the timer cannot start, the connection is closed now.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:
@@ -72,10 +72,10 @@ class _Server(ThreadingTCPServer):
 
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
-    """Answer probes during the block. The value of the context manager is the URL of the probe.
+    """Report the readiness of `source` over HTTP during the block. The context manager yields the URL to probe.
 
     Raises:
-        CommandError: the server cannot listen on this address and port.
+        CommandError: the server cannot listen on `host` and `port`.
     """
     answer = wsgi_readiness(source)
 

@@ -34,7 +34,7 @@ class Format(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Format:
-        """Return the format for the ending of a file name. An ending ``.gz`` or ``.zip`` is removed first."""
+        """Return the format for the ending of a file name. A final ``.gz`` or ``.zip`` is ignored."""
         endings = [ending.lower() for ending in PurePath(name).suffixes]
         if endings and endings[-1] in _COMPRESSED:
             endings.pop()
@@ -51,7 +51,7 @@ class BadRecord(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record.
+    """One record of a file, with the message to send.
 
     Attributes:
         number: number of the record in the file, from 1.
@@ -65,12 +65,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file. A later run uses the last line to check that the file has not changed.
+    """The end of a record in its file. `last_line` and `checksum` show a later run whether the file has changed.
 
     Attributes:
         number: number of the record; 0 for the start of the file.
         line: number of the record's last line in the file.
-        offset: bytes of the decompressed file up to the end of the record.
+        offset: number of bytes of the decompressed file up to the end of the record.
         last_line: length of the record's last line in bytes.
         checksum: CRC-32 of the record's last line.
     """
@@ -88,7 +88,7 @@ class Reading:
 
     Attributes:
         delimiter: separator of the fields in a CSV file; one character.
-        encoding: encoding of a CSV file, which must encode a line end as the byte 10.
+        encoding: encoding of a CSV file. In this encoding, ``a`` and a line end must be the same bytes as in ASCII.
         message_id: CSV column or JSON key with the message id; ``None`` if the records have no message ids.
 
     Raises:
@@ -118,10 +118,10 @@ class Reading:
 
         Args:
             content_type: content type of the body; ``None`` if it is unknown.
-            values: the record as a mapping from column names or JSON keys to values; ``None`` for a line.
+            values: the parsed record, such as a mapping from column names or JSON keys; ``None`` for a line.
 
         Raises:
-            ValueError: the record has no message id.
+            ValueError: a message id is required, but the record has no integer and no text for it.
         """
         message_id = None
         if self.message_id is not None:
@@ -135,34 +135,34 @@ class Reading:
 
 
 class RecordSource:
-    """A context manager that opens a file and reads its records lazily.
+    """Opens a file, and reads its records lazily. As a context manager, it closes the file.
 
     Args:
-        file: path of the file; ``-`` for `standard_input`. A ``.gz`` file is decompressed, and so is a ``.zip`` file
-            that contains one file.
-        format: format of the records. ``None`` to derive the format from the ending of the file name.
-        standard_input: stream for the path ``-``; ``None`` if standard input is closed.
+        file: path of the file; ``-`` for `standard_input`. The content of a ``.gz`` file, or of a ``.zip`` file with
+            one file in it, is decompressed.
+        format: format of the records; ``None`` to derive the format from the ending of the file name.
+        standard_input: stream to read if `file` is ``-``; ``None`` if standard input is closed.
         reading: how records are converted to messages.
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: a ``.zip`` file is invalid, standard input is closed, or message ids are requested from lines.
+        CommandError: a ``.zip`` file cannot be read, standard input is closed, or `reading` wants message ids of lines.
     """
 
     def __init__(
         self, file: str, format: Format | None, standard_input: IO[bytes] | None, reading: Reading | None = None
     ) -> None:
         self._reading = reading or Reading()
-        #: Name of the source, for people.
+        #: Name of the file or of standard input, for messages to people.
         self.name = "standard input" if file == "-" else file
-        #: Size of the file on disk in bytes, before decompression; ``None`` if it is unknown.
+        #: Size of the file on disk in bytes, before decompression; ``None`` for standard input and pipes.
         self.size: int | None = None
         self._stack = ExitStack()
         # The file on disk, before decompression; None for standard input.
         self._stored: IO[bytes] | None = None
-        # Number of the last record that this run or an earlier run has read.
+        # Number of the last record that was read, now or by the earlier run that this run continues; 0 at first.
         self._number = 0
-        # The column names of a CSV file; empty if reading starts at the start of the file.
+        # The column names of a CSV file if `resume` has read them; otherwise `_read_csv` reads them.
         self._names: list[str] = []
         inner = file
         if file == "-":
@@ -197,19 +197,19 @@ class RecordSource:
             self._stack.close()
             raise
         except (zipfile.BadZipFile, RuntimeError) as error:
-            # zipfile raises RuntimeError if the file is encrypted or its compression is unknown.
+            # zipfile raises RuntimeError if the file is encrypted, or if the method of its compression is unknown.
             self._stack.close()
             raise CommandError(f"{self.name}: {error}") from error
         return names[0]
 
     @property
     def position(self) -> int:
-        """How many bytes of the file on disk have been read; 0 if the size of the file is unknown."""
+        """How many bytes of the file on disk have been read; 0 if `size` is None or the file is closed."""
         return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
     @property
     def can_resume(self) -> bool:
-        """Whether reading can start after a given record. Standard input and pipes can only be read from the start."""
+        """Whether `resume` can be called. Standard input and pipes can only be read from the start."""
         return self.size is not None
 
     @property
@@ -219,13 +219,13 @@ class RecordSource:
         return Place(self._number, lines.number, lines.offset, len(lines.last), zlib.crc32(lines.last))
 
     def resume(self, place: Place) -> None:
-        """Start after a given record. Call this method before reading.
+        """Skip all records up to a given place. Call this method before the first record is read.
 
         Args:
-            place: end of the record, as an earlier run has stored it.
+            place: end of the last record to skip, as an earlier run has stored it.
 
         Raises:
-            CommandError: the file has changed since the earlier run.
+            CommandError: the file has changed since the earlier run, or cannot be read.
         """
         if not place.number:
             return
@@ -277,7 +277,7 @@ class RecordSource:
         except OSError as error:
             raise BadRecord(f"{self.name}: cannot read further: {error.strerror or error}") from error
 
-    # `_read_lines`, `_read_jsonl` and `_read_csv` yield the number of a record's last line, and the record's message.
+    # For each record, `_read_lines`, `_read_jsonl` and `_read_csv` yield the number of its last line, and its message.
 
     def _message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
         try:
@@ -318,8 +318,8 @@ class RecordSource:
             yield lines.number, self._message(encode(values).encode(), _JSON, values)
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
-        """Yield the rows of a CSV file, except the empty rows."""
-        # A record may be as large as a message, so allow large fields. The limit applies to the whole process.
+        """Yield the rows of a CSV file, including the first row with the column names. Skip empty rows."""
+        # Allow fields of any size, because a record may be a large message. This limit applies to the whole process.
         csv.field_size_limit(sys.maxsize)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
@@ -328,7 +328,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Return the column names from the first row, or an empty list if there is no row."""
+        """Return the column names, which are the first of the rows, or an empty list if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -340,9 +340,9 @@ class _Lines:
     """Yields the lines of a file, and remembers the position in the file.
 
     Args:
-        number: number of lines before the position of `content`.
-        offset: number of bytes before the position of `content`.
-        last: the line before the position of `content`.
+        number: number of lines that have been read from `content`.
+        offset: number of bytes that have been read from `content`.
+        last: the last line that has been read from `content`.
     """
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
@@ -364,8 +364,8 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        # Only the first line may start with a byte order mark. UTF-8 has several names, and `codecs.lookup` returns the
-        # main name.
+        # Only the first line of a file in UTF-8 may start with a byte order mark. The user may have chosen another name
+        # of UTF-8, such as ``utf8``, so compare the name that `codecs.lookup` returns.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["relay"]
 
-# Seconds between two checks of a running relay.
+# Seconds between two checks of the state of the running relay.
 _CHECK_PERIOD = 0.5
 
 
@@ -152,7 +152,7 @@ def run(
         with made:
             seen: str | None = ""
             while not ended.wait(_CHECK_PERIOD):
-                # Print a line only when the relay has a new error, or works again.
+                # Print a line when the relay has a new error, works for the first time, or works again after an error.
                 error = made.error
                 now = None if error is None else str(error).partition("\n")[0]
                 if now != seen and (now is not None or made.is_ready):
@@ -199,7 +199,7 @@ def status(
     if seconds:
         before = now.relayed
         threading.Event().wait(seconds)
-        # Use a new transaction, because SQLite would show the same state again in the first transaction.
+        # Use a second transaction, because SQLite would show the old state again in the first transaction.
         with _connection(database) as connection:
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds

@@ -14,8 +14,8 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 
 ALARM: Final = "resident"
 
-# The process may use its idle size plus `memory_limit` times this factor. The allocator keeps some freed memory. So the
-# alarm also ends when the counted memory is low, because blocking publishers longer would free no more memory.
+# The process may use its idle size plus `memory_limit` times this factor. If the process uses more although the counted
+# memory is low, the allocator keeps freed memory. Blocking publishers would not change that, so the alarm ends.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
@@ -29,18 +29,18 @@ def resident_size() -> int | None:
 
 
 class ResidentWatch:
-    """Decides whether to block publishers because the process is too large.
+    """Decides whether to block publishers because the process uses too much memory.
 
     Args:
         idle: resident bytes of the process before the first client connects.
-        limit: value of `memory_limit` in bytes; more than 0.
+        limit: value of the setting `memory_limit` in bytes; more than 0.
     """
 
     def __init__(self, idle: int, limit: int) -> None:
         self._limit = limit
         #: Maximum resident bytes. If the process uses more, publishers are blocked unless the counted memory is low.
         self.most = idle + int(_FACTOR * limit)
-        #: Whether the process is too large, so that publishers are blocked.
+        #: Whether publishers are blocked because the process uses too much memory.
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
@@ -48,10 +48,10 @@ class ResidentWatch:
 
         Args:
             resident: current resident bytes of the process.
-            counted: bytes that the broker counts for its messages and clients now.
+            counted: current number of bytes that the broker counts for its messages and clients.
         """
         before = self.is_over
-        # Hysteresis: the alarm ends at lower values than it starts at, so that it does not switch often.
+        # Hysteresis: the values at which the alarm ends are lower than those at which it starts, so it changes rarely.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

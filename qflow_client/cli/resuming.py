@@ -1,4 +1,4 @@
-"""The position of ``qflow send`` in its file. The outbox stores the position (E13)."""
+"""The position of ``qflow send`` in its input file, as the outbox stores it (E13)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """Return the name of a stored position. The name contains the file's path, the exchange and the routing key."""
-    # A path may contain bytes that are not valid text.
+    """Return the name under which the outbox stores the position in a file that is sent to this destination."""
+    # A path may contain bytes that are not valid UTF-8. The name must be text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"
 
@@ -29,8 +29,8 @@ class Reached:
 
     Attributes:
         place: end of the last record that need not be sent again.
-        sent: number of the last record that was sent. Records up to this number may be in the broker. If such a record
-            is sent again, it is marked as a possible copy.
+        sent: highest number of a record that any run has sent. Records up to this number may be in the broker. If such
+            a record is sent again, it gets a header that marks it as a possible copy.
     """
 
     format: Format
@@ -52,7 +52,7 @@ class Reached:
             text: the stored position; ``None`` if no position is stored.
 
         Raises:
-            CommandError: the stored position is invalid, or the earlier run read the file in another format.
+            CommandError: the stored position is invalid, or the earlier run did not read the file in this format.
         """
         if text is None:
             return cls(format, Place())

@@ -1,4 +1,4 @@
-"""``qflow send``: sends the records of a file, one message each."""
+"""``qflow send``: sends each record of a file as one message."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from qflow_client.redaction import printable
 __all__ = ["send"]
 
 
-# Maximum width of the file's name in columns. A line with the bar and the largest size then fits into 80 columns.
+# Maximum number of characters of the file's name. With this limit the name, the bar and the size fit into 80 columns.
 _NAME = 40
 
 
 class _Bar(Progress):
-    """Two lines that fit into 80 columns: a progress bar for the file, and the counts with the flow state.
+    """Two lines that fit into 80 columns: a progress bar for the file, and the confirmed records with the flow state.
 
-    The bar reads the position in the file each time it is drawn. So the code that reads the file need not report the
-    position.
+    Each time the bar is drawn, it asks `source` for the position in the file. So the code that sends the records does
+    not update the bar.
 
     Args:
-        started: start of the run in seconds of `time.monotonic`.
+        started: time in seconds of `time.monotonic` at which the run started.
     """
 
     def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
@@ -72,7 +72,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # A window is often full for a moment, so show a hold in red only after a second. Also hide the outdated rate.
+        # A window is often full for a moment. So a hold is shown in red, and replaces the rate, only after a second.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
@@ -93,7 +93,7 @@ def _shown(source: RecordSource, sending: Sending, console: Console, started: fl
             yield bar
         return
 
-    # Without a terminal there is no bar. But the user must notice that the command waits for the broker.
+    # Without a terminal there is no bar. So print a line whenever the producer reports that it still waits.
     def tell(event: FlowEvent) -> None:
         if event.kind is FlowEventKind.WAITING:
             waiting = f"qflow: still waiting after {text.seconds(event.seconds)}: {printable(str(event))}"
@@ -269,8 +269,8 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # The environment or the URL may set all options that the command line leaves out. Only two settings are fixed: the
-    # command waits for the broker, and the outbox keeps each record until it is delivered.
+    # If an option is missing on the command line, the environment or the URL may set its value. They cannot change two
+    # settings: the command waits for the broker, and the outbox keeps each record until it is delivered.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -312,8 +312,8 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Reset the position now. If this run is killed before its first record, the next run must not use the
-                # old position.
+                # Remove the old position before the first record is sent. If this run is killed before that, the next
+                # run must not use the old position.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -334,8 +334,8 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Update the tally before the close, when only refused records stay in the outbox. After the close, records
-            # without an answer also stay in the outbox.
+            # First count the outcomes that are known before the close. After the close, records without an answer also
+            # have an outcome: they stay in the outbox.
             sending.account()
             sending.close()
         sending.account()
@@ -360,8 +360,8 @@ def _summarise(
 
     Args:
         took: duration of the run in seconds.
-        failure: error with which the run ended; ``None`` if there was no error.
-        before: number of the record after which the run continued an earlier run; ``None`` if no position is stored.
+        failure: error with which the run ended; ``None`` if every record was confirmed.
+        before: number of the record after which the run continued an earlier run; ``None`` if it stores no position.
     """
     if as_json:
         print_json(

@@ -1,8 +1,8 @@
 """One run of ``qflow send``: sends records, and tracks the outcome of each record.
 
 If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). One
-commit stores the record and the position in the file (E13). So if a run is killed, each sent record is confirmed or in
-the outbox. The next run first sends the records in the outbox, and then continues after the stored position.
+commit stores the record and the position after it in the file (E13). So if a run is killed, each record up to the
+stored position is confirmed or in the outbox. The next run sends the records in the outbox, and then the later records.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["Sending", "Tally"]
 
-# Seconds to wait for the remaining answers after sending has stopped.
+# Seconds for which `Sending.close` waits for the remaining answers of the broker.
 _GRACE = 2.0
-# Maximum number of failed records that are reported one by one.
+# Maximum number of undelivered messages whose error texts are kept and printed.
 _MAX_REPORTED = 5
-# Maximum number of records in one batch.
+# Maximum number of records that are read and sent together.
 _MAX_BATCH = 64
-# Maximum seconds that a batch lasts at the rate limit. The outcomes of a short batch are known soon.
+# Maximum seconds that a batch lasts at the rate limit. A failure in a batch is noticed only after the batch.
 _MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
 
@@ -53,13 +53,13 @@ class Tally:
 
     Attributes:
         admitted: number of records that the producer accepted.
-        confirmed_up_to: number up to which all records are skipped, confirmed or in an outbox.
-        confirmed_later: number of confirmed or stored records after the first failed record.
-        failures: error texts of the first undelivered messages.
+        confirmed_up_to: number up to which every record is skipped, confirmed or in the outbox.
+        confirmed_later: how many records after the first failed record are confirmed or in the outbox.
+        failures: error texts of the first undelivered messages, at most `_MAX_REPORTED`.
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
-        left_failed: number of undelivered messages that an earlier run had left in the outbox.
+        left_failed: number of messages of earlier runs in the outbox that this run could not deliver.
         times_flowed: how often the producer was blocked (flowed).
-        seconds_flowed: seconds for which the producer was held, for each kind of hold.
+        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
     admitted: int = 0
@@ -79,12 +79,12 @@ class Tally:
 
     @property
     def stored(self) -> int:
-        """The number of records that stay in the outbox, for the next producer with this outbox."""
+        """The number of records that stay in the outbox. The next producer with this outbox sends these records."""
         return self.outcomes[Outcome.STORED]
 
     @property
     def not_confirmed(self) -> dict[str, int]:
-        """The number of records with each outcome, except the confirmed records."""
+        """For each outcome other than confirmed, the number of records with this outcome."""
         return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
 
     @property
@@ -93,7 +93,7 @@ class Tally:
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
-        """Count the outcome of a record. The calls must be in the order of the records."""
+        """Count the outcome of a settled record. Call this method for the records in their order."""
         outcome = receipt.outcome
         assert outcome is not None
         if outcome in (Outcome.CONFIRMED, Outcome.STORED):
@@ -105,13 +105,13 @@ class Tally:
         self._tell(f"record {record.number} (line {record.line})", receipt)
 
     def left(self, receipts: Iterable[Receipt]) -> None:
-        """Count undelivered messages that an earlier run had left in the outbox."""
+        """Count messages that an earlier run had left in the outbox, and that this run could not deliver."""
         for receipt in receipts:
             self.left_failed += 1
             self._tell("a message of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
-        # If a message stays in the outbox only because the producer was closed, it has not failed.
+        # A message that stays in the outbox only because the producer was closed has no failure, so do not report it.
         if receipt.failure is None:
             return
         if len(self.failures) < _MAX_REPORTED:
@@ -121,7 +121,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record to send, and the position in the file after this record. `position` is None if it is not stored."""
+    """A record, the message to send, and the position after the record. `position` is None if none is stored."""
 
     record: Record
     message: bytes | Message
@@ -132,10 +132,10 @@ class Sending:
     """One run, which sends records with a producer and tracks their outcomes.
 
     Args:
-        producer: the producer, which `close` closes.
+        producer: producer that sends the records. `close` of this class closes the producer.
         skip: number of records to skip at the start of the file.
-        source: name of the file's position in the outbox; ``None`` if no position is stored.
-        begins_anew: whether to start after `skip` records even if a position is stored.
+        source: name under which the outbox stores the position in the file; ``None`` if the run stores no positions.
+        begins_anew: whether to start after `skip` records even if an earlier run has stored a position.
     """
 
     def __init__(
@@ -143,18 +143,18 @@ class Sending:
     ) -> None:
         self.producer = producer
         self.tally = Tally(confirmed_up_to=skip)
-        #: Number of the record after which this run continues an earlier run; 0 for the start of the file.
+        #: Number of the record after which this run continues an earlier run; 0 if it continues no earlier run.
         self.resumed_behind = 0
         self._source = source
         self._skip = skip
         self._begins_anew = begins_anew
-        # Number of the last record that this run has read, and number of the last record that earlier runs have sent.
+        # Number of the last record that this run has read, and highest number of a record that earlier runs have sent.
         self._found = self._sent_before = 0
-        # Sent records whose outcomes are not in the tally yet, in order.
+        # Sent records whose outcomes are not in the tally yet, in the order of the records.
         self._pending: deque[tuple[Record, Receipt]] = deque()
-        # Receipts of undelivered messages whose outcomes are in the tally.
+        # Receipts of undelivered messages that were in `_pending` before, and whose outcomes are in the tally.
         self._failed: list[Receipt] = []
-        # Locked while `close` runs, so that a second call waits for the end of the first call.
+        # Locked while `close` runs. So a second call, which may be in another thread, returns after the first call.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
@@ -162,9 +162,9 @@ class Sending:
 
         Raises:
             BadRecord: a record cannot be read. All earlier records were sent, and no later record was sent.
-            CommandError: the broker did not accept a record, or flow control blocked the record for too long. All
-                earlier records were sent, and no later record was sent.
-            Stopped: a signal came.
+            CommandError: a record was not sent or not confirmed, the file has changed since the earlier run, or it has
+                too few records for `skip`. After a record that was not sent, no later record was sent.
+            Stopped: a signal came before every record was confirmed.
         """
         self._resume(records)
         supply = iter(records)
@@ -193,15 +193,15 @@ class Sending:
             self._fail(stopping, "not every record was confirmed")
 
     def _resume(self, records: RecordSource) -> None:
-        """Start after the records that an earlier run has sent.
+        """Start after the records that an earlier run has sent, except if the run begins anew.
 
         Raises:
-            CommandError: the file has changed since the earlier run.
+            CommandError: the stored position cannot be used, or the file has changed since the earlier run.
         """
         if self._source is None:
             return
         if self._begins_anew:
-            # A record that an earlier run may have sent is marked. If the position cannot be read, no record is marked.
+            # Records up to `sent` may be second copies, so `_read` marks them. If `sent` is unknown, none is marked.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -221,8 +221,8 @@ class Sending:
     ) -> tuple[list[_Item], BadRecord | None]:
         """Return the next records, and an error if the record after these records cannot be read.
 
-        If positions are stored, records are read in batches, because the outbox stores a batch with one commit. If no
-        positions are stored, records are read one by one, because the source may be slow.
+        If the run stores positions, it reads records in batches, because the outbox stores a batch with one commit. If
+        not, it reads one record at a time, because a slow source must not delay a record that has been read.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _MAX_BATCH
@@ -249,7 +249,7 @@ class Sending:
         return items, None
 
     def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:
-        """Send some records. The errors are those of `send_all`."""
+        """Send some records, and raise the same errors as `send_all`."""
         while items:
             error: Exception | None = None
             try:
@@ -257,7 +257,7 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last receipt is for the message that is not on disk. The message will be sent, and get an outcome.
+                # The last receipt belongs to the message that is not on disk. The producer sends this message, too.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure
@@ -275,7 +275,7 @@ class Sending:
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:
-        # After a signal, report the signal and not the failure that it caused.
+        # After a signal, report the signal, because the signal may have caused the failure.
         if stopping.signal is not None:
             raise Stopped
         raise CommandError(why)
@@ -286,7 +286,7 @@ class Sending:
         )
 
     def account(self) -> int:
-        """Add settled receipts to the tally, and return the number of undelivered messages so far."""
+        """Add the outcomes of settled receipts to the tally, and return how many messages are undelivered so far."""
         pending = self._pending
         while pending and pending[0][1].done:
             receipt = pending[0][1]
@@ -297,7 +297,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait for the confirms. Return an error if the confirms do not arrive in time."""
+        """Wait until all messages are settled. Return the error if this takes longer than the producer allows."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:
@@ -307,7 +307,7 @@ class Sending:
         return None
 
     def _of_earlier_runs(self, error: UndeliveredMessages) -> list[Receipt]:
-        """Return the receipts of messages that an earlier run had left in the outbox."""
+        """Return those receipts of `error` whose messages an earlier run had left in the outbox."""
         # Read `_pending` before `_failed`, because another thread may move a receipt from `_pending` to `_failed`.
         ours = {id(receipt) for _, receipt in tuple(self._pending)}
         ours.update(map(id, self._failed))
@@ -318,14 +318,14 @@ class Sending:
         with self._closing:
             if self.producer.closed:
                 return
-            # Read the state before the close, because the close adds a hold.
+            # Read the flow state before closing, because closing the producer adds a hold.
             state = self.producer.flow_state
             self.tally.times_flowed = state.times_flowed
             self.tally.seconds_flowed = dict(state.seconds_flowed)
             try:
                 self.producer.close(timeout=_GRACE)
             except UndeliveredMessages as error:
-                # Messages without an answer stay in the outbox, and the next run sends them.
+                # Do not count messages without an answer: they stay in the outbox, and the next run sends them.
                 self.tally.left(each for each in self._of_earlier_runs(error) if each.failure is not None)
 
 

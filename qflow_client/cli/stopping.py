@@ -14,23 +14,23 @@ __all__ = ["Stopped", "Stopping"]
 
 
 class Stopped(BaseException):
-    """A signal came during a block that signals may interrupt."""
+    """SIGINT or SIGTERM came before or during a block of `Stopping.breakable`."""
 
 
 class Stopping:
-    """Handles SIGINT and SIGTERM during a `with` block in the main thread. In other threads the block has no effect.
+    """Handles SIGINT and SIGTERM during a `with` block in the main thread. A block in another thread has no effect.
 
-    If a signal handler raises an exception, the result of the interrupted call may be lost. So this handler raises only
-    in a `breakable` block. At the first signal, a separate thread also calls the function that `on_stop` got.
+    If a signal handler raises an exception, the result of the interrupted call may be lost. So the handler raises
+    `Stopped` only in a `breakable` block. A separate thread calls the function of `on_stop` at the first signal.
     """
 
     def __init__(self) -> None:
-        #: The signal that has come; ``None`` if no signal has come.
+        #: The first signal that came during the block; ``None`` if no signal has come.
         self.signal: signal.Signals | None = None
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
-        # A signal handler may call `SimpleQueue.put` at any time, because this method is reentrant. Other methods that
-        # wake a thread, such as `threading.Event.set`, are not reentrant.
+        # Wakes the thread of `on_stop`. A signal handler may call `SimpleQueue.put`, because this method is reentrant.
+        # Other methods that wake a thread, such as `threading.Event.set`, are not reentrant.
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
 
@@ -62,7 +62,7 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Allow a signal to interrupt the block at any place.
+        """Allow SIGINT and SIGTERM to interrupt the block at any place.
 
         Raises:
             Stopped: a signal came during the block or before it.
@@ -76,7 +76,7 @@ class Stopping:
             self._breakable = False
 
     def on_stop(self, action: Callable[[], object]) -> None:
-        """Call a function on a separate thread when a signal comes, or immediately if a signal came before."""
+        """Start a thread that calls `action` when a signal comes, or immediately if a signal has already come."""
 
         def watch() -> None:
             if self._came.get():

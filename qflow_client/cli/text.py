@@ -14,7 +14,7 @@ URL_HELP = "URL of the broker: amqp://user:password@host:port/vhost (default: QF
 
 
 def count(number: float, of: str) -> str:
-    """Return a count with its noun, such as ``1 record`` or ``336,776 records``."""
+    """Return a number with a noun, such as ``1 record`` or ``336,776 records``. `of` is the noun in the singular."""
     return f"{number:,.0f} {of}{'' if number == 1 else 's'}"
 
 
@@ -24,12 +24,12 @@ def seconds(value: float) -> str:
 
 
 def rate(messages: float, within: float) -> str:
-    """Return messages per second as text; ``-`` if the time is 0."""
+    """Return `messages` per `within` seconds as text, such as ``5,600 msg/s``; ``- msg/s`` if `within` is 0."""
     return f"{messages / within:,.0f} msg/s" if within > 0 else "- msg/s"
 
 
 def by_hold(held: Mapping[str, float]) -> str:
-    """Return the seconds of each hold kind as text, longest first. The text is empty if there are no holds."""
+    """Return the seconds of each kind of hold as text, longest first. Kinds with 0 seconds are left out."""
     told = sorted(((time, kind) for kind, time in held.items() if time > 0), reverse=True)
     return ", ".join(f"{kind} {seconds(time)}" for time, kind in told)
 

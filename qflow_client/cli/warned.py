@@ -13,14 +13,14 @@ from rich.text import Text
 
 __all__ = ["warnings_shown"]
 
-#: Maximum number of log records that wait for a slow terminal or pipe. New records are dropped at this number.
+#: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
 _MAX_WAITING = 1000
-#: Maximum seconds to wait for room in the queue, and then for the thread to show the remaining records.
+#: Maximum seconds to wait at the end for room in the queue, and the same time again until all records are shown.
 _AT_EXIT = 1.0
 
 
 class _Handler(logging.Handler):
-    """Puts log records into a queue, because the thread that logs belongs to the broker and must not wait."""
+    """Puts log records into a queue. The logging thread belongs to the broker, and must not wait for the terminal."""
 
     def __init__(self, records: Queue[logging.LogRecord | None]) -> None:
         super().__init__(logging.WARNING)
@@ -35,7 +35,7 @@ class _Handler(logging.Handler):
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
     """Show the warnings and errors of a logger during the block.
 
-    If the root logger already has a handler, as with ``--debug``, this function shows nothing.
+    If the root logger has a handler, as with ``--debug``, show nothing, because that handler shows the records.
 
     Args:
         console: console that shows the records. A live display on this console stays intact.
@@ -60,7 +60,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # A client may have chosen a name in the record. Escape control characters, which would control the terminal.
+        # A client may have chosen a name in the text. Escape control characters, which could control the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

@@ -27,24 +27,24 @@ from qflow_client.cli.stopping import Stopped, Stopping
 __all__ = ["demo"]
 
 QUEUE = "flights"
-# These thresholds are from the worst case in the documentation of Qpid C++'s flow control (C6).
+# Thresholds in messages. They and `CAPACITIES` are from the worst case in the documentation of Qpid C++ (C6).
 STOP, RESUME = 100, 70
 ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
-# At this rate the consumer needs one minute for all flights.
+# Messages per second. At this rate the consumer needs one minute for all flights.
 RATE = 5_600.0
-# Seconds between two checks of the queue, two updates of the display, two columns of the chart, and (without a
-# terminal) two lines of text.
+# Seconds between two checks of the queue, between two updates of the display, between two columns of the chart, and
+# between two lines of text, which are printed if there is no terminal.
 _CHECK_PERIOD, _FRAME_PERIOD, _COLUMN_PERIOD, _LINE_PERIOD = 0.02, 0.1, 0.2, 5.0
-# If nothing changes for this number of seconds, the producers cannot fill the queue further.
+# If all producers are held and the queue does not change for this number of seconds, the consumer starts.
 _UNCHANGED_FOR = 0.5
-# If nothing changes for this number of seconds, the run fails.
+# If neither the queue nor the consumer's report changes for this number of seconds, the run fails.
 _FAIL_AFTER = 30.0
 
 
 @dataclass(slots=True)
 class _Actor:
-    """A process of the demonstration, and the pipe to the process."""
+    """A process of the demonstration, and the pipe through which the process sends its reports."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
@@ -52,7 +52,7 @@ class _Actor:
     ended: bool = False
 
     def latest(self) -> Any:
-        """Return the latest report, or ``None`` if there is no new report.
+        """Return the latest unread report, or ``None`` if there is no unread report.
 
         Raises:
             CommandError: the process has failed.
@@ -70,7 +70,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Run `body` in a new process. Terminate the process if it still runs one second after the end of the block."""
+    """Run `body` in a process. Terminate it one second after the block if it still runs, or at once after an error."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -95,7 +95,7 @@ class _Stage:
         self._producers = producers
         self._consumer = consumer
         self.run = Run(messages, (), ConsumerTally(), self._queue())
-        #: Text that describes the current step.
+        #: Text for the display that describes the current step of the demonstration.
         self.note = "no consumer yet: the queue fills to its stop threshold"
         self._moved_at = time.monotonic()
 
@@ -112,10 +112,10 @@ class _Stage:
         )
 
     def look(self) -> None:
-        """Read new reports and the state of the queue.
+        """Update `run` from new reports and from the state of the queue.
 
         Raises:
-            CommandError: a process has failed, or nothing has changed for `_FAIL_AFTER` seconds.
+            CommandError: a process has failed, or the run has not changed for `_FAIL_AFTER` seconds.
         """
         producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
         consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
@@ -128,11 +128,11 @@ class _Stage:
             raise CommandError(f"nothing has changed for {_FAIL_AFTER:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """Play the demonstration. The generator reads the reports and the state of the queue before each yield."""
+        """Play the demonstration. Before each yield, the generator updates `run`, so that the caller can display it."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
-        # The queue is above its stop threshold, and every producer is blocked. Start the consumer.
+        # Start the consumer now, because every producer is blocked, or all messages are sent.
         self._tell_consumer("begin")
         self.note = "the slow consumer takes what the broker lets the producers send"
         while not self._producers.ended or self.run.queue.depth:
@@ -157,7 +157,7 @@ class _Stage:
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
-        # Wait a while, because a producer's window may be full only for a moment.
+        # Require that nothing has changed for a while, because a hold may last only for a moment.
         return held and time.monotonic() - self._moved_at >= _UNCHANGED_FOR
 
 
@@ -194,14 +194,14 @@ def _perform(
                     console.print(progress_line(stage.run, stage.note, now - started), highlight=False, soft_wrap=True)
                 time.sleep(_CHECK_PERIOD)
         if live is not None:
-            # Keep the last frame on the terminal.
+            # Keep the last frame on the terminal when `live` ends.
             live.transient = False
             live.update(scene.render(stage.run, "done", time.monotonic() - started), refresh=True)
         return stage.run, time.monotonic() - started
 
 
 def demo(
-    # With the minimum number of messages, both producers are blocked before the consumer starts.
+    # The minimum is more than the worst-case depth, 165, so both producers are blocked before the consumer starts.
     messages: Annotated[
         int,
         typer.Option(
@@ -247,7 +247,7 @@ def demo(
     """
     console = Console(stderr=True, quiet=as_json)
     with Stopping() as stopping:
-        # If the data is not installed, fail before anything starts.
+        # If the flights are not installed, fail now and not in a process of the demonstration.
         open_flights().__exit__(None, None, None)
         try:
             run, took = _perform(messages, enforcement, consumer_rate, console, stopping)

@@ -1,4 +1,4 @@
-"""The producers and the consumer of the demonstration, which run in separate processes as in a real system."""
+"""The producers and the consumer of the demonstration. As in a real system, they do not run in the broker's process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qflow_client.cli.records import Record
 
 __all__ = ["Failed", "Ledger", "consume", "produce"]
 
-# Seconds between two reports.
+# Seconds between two reports of a process.
 _REPORT_PERIOD = 0.1
 # Maximum seconds that a producer waits to be unblocked (unflowed) after its last message.
 _UNFLOW_TIMEOUT = 60.0
@@ -34,11 +34,11 @@ _ID = "flight-"
 
 
 class Failed(Exception):
-    """A process sends this object instead of a report when it has failed."""
+    """An error that a process sends instead of a report when the process has failed."""
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:
-    # The terminal sends Ctrl-C to every process of the group. Only the process of the command handles the signal.
+    # The terminal sends Ctrl-C to every process of the group. Ignore it, because the process of the command handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         body()
@@ -51,10 +51,10 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """Sends records with its own producer until the shared source is empty.
+    """Sends records with its own producer until there are no more records.
 
     Args:
-        take: returns the next record, or ``None`` at the end.
+        take: function that returns the next record; ``None`` if there are no more records. Several threads share it.
     """
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
@@ -64,7 +64,7 @@ class _Feeder(threading.Thread):
         self._begun = ProducerTally(name, capacity)
         self._sent = 0
         self._checksum = 0
-        # Number of confirmed messages. Only the producer's callback thread changes this number.
+        # Number of confirmed messages. It needs no lock, because only the producer's callback thread changes it.
         self._confirmed = 0
         # The error that ended the thread early; None if there was no error.
         self.error: Exception | None = None
@@ -82,10 +82,10 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # After the last confirm, the queue may still block (flow) the producer until the consumer has made room.
+            # After the last confirm, the queue may still block (flow) the producer. The audit needs the unflowed state.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
-            # The main thread raises the error at the end of the process.
+            # `_produce` raises the error in the main thread when all feeders have ended.
             self.error = error
 
     def report(self) -> ProducerTally:
@@ -101,10 +101,10 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """Close the producer, and return the last report. Call this method after the end of the thread."""
+        """Close the producer, and return the last report. Call this method when the thread has ended."""
         report = self.report()
         self._producer.close(timeout=1.0)
-        # The producer has now called all callbacks.
+        # The close has waited for all calls of `_delivered`, so the number of confirmed messages is now final.
         return replace(report, confirmed=self._confirmed)
 
 
@@ -115,7 +115,7 @@ def produce(url: str, queue: str, capacities: Sequence[int], messages: int, repo
         messages: total number of flights to publish.
         reports: pipe to which the function sends a list of `ProducerTally` ten times per second.
     """
-    # Remove the user's settings for producers, because they would change the demonstration.
+    # Ignore the user's settings for producers, because these settings would change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):
             del os.environ[name]
@@ -145,10 +145,10 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """Counts the messages that arrive, and the missing, repeated and unknown messages.
+    """Counts the consumed messages, and how many messages are missing, repeated or unknown.
 
     Args:
-        messages: expected number of messages. The messages are numbered from 1.
+        messages: expected number of messages. The expected messages have the numbers from 1 up to this number.
     """
 
     def __init__(self, messages: int) -> None:
@@ -172,7 +172,7 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """Return the counts. Only the last report has the number of missing messages."""
+        """Return the counts. If `last` is False, 0 messages are missing, because more messages may arrive."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 
@@ -182,8 +182,8 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
 
     Args:
         rate: messages per second, on average.
-        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The first object that arrives
-            from this pipe starts the consumer. The second object stops the consumer when no more messages come.
+        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The first object that the
+            function receives from the pipe starts the consumer. The second object stops it when the queue is empty.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
@@ -205,9 +205,9 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             taken += 1
             unacked += 1
             last_tag = method.delivery_tag
-        # If no message came for a while, acknowledge a partial batch, because producers may wait for room.
+        # If no message came for `_REPORT_PERIOD`, acknowledge a partial batch, because producers may wait for room.
         if unacked == _BATCH or (method is None and unacked):
-            # Compare with the start, and not with the previous batch, so that delays of a busy machine do not add up.
+            # Measure the rate since the start, and not since the previous batch. Then the consumer makes up for delays.
             ahead = taken / rate - (time.monotonic() - begun)
             if ahead > 0:
                 time.sleep(ahead)

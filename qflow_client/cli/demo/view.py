@@ -1,4 +1,4 @@
-"""Displays the run of the demonstration, and its audit."""
+"""Displays a run of the demonstration, and the audit of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qflow_client.cli.demo.audit import BY_THE_BROKER, AuditLine, ProducerTally,
 
 __all__ = ["Scene", "audit_table", "progress_line"]
 
-# Seconds over which a rate is averaged.
+# Number of seconds for which the average of a rate is computed.
 _WINDOW = 2.0
 
 
@@ -27,7 +27,7 @@ class _Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, number: int, now: float) -> float:
-        """Record a number of messages, and return how fast this number grows, per second."""
+        """Record the number at time `now`, and return by how much the number grows per second."""
         self._seen.append((now, number))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
             self._seen.popleft()
@@ -49,7 +49,7 @@ class Scene:
         self._depths.append((min(depths), max(depths)))
 
     def render(self, run: Run, note: str, seconds: float) -> RenderableType:
-        """Return the current view. `seconds` is the time since the start of the run."""
+        """Return the current view. `seconds` is the duration of the run so far."""
         queue = run.queue
         chart = DepthChart(
             self._depths,
@@ -89,7 +89,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # The column shows for how many seconds this kind of hold held each producer.
+            # The column shows the seconds for which holds of this kind held each producer.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
@@ -120,7 +120,7 @@ def _state(producer: ProducerTally) -> Text:
 
 
 def progress_line(run: Run, note: str, seconds: float) -> str:
-    """Return the current state in one line, for output without a terminal."""
+    """Return the state of the run in one line, for output that is not a terminal."""
     states = "".join(
         f"; {producer.name} {'flowed by ' + ', '.join(producer.holds) if producer.holds else 'unflowed'}"
         for producer in run.producers
