@@ -28,7 +28,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# If the broker sends no byte for this number of seconds, the command fails. The period of `watch` must be shorter.
+# If the broker sends no byte for this number of seconds, the command fails. So the period of `watch` must be less.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -104,7 +104,7 @@ class _Broker:
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return the response without reading its body, which the caller reads.
+        """Send a request, and return the response. The caller must read the body of the response.
 
         Raises:
             CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
@@ -217,7 +217,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
             told = f"{value:,}" if type(value) is int else printable(str(value))
             cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
-    # If standard output is a pipe or file, allow wide lines, because rich would cut them off.
+    # If standard output is a pipe or file, do not let rich cut off cells at the width of a terminal.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 

@@ -328,7 +328,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Return the column names, which are the first of the rows, or an empty list if there is no row."""
+        """Return the column names, which are the first row, or an empty list if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -18,7 +18,7 @@ from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
 
 __all__ = ["convert", "report"]
 
-# Maximum number of rows that the summary prints of a table.
+# Maximum number of rows of each table in the summary.
 _ROWS = 10
 
 _Logs = Annotated[

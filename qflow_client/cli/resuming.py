@@ -52,7 +52,7 @@ class Reached:
             text: the stored position; ``None`` if no position is stored.
 
         Raises:
-            CommandError: the stored position is invalid, or the earlier run did not read the file in this format.
+            CommandError: the stored position is invalid, or the earlier run did not use the format `format`.
         """
         if text is None:
             return cls(format, Place())

@@ -121,7 +121,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record, the message to send, and the position after the record. `position` is None if none is stored."""
+    """A record, the message to send, and the position after the record; `position` is None if it is not stored."""
 
     record: Record
     message: bytes | Message
@@ -257,7 +257,7 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last receipt belongs to the message that is not on disk. The producer sends this message, too.
+                # The last receipt belongs to the message that is not on disk. The producer still sends this message.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure
@@ -297,7 +297,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait until all messages are settled. Return the error if this takes longer than the producer allows."""
+        """Wait until all messages are settled. Return the error of the producer if this takes too long."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:

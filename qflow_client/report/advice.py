@@ -43,7 +43,7 @@ class Advice:
         drain_rate: number of messages per second that left the queue, according to the flow log.
         expected: result of the replay with the recommended settings.
         recorded: result of a replay with the recorded thresholds; ``None`` if the queue had no stop threshold.
-        tried: one result for each replay with tested settings, including `expected`.
+        tried: results of the replays with all settings that were tested, including `expected`.
     """
 
     queue: str
@@ -182,7 +182,7 @@ def advise(
         capacities: recorded capacities of producers, for the replay with the recorded thresholds.
         maximum: maximum number of messages in the queue; ``None`` for no maximum.
         delay: maximum seconds that a message may be in the queue; ``None`` for no maximum.
-        round_trip: seconds in the replays from the publishing of a message to its confirm.
+        round_trip: seconds between the publishing of a message and its confirm in the replays.
 
     Raises:
         AdviceError: no settings keep the limits, or the log has no samples or no publishers of the queue.
@@ -230,7 +230,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide a capacity among the publishers in proportion to their numbers of messages. Each gets at least 1."""
+    """Divide a capacity among publishers in proportion to their numbers of messages. Each publisher gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
 Each number below 64 has its own bucket, so a percentile below 64 is exact. The width of a larger bucket is at most 1/32
-of its smallest number, so any other percentile is too high by at most 1/32. The counts of histograms can be added.
+of its smallest number, so any other percentile is too high by at most 1/32. To merge histograms, add their counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: All numbers of a bucket have the same number of bits, and the same leading bits. This is the number of leading bits.
+#: Numbers with the same number of bits are in the same bucket if their first `BITS` bits are equal.
 BITS = 6
 
 

@@ -1,4 +1,4 @@
-"""Finds the files of flow logs, reads the lines of these files, and converts them to Parquet."""
+"""Finds the files of flow logs, reads the lines of these files, and converts the lines to Parquet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FlowLogs:
         paths: folders and files. A folder stands for all flow logs in it, including files that are still being written.
 
     Raises:
-        FlowLogError: a path does not exist, a file name has an unknown ending, or there is not a single flow log.
+        FlowLogError: a path does not exist, a file name has an unknown ending, or `paths` contain no flow log at all.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:

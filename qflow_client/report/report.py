@@ -29,8 +29,8 @@ class FlowReport:
         unreadable: number of invalid lines in the flow logs. A killed process may leave an incomplete line.
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
         last: time of the last line in seconds since 1970; ``None`` if there are no lines.
-        advice: recommended settings for each queue for which there are some.
-        no_advice: for each other queue that has samples, the reason why no settings are recommended.
+        advice: recommended settings for each queue that can keep the requested limits.
+        no_advice: for each other queue with samples, the reason why no settings are recommended.
     """
 
     tables: dict[str, list[Row]]
@@ -135,7 +135,7 @@ def flow_report(
         maximum: recommend settings with which each queue has at most this number of messages (C6).
         delay: recommend settings with which a message is in a queue for at most this number of seconds.
         queues: names of the queues to recommend settings for; ``None`` for all queues with recorded messages.
-        round_trip: seconds in the replays from the publishing of a message to its confirm.
+        round_trip: seconds between the publishing of a message and its confirm in the replays.
 
     Raises:
         FlowLogError: there are no flow logs, a path is wrong, or a Parquet file is given and pyarrow is missing.

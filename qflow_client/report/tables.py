@@ -52,14 +52,14 @@ class Spread:
         self.buckets[bucket_of(value)] += 1
 
     def add_all(self, bucket: int, count: int, total: int, largest: int) -> None:
-        """Add `count` values of one bucket. `total` is added to the sum, and `largest` is compared with the maximum."""
+        """Add `count` values of one bucket. `total` is added to the sum. The maximum becomes at least `largest`."""
         self.count += count
         self.total += total
         self.largest = max(self.largest, largest)
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """Yield a fact for `add_all` for each bucket. The first fact has the sum of all values. The others have 0."""
+        """For each bucket, yield a fact for `add_all`. The first fact has the sum of all values. The others have 0."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
@@ -474,7 +474,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each queue and bin. `seconds_held` counts only holds by which the queue sent Channel.Flow."""
+        """Yield a row for each queue and bin. `seconds_held` counts the holds with the reason ``channel_flow``."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":

@@ -54,7 +54,7 @@ class _Feeder(threading.Thread):
     """Sends records with its own producer until there are no more records.
 
     Args:
-        take: function that returns the next record; ``None`` if there are no more records. Several threads share it.
+        take: function that returns the next record; ``None`` if there are no more records. Several threads call it.
     """
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
@@ -82,7 +82,7 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # After the last confirm, the queue may still block (flow) the producer. The audit needs the unflowed state.
+            # The queue may still block (flow) the producer after the last confirm. Then the audit would fail, so wait.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             # `_produce` raises the error in the main thread when all feeders have ended.

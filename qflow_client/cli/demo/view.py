@@ -18,7 +18,7 @@ from qflow_client.cli.demo.audit import BY_THE_BROKER, AuditLine, ProducerTally,
 
 __all__ = ["Scene", "audit_table", "progress_line"]
 
-# Number of seconds for which the average of a rate is computed.
+# A rate is the average over this number of seconds.
 _WINDOW = 2.0
 
 
