@@ -1,6 +1,6 @@
 """An HTTP readiness probe for a command that runs until it is stopped.
 
-The answer does not depend on the path. Its status is 200 or 503; see `qflow_client.health.wsgi_readiness`. Each
+Every path gets the same answer, with the status 200 or 503; see `qflow_client.health.wsgi_readiness`. Each
 connection gets one answer and lasts at most five seconds, and at most 50 connections are open at the same time. So
 clients with idle connections can block probes only for a short time.
 """
