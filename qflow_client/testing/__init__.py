@@ -1,1 +1,1 @@
-"""Tools for tests of programs that publish with flow control: pytest fixtures, and private broker nodes."""
+"""Tools for tests of programs that publish: pytest fixtures, a fault proxy, private brokers and depth drawings."""

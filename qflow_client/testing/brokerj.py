@@ -25,7 +25,7 @@ from qflow_client.testing.node import HOST, Node, free_port
 
 __all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
 
-#: The latest version of each release series of Broker-J.
+#: The versions of Broker-J that the project's tests use, oldest first.
 VERSIONS = ("9.2.1", "10.1.0")
 
 _USER = "guest"
@@ -83,7 +83,7 @@ class BrokerJ:
     Args:
         url: AMQP URL of a virtual host. The user and the password of this URL are also used for the REST API.
         management_url: HTTP URL of the REST API.
-        virtual_host_node: node of the virtual host. ``None`` for the node with the name of the virtual host.
+        virtual_host_node: name of the virtual host's node; ``None`` if it is the same as the virtual host's name.
     """
 
     def __init__(self, url: str, management_url: str, *, virtual_host_node: str | None = None) -> None:
@@ -131,11 +131,11 @@ class BrokerJ:
         self._request("PUT", self._queue_path(name), {"name": name, **attributes})
 
     def change_queue(self, name: str, **attributes: object) -> None:
-        """Change attributes of a queue. The arguments and errors are those of `make_queue`."""
+        """Change attributes of a queue. The arguments and errors are the same as for `make_queue`."""
         self._request("POST", self._queue_path(name), attributes)
 
     def set_context(self, variables: Mapping[str, object]) -> None:
-        """Set the context variables of the virtual host. The errors are those of `make_queue`.
+        """Set the context variables of the virtual host. The errors are the same as for `make_queue`.
 
         Args:
             variables: names and values of all context variables, such as ``queue.defaultOverflowPolicy``.
@@ -166,7 +166,7 @@ class BrokerJ:
 
 
 class BrokerJNode(Node, BrokerJ):
-    """A private Broker-J. The broker has one virtual host, which has the name ``default`` and is in memory.
+    """A private Broker-J with one virtual host, which has the name ``default`` and keeps its data in memory.
 
     The context manager starts the broker on entry and closes it on exit::
 
@@ -175,9 +175,9 @@ class BrokerJNode(Node, BrokerJ):
 
     Args:
         version: version of the broker. When a version is first used, Maven downloads the jars into the folder of the
-            environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
-        flow_enforcement_timeout: grace time in seconds after a stop. The broker closes a channel that publishes after
-            the grace time. ``None`` for the broker's default of 5 seconds.
+            environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache folder.
+        flow_enforcement_timeout: seconds for which a channel may still publish after ``Channel.Flow(active=false)``. If
+            it publishes later, the broker closes the channel. ``None`` for the broker's default of 5 seconds.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
@@ -215,7 +215,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """The log since the broker's start. ``QUE-1003`` reports an overfull queue, ``QUE-1004`` a queue with room."""
+        """The log since the last start. ``QUE-1003`` means that a queue is overfull, ``QUE-1004`` that it has room."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:
@@ -240,7 +240,7 @@ class BrokerJNode(Node, BrokerJ):
         ]
 
     def _environment(self) -> dict[str, str]:
-        # Remove environment variables that are for other brokers.
+        # Remove variables for other Broker-J brokers, because they would change this broker.
         return {name: value for name, value in os.environ.items() if not name.startswith("QPID_")}
 
     def _is_ready(self) -> bool:
@@ -347,7 +347,7 @@ def _fetch(version: str) -> Path:
         if done.returncode != 0:
             words = "\n  ".join((done.stdout + done.stderr).strip().splitlines()[:10])
             raise BrokerJNotInstalled(f"Maven could not fetch Apache Qpid Broker-J {version}:\n  {words}")
-        # The rename is atomic, and fails if another process has created the folder first.
+        # The rename is atomic. It fails if another process has already created the folder with the same jars.
         with contextlib.suppress(OSError):
             jars.rename(folder)
     return folder

@@ -1,9 +1,9 @@
 """A private cluster of RabbitMQ nodes. Tests can cut the links between the nodes.
 
-All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
-links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
-only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. A cut does not affect the
-connections of clients, because clients connect from 127.0.0.1.
+All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), for clients and for links
+to other nodes. To cut a link, this module makes iptables drop the packets between two of these addresses. As in a
+broken network, a node detects the cut only after about `NET_TICK_TIME` seconds. Only tests that cut links need root and
+iptables. A cut does not affect the connections of clients, because clients connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -33,7 +33,7 @@ _START_TIMEOUT = 300.0
 
 
 class _ClusterNode(RabbitMQNode):
-    """One node. `epmd_port` is the port of the cluster's port mapper, and `peers` has the names of all nodes."""
+    """A node of a cluster. `epmd_port` is the port of the cluster's port mapper. `peers` are the names of all nodes."""
 
     _ctl_options = ("--longnames",)
 
@@ -84,7 +84,7 @@ class _ClusterNode(RabbitMQNode):
 
 
 def _name(host: str) -> str:
-    # The port mapper identifies nodes by the part before the @.
+    # The port mapper identifies a node by the part before the @, so each node needs a different part.
     return f"rabbit{host.rpartition('.')[2]}@{host}"
 
 
@@ -106,7 +106,7 @@ class RabbitMQCluster:
     """
 
     def __init__(self, size: int = 3) -> None:
-        # The user rabbitmq must have access to the folder, as for a single node.
+        # If root starts the nodes, they run as the user rabbitmq, which must have access to the folder.
         parent = "/var/tmp" if os.geteuid() == 0 else None
         self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
         Path(self._folder.name).chmod(0o755)
@@ -155,7 +155,7 @@ class RabbitMQCluster:
 
     @property
     def running(self) -> int:
-        """The number of running nodes that the first node knows, including the first node."""
+        """The number of running nodes in the cluster, according to the first node."""
         return int(self.nodes[0].evaluate("length(rabbit_mnesia:cluster_nodes(running))."))
 
     @staticmethod
@@ -177,7 +177,7 @@ class RabbitMQCluster:
             raise errors[0]
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the link between two nodes until `heal` restores it. The arguments are indexes of `nodes`.
+        """Cut the link between two nodes until `heal` restores it. The arguments are indexes in `nodes`.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.
@@ -198,7 +198,7 @@ class RabbitMQCluster:
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut all links of one node during the block. The node pauses, and rejoins the cluster after the block.
+        """Cut all links of the node `alone` (an index in `nodes`) during the block. The node rejoins after the block.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.
@@ -212,7 +212,7 @@ class RabbitMQCluster:
             self.heal()
 
     def close(self) -> None:
-        """Stop all nodes permanently, and remove their data."""
+        """Restore all links, kill all nodes, and remove their data."""
         self.heal()
         self._each([node.kill for node in self.nodes])
         if self._epmd is not None:

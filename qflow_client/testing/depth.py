@@ -23,7 +23,7 @@ class DepthSample:
         at: time in seconds since the start of the recording.
         depth: number of ready and unacked messages.
         bytes: body bytes of the ready and unacked messages.
-        on: whether the flow state is ON.
+        on: whether the queue's flow state is ON, which means that the queue stops its producers.
     """
 
     at: float
@@ -33,14 +33,14 @@ class DepthSample:
 
 
 class DepthRecorder:
-    """Records a queue during a `with` block. A separate thread takes a sample after each change of the broker.
+    """Records a queue during a `with` block. A separate thread takes samples when the broker's state changes.
 
     Args:
         broker: a running embedded broker.
         queue: name of a queue of the broker.
     """
 
-    #: Maximum seconds between two samples if nothing changes.
+    #: Maximum seconds between two samples. The thread takes samples even if the broker's state does not change.
     PERIOD = 0.05
 
     def __init__(self, broker: Broker, queue: str) -> None:
@@ -51,13 +51,13 @@ class DepthRecorder:
         self._thread = threading.Thread(target=self._run, name=f"depth of {queue}", daemon=True)
         #: The samples, oldest first.
         self.samples: list[DepthSample] = []
-        #: Maximum number of messages, and of body bytes. The queue records both maxima, so no peak is missed.
+        #: Peaks of the queue since its declaration, in messages and in body bytes. They include peaks between samples.
         self.peak_depth = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        # Raise an error here, and not in the thread, if the queue does not exist.
+        # Take the first sample on this thread. If the queue does not exist, the caller gets the error.
         self._look(self._broker)
         self._thread.start()
         return self
@@ -73,7 +73,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # The broker has not changed for `PERIOD` seconds.
+                # The recording is not over. The next call takes a sample at its start.
                 continue
 
     def _look(self, broker: Broker) -> bool:
@@ -86,14 +86,14 @@ class DepthRecorder:
 
 @dataclass(frozen=True, slots=True)
 class DepthPanel:
-    """One part of a drawing, which shows the depths of one run.
+    """One diagram of a drawing. The diagram shows the depth of a queue during one recording.
 
     Attributes:
-        title: title of the run.
-        samples: samples of the run, oldest first.
-        peak: maximum value of the run; ``None`` for the maximum of the samples.
-        marks: names and values of lines to draw. The lines ``highest``, ``stop`` and ``resume`` have colours.
-        of_bytes: whether to draw body bytes instead of messages.
+        title: title of the diagram.
+        samples: samples of the recording, oldest first.
+        peak: greatest depth of the queue, in messages or body bytes; ``None`` for the maximum of the samples.
+        marks: names and values of horizontal lines. Only the names ``highest``, ``stop`` and ``resume`` have colours.
+        of_bytes: whether the depth and all other values are in body bytes instead of messages.
     """
 
     title: str
@@ -103,7 +103,7 @@ class DepthPanel:
     of_bytes: bool = False
 
     def value(self, sample: DepthSample) -> int:
-        """Return the value to draw for a sample."""
+        """Return the depth in a sample, in messages or body bytes."""
         return sample.bytes if self.of_bytes else sample.depth
 
     def words(self, value: int) -> str:
@@ -112,7 +112,7 @@ class DepthPanel:
 
     @property
     def highest(self) -> int:
-        """The maximum value of the run."""
+        """The greatest depth of the queue, in messages or body bytes."""
         return max(map(self.value, self.samples)) if self.peak is None else self.peak
 
 
@@ -141,12 +141,12 @@ _MOST_STEPS = 8
 
 
 def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str:
-    """Draw runs below one another, with the same scales.
+    """Draw panels below one another, with the same scales for time and depth.
 
     Args:
         panels: one or more panels, each with samples.
-        title: title of the drawing for screen readers. The function adds the peak of each panel.
-        made_by: name of the program that creates the drawing. The name is written into a comment.
+        title: title of the drawing for screen readers. The function appends the peak of each panel to the title.
+        made_by: name of the program that creates the drawing. The name is written into a comment of the SVG.
 
     Returns:
         The drawing as SVG. The same panels always result in the same SVG.
@@ -192,16 +192,16 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     for name, value in sorted(panel.marks.items(), key=lambda mark: -mark[1]):
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
-        # The lines may be close together, but the names need a minimum distance.
+        # Horizontal lines may be close together, but their names must not overlap.
         above = max(y(value) + 4, above + _LINE_HEIGHT)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')
     first, *others = _thinned(panel, seconds)
-    # Draw each value as a horizontal line to the time of the next sample.
+    # Draw the depth in each sample as a horizontal line to the time of the next sample.
     steps = "".join(f"H{x(sample.at)}V{y(panel.value(sample))}" for sample in others)
     parts.append(f'<path class="depth" d="M{x(first.at)} {y(panel.value(first))}{steps}"/>')
     top_sample = max(panel.samples, key=panel.value)
-    # Near the right end, draw the text at the left of the point.
+    # If the peak is near the right edge, write its text to the left of the peak, because there is no room on the right.
     anchor, shift = ("end", -4) if x(top_sample.at) > right - 90 else ("start", 4)
     parts.append(
         f'<text x="{x(top_sample.at) + shift}" y="{y(panel.highest) - 5}" text-anchor="{anchor}">'
@@ -231,7 +231,7 @@ def _spans(samples: Sequence[DepthSample]) -> list[tuple[float, float]]:
 
 
 def _thinned(panel: DepthPanel, seconds: float) -> list[DepthSample]:
-    """Return the first, lowest, highest and last sample of each 1.5 pixels, because a line cannot show more."""
+    """Return the first, lowest, highest and last sample of each 1.5 pixels of width. More samples are not visible."""
     groups: dict[int, list[DepthSample]] = {}
     for sample in panel.samples:
         groups.setdefault(int(sample.at / seconds * 400), []).append(sample)

@@ -36,7 +36,7 @@ class Node(ABC):
     Args:
         title: name of the broker in error messages, such as ``"RabbitMQ node on port 5672"``.
         directory: working folder of the broker, which also contains the console log.
-        temporary: the working folder as an object, if `close` has to remove this folder; ``None`` otherwise.
+        temporary: `TemporaryDirectory` of the working folder, for `close`; ``None`` if `close` must keep the folder.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
     """
 
@@ -108,7 +108,7 @@ class Node(ABC):
         """Stop the broker cleanly. Do nothing if the broker does not run.
 
         Args:
-            timeout: maximum seconds to wait for the end. After this time the broker is killed, and a warning is logged.
+            timeout: maximum seconds until the process ends. After this time it is killed, and a warning is logged.
         """
         process = self._process
         if process is not None and process.poll() is None:
@@ -166,7 +166,7 @@ class Node(ABC):
         state = f"pid {self.pid}" if self.running else "not running"
         return f"<{type(self).__name__}: {self._title}, {state}, {self._directory}>"
 
-    # Methods that each kind of broker implements.
+    # Methods that the subclass for each kind of broker implements or overrides.
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -208,8 +208,8 @@ def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     Nodes and proxies use different ranges of ports, because a node listens on its port only seconds after this call.
     With one range, a proxy of another process could get the same port during these seconds.
     """
-    # The ranges are below the range that systems use for outgoing connections. If a client got the port of a stopped
-    # broker for an outgoing connection, it could connect to itself.
+    # Both ranges are below the range that systems use for outgoing connections. If a client got the port of a stopped
+    # broker for its own outgoing connection, the client could connect to itself.
     while True:
         port = random.randrange(20_000, 26_000) if for_proxy else random.randrange(26_000, 32_000)
         if port not in taken:

@@ -30,11 +30,11 @@ def svg(
     """Return a complete SVG drawing. `width` and `height` are in pixels.
 
     Args:
-        parts: elements of the drawing, as SVG.
+        parts: SVG elements of the drawing. They can use the CSS classes ``title``, ``small`` and ``grid``.
         title: description for screen readers.
-        made_by: name of the program that creates the drawing. The name is written into a comment.
-        light: additional rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
-        dark: additional rules of the style sheet that apply only to dark pages.
+        made_by: name of the program that creates the drawing. The name is written into a comment of the SVG.
+        light: additional CSS rules, for light and dark pages.
+        dark: additional CSS rules for dark pages only. They have priority over the rules in `light`.
     """
     body = "\n".join(parts)
     style = f"{_LIGHT}\n{light}\n@media (prefers-color-scheme: dark) {{\n{_DARK}\n{dark}\n}}"

@@ -1,9 +1,9 @@
 """The pytest plugin, which starts a broker for each test that requests the fixture `qflow_broker`.
 
-The program under test publishes to the ``url`` of the broker. The test calls methods of the broker: ``flow(False)``,
-``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``, ``close_connections()``,
-``drop_connections()``; see `qflow_client.broker.Broker`. The fixture `qflow_proxy` is a proxy in front of the same
-broker, which simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
+The program under test publishes to the ``url`` of the broker. The test controls the broker with methods of
+`qflow_client.broker.Broker`: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``,
+``close_channels()``, ``close_connections()``, ``drop_connections()``. The fixture `qflow_proxy` is a proxy between the
+program and this broker. The proxy simulates network faults, see `qflow_client.testing.proxy.FaultProxy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARKER = "qflow_broker"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker ``qflow_broker``, so that pytest does not report it as unknown."""
     config.addinivalue_line(
         "markers",
         f"{_MARKER}(**settings): settings for the broker of the fixture qflow_broker, named as in "
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings for every `qflow_broker`. Override this fixture in a conftest or a module. Markers have priority."""
+    """Settings of each `qflow_broker`. Override this fixture in a conftest or module. A marker has priority over it."""
     return {}
 
 
@@ -45,7 +45,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
-    # `iter_markers` yields the nearest marker first. Apply the nearest marker last, so that it has priority.
+    # `iter_markers` yields the marker closest to the test first. Apply this marker last, so that it has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
             raise pytest.UsageError(f"@pytest.mark.{_MARKER} accepts only keyword arguments, not {marker.args[0]!r}")
@@ -56,7 +56,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
 
 @pytest.fixture(scope="session")
 def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
-    """A function that creates a broker with the given settings. The broker is closed at the end of the session."""
+    """A function that creates a broker with the given settings. All brokers are closed at the end of the session."""
     from qflow_client.broker import Broker
 
     with ExitStack() as brokers:

@@ -1,8 +1,8 @@
 """A proxy that simulates network faults between clients and any broker.
 
-The proxy passes all bytes on unchanged until a method or a schedule sets a fault. A fault applies to one connection, or
-to all current and future connections. Random values come from a seed. Connections can use TLS. The proxy cannot see the
-frames of a TLS connection, so it cannot inject or count frames in such a connection.
+The proxy passes all bytes on unchanged until a method or a schedule causes a fault. Most faults apply either to one
+connection or to all connections. All random values come from one seed, so a test can repeat them. Connections can use
+TLS. The proxy cannot see the frames of a TLS connection, so it cannot inject or count frames in such a connection.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Bytes of a socket's receive buffer. With a small buffer, a sender is soon blocked if the proxy does not read.
+# Receive buffer of each client's socket in bytes. It is small, so a client is soon blocked if the proxy does not read.
 _RECEIVE_BUFFER = 1 << 18
 
 
 class Schedule:
-    """Steps that a proxy executes at given times. `FaultProxy.schedule` creates a schedule."""
+    """Functions that a proxy calls at given times (steps). `FaultProxy.schedule` creates a schedule."""
 
     def __init__(self, proxy: FaultProxy, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> None:
         self._proxy = proxy
@@ -53,7 +53,7 @@ class Schedule:
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last step is done, or the schedule is cancelled.
+        """Wait until the last step is done, a step has failed, or the schedule is cancelled.
 
         Args:
             timeout: maximum seconds to wait; ``None`` for no limit.
@@ -65,7 +65,7 @@ class Schedule:
         self._done.result(timeout)
 
     def cancel(self) -> None:
-        """Execute no more steps."""
+        """Cancel the schedule: the proxy executes no more of its steps."""
         self._proxy._call(self._stop)
 
     def _start(self) -> None:
@@ -101,14 +101,14 @@ class Schedule:
 
 
 class FaultProxy:
-    """A TCP proxy in front of a broker, which cuts, stalls, delays and splits connections, and injects frames.
+    """A TCP proxy in front of a broker. The proxy can cut, stall, delay and split connections, and inject frames.
 
     ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. The proxy listens on a port of the
     loopback interface. Any thread may call the methods of the proxy.
 
-    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With the
-    argument `connection` they apply to one connection, and without it to all current and future connections.
-    `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both.
+    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. If the
+    argument `connection` is given, a lasting fault applies to this connection, otherwise to all current and future
+    connections. The argument `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both directions.
 
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
@@ -117,7 +117,7 @@ class FaultProxy:
             way.
 
     Raises:
-        ValueError: the broker's address is invalid.
+        ValueError: `broker` is neither an AMQP URL nor ``host:port``.
     """
 
     def __init__(self, broker: str, *, port: int = 0, seed: int = 0) -> None:
@@ -135,7 +135,7 @@ class FaultProxy:
         # The listening socket; None while the proxy refuses connections.
         self._listener: socket.socket | None = None
         self._schedules: list[Schedule] = []
-        # Tasks of accepted connections that have no transport yet.
+        # Tasks that create the transports of accepted connections.
         self._greeting: set[asyncio.Task[None]] = set()
         # The proxy's event loop. Only code that runs on this loop uses this attribute.
         self._running: asyncio.AbstractEventLoop
@@ -145,7 +145,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Number of changes of connections. Changes count only while a thread waits. `_changed` protects this number.
+        # Number of changes of connections, counted only while `_waiting` is not 0. `_changed` protects both numbers.
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0
@@ -200,8 +200,8 @@ class FaultProxy:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-            # Do not use a port that the system uses for outgoing connections. While the proxy refuses connections, a
-            # client could get the same port as its own and connect to itself.
+            # `free_port` returns no port that the system uses for outgoing connections. If a client got the proxy's
+            # port as its own port while the proxy refuses connections, the client would connect to itself.
             self._port = self._port or free_port(set(), for_proxy=True)
             listener.bind((_HOST, self._port))
             listener.listen(128)
@@ -248,7 +248,7 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """The broker's URL through this proxy."""
+        """The URL of the broker with the address of this proxy."""
         login, at, _ = self._parts.netloc.rpartition("@")
         return self._parts._replace(
             scheme=self._parts.scheme or "amqp", netloc=f"{login}{at}{_HOST}:{self.port}"
@@ -257,7 +257,7 @@ class FaultProxy:
     # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Return the result of a function that runs on the proxy's loop. On the loop's thread, call it directly."""
+        """Run a function on the proxy's loop, and return its result. If the loop's thread calls, run it directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -323,10 +323,10 @@ class FaultProxy:
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait until a condition is true. It is checked after each transfer of bytes and each change of a connection.
+        """Wait until a condition is true. It is checked again when bytes were passed on or a connection has changed.
 
         Args:
-            predicate: function that gets the proxy, returns the condition, and runs on the calling thread.
+            predicate: returns whether the condition is true. The calling thread calls it with the proxy as argument.
             timeout: maximum seconds to wait.
 
         Raises:
@@ -359,7 +359,7 @@ class FaultProxy:
         """Close connections on both sides immediately, as if the process of the peer ended.
 
         Args:
-            connection: number of the connection; ``None`` for all connections.
+            connection: number of the connection; ``None`` for all current connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -370,7 +370,7 @@ class FaultProxy:
         """Close connections on both sides with a TCP reset, as if the machine of the peer were restarted.
 
         Args:
-            connection: number of the connection; ``None`` for all connections.
+            connection: number of the connection; ``None`` for all current connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -386,19 +386,19 @@ class FaultProxy:
         connection: int | None = None,
         answer: type[pamqp.base.Frame] | None = None,
     ) -> None:
-        """Insert a frame after the current frame, as if the broker or the client had sent this frame.
+        """Insert a frame after the frame that is being passed on, as if the broker or the client had sent it.
 
         The frame overtakes stalled and delayed bytes. If a message is being transferred, the frame may come between two
         frames of this message.
 
         Args:
-            frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or bytes.
-            channel: number of the channel.
+            frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or the bytes of a complete frame.
+            channel: number of the channel of the method and of its answer.
             direction: direction of the frame.
-            connection: number of the connection; ``None`` for all connections.
-            answer: method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy removes the next
-                method of this type on the channel, because its receiver does not expect an answer. For example,
-                RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to pass all methods on.
+            connection: number of the connection; ``None`` for all current connections.
+            answer: type of the method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy
+                removes the next answer on the channel, because the side that would receive the answer did not send the
+                frame. For example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to remove none.
 
         Raises:
             LookupError: the connection does not exist.
@@ -425,7 +425,7 @@ class FaultProxy:
     # Lasting faults.
 
     def stall(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Stop reading, so that the sender's socket becomes full. After `heal` all bytes are passed on.
+        """Stop reading, so that the sender's socket becomes full. After `heal` the proxy passes all bytes on.
 
         Args:
             direction: affected direction; ``None`` for both.
@@ -437,11 +437,11 @@ class FaultProxy:
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Read and discard all bytes. The end of a connection is not passed on either.
+        """Read and discard all bytes. If the sender closes its connection, the receiver does not notice this.
 
         When bytes of a direction have been discarded, no more bytes of this direction are passed on, even after `heal`.
-        While both directions are black holes, the proxy accepts a new client without connecting to the broker. Such a
-        client never gets an answer.
+        While both directions are black holes, the proxy does not connect to the broker for a new client. Such a client
+        never gets an answer, even after `heal`.
 
         Args:
             direction: affected direction; ``None`` for both.
@@ -460,12 +460,12 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Delay all bytes, without changing their order.
+        """Delay all bytes that the proxy receives from now on. Their order does not change.
 
         Args:
             seconds: delay in seconds.
             jitter: maximum additional random delay in seconds.
-            direction: affected direction; ``None`` for both, so that a round trip is delayed twice.
+            direction: affected direction; ``None`` for both, which delays a round trip by two times `seconds`.
             connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
@@ -508,10 +508,10 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Split all bytes into small writes.
+        """Pass all bytes on in small writes.
 
         Args:
-            lowest: minimum bytes of a write, if at least this number of bytes was received.
+            lowest: minimum bytes of a write. If the proxy has fewer bytes, the write is smaller.
             highest: maximum bytes of a write; ``None`` for the value of `lowest`. The size of each write is random
                 between `lowest` and `highest`.
             pause: seconds between two writes.
@@ -539,8 +539,8 @@ class FaultProxy:
         """Collect bytes, and pass them on in writes of a fixed size.
 
         Args:
-            size: bytes of a write.
-            wait: maximum seconds to collect bytes. After this time the proxy passes on the bytes that it has.
+            size: number of bytes that the proxy collects for each write.
+            wait: maximum seconds to collect bytes. After this time the proxy writes fewer than `size` bytes.
             direction: affected direction; ``None`` for both.
             connection: number of the connection; ``None`` for all current and future connections.
 
@@ -562,7 +562,7 @@ class FaultProxy:
     ) -> None:
         """Close connections after an exact number of frames or bytes.
 
-        Counting starts now, or when a future connection starts.
+        For a current connection the count starts with this call, and for a future connection when it is accepted.
 
         Args:
             frames: number of complete frames; 0 for no limit. A protocol header counts as one frame.
@@ -582,14 +582,14 @@ class FaultProxy:
         self._call(self._stop_listening)
 
     def heal(self, connection: int | None = None) -> None:
-        """End all lasting faults. Pass on the stalled and delayed bytes, and accept connections again.
+        """End all lasting faults. Stalled bytes are passed on now, and delayed bytes when their delay has passed.
 
         Args:
-            connection: number of the connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all connections, and to accept connections again.
 
         Raises:
             LookupError: the connection does not exist.
-            OSError: another process uses the port, which was free while connections were refused.
+            OSError: the proxy cannot accept connections again, because another process uses the port now.
         """
         self._change(None, connection, **asdict(NO_RULES))
         if connection is None:
@@ -600,11 +600,11 @@ class FaultProxy:
 
         Args:
             steps: pairs of a time and a function. The times are in seconds after this call, and must not decrease. The
-                proxy's thread calls the function with the proxy as its argument. The function must not block. Each step
-                is read after the previous step was executed, so `steps` may be endless.
+                proxy's thread calls the function with the proxy as its argument. The function must not block. Each pair
+                is read after the function of the previous pair has returned, so `steps` may be endless.
 
         Returns:
-            The schedule, which is cancelled at the end of the proxy.
+            The schedule. If it has not ended when the proxy stops, it is cancelled.
         """
         schedule = Schedule(self, steps)
 

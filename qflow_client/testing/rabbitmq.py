@@ -2,7 +2,7 @@
 
 A node uses the RabbitMQ that is installed on the machine. Each node has its own ports, data folder, configuration,
 Erlang cookie and port mapper (epmd), and listens only on the loopback interface. So a private node does not disturb
-other nodes. This module never installs or configures RabbitMQ on the machine.
+other nodes. This module never installs RabbitMQ, and never changes the configuration of other nodes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# All nodes can have the same name, because each node has its own epmd. A data folder belongs to one node name.
+# Each node registers this name in its own epmd. RabbitMQ cannot use the data in a folder under another node name.
 _NODE_NAME = "qflow@localhost"
 
 # Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
-# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq, unlike the wrapped scripts.
+# In these folders Linux distributions install wrapper scripts, which refuse all users except root and rabbitmq.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
 _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-# An alarm command returns before RabbitMQ has informed the connections. The Erlang process that informs the connections
-# answers this call afterwards.
+# A command that raises or clears an alarm returns before RabbitMQ has informed the connections. This call returns after
+# that, because the Erlang process that informs the connections also answers this call.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -115,7 +115,7 @@ class RabbitMQ(ABC):
         This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
 
         Args:
-            expression: Erlang expression with its full stop. After an error, the expression may be evaluated again.
+            expression: Erlang expression with its full stop. After an error, a subclass may evaluate it a second time.
 
         Raises:
             RabbitMQError: the node does not answer, or the expression fails.
@@ -123,7 +123,7 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that then publishes.
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes after this.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -155,7 +155,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
-        """Flush declarations to disk. RabbitMQ 3 answers before it writes a declaration, so a crash could lose it.
+        """Write all declarations to disk. RabbitMQ 3 may answer a declaration before the declaration is on disk.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -255,11 +255,11 @@ class RabbitMQNode(Node, RabbitMQ):
         return done.stdout.strip()
 
     def evaluate(self, expression: str, timeout: float = 180.0) -> str:
-        """Evaluate an Erlang expression in the node. This takes milliseconds if ``erl_call`` of Erlang is installed.
+        """Evaluate an Erlang expression in the node, in milliseconds if Erlang's program ``erl_call`` is installed.
 
         Args:
-            expression: Erlang expression with its full stop. After an error, the expression may be evaluated again.
-            timeout: maximum seconds for all evaluations together.
+            expression: Erlang expression with its full stop. After an error it may be evaluated a second time.
+            timeout: maximum seconds for both evaluations together.
 
         Returns:
             The result as text.
@@ -275,7 +275,7 @@ class RabbitMQNode(Node, RabbitMQ):
                 raise RabbitMQError(f"{self._title} did not evaluate {expression} within {timeout:g} s") from None
             if (result := result_of_erl_call(done.stdout)) is not None:
                 return result
-        # Evaluate the expression again with rabbitmqctl, because its error messages are better.
+        # If erl_call is missing or returned no result, use rabbitmqctl, whose error messages are better.
         return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
@@ -302,7 +302,7 @@ class RabbitMQNode(Node, RabbitMQ):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
         folder = str(self._directory)
         return environment | {
-            # The Erlang cookie is in the home folder.
+            # Erlang reads the node's cookie from the home folder.
             "HOME": folder,
             "LC_ALL": "C.UTF-8",
             "ERL_EPMD_ADDRESS": self._host,
@@ -363,7 +363,7 @@ class RabbitMQNode(Node, RabbitMQ):
             start_new_session=True,
             **self._account_of_process(),
         )
-        # If no epmd listened, the node would start an epmd, which would not end with the node.
+        # Wait until epmd listens. Without an epmd the node would start one, which would not end with the node.
         if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:

@@ -1,4 +1,4 @@
-"""The connections of a `FaultProxy`. Each connection has two ends, and two directions with rules."""
+"""The connections (`Relay`) of a `FaultProxy`. Each has two sockets (`End`) and two directions (`Way`) with `Rules`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# Maximum bytes for a delayed direction. This maximum is larger, because a delay must not limit the bandwidth.
+# Maximum bytes that the proxy keeps for a direction with a delay. A small maximum would also limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, the proxy sends the bytes of this number of seconds together. If the event loop is late, the
-# proxy makes up for at most this number of seconds.
+# With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
+# is late, the proxy catches up for at most this number of seconds.
 _RATE_SLICE = 0.01
 # Maximum seconds that connecting to the broker may take.
 _CONNECT_TIMEOUT = 30.0
@@ -54,8 +54,8 @@ class ProxiedConnection:
     Attributes:
         number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
-        name_at_broker: address and port that the broker sees as the client's. `Broker` and RabbitMQ use this text as
-            the name of the connection. The text is empty if there is no connection to the broker.
+        name_at_broker: address and port of the proxy's socket to the broker; empty before the proxy has connected to
+            the broker. In `Broker` it is the name of the connection. In RabbitMQ the name begins with this text.
         bytes_to_broker: number of bytes passed on to the broker.
         bytes_to_client: number of bytes passed on to the client.
         bytes_swallowed: number of discarded bytes in both directions.
@@ -101,7 +101,7 @@ class Borders:
     def __init__(self) -> None:
         # The received part of the header of the current frame.
         self._head = b""
-        # After the header, the number of bytes of the frame that have not been processed.
+        # Number of bytes after the header of the current frame that have not been processed; 0 during the header.
         self._left = 0
         # False after bytes that are not AMQP frames.
         self.is_amqp = True
@@ -112,7 +112,7 @@ class Borders:
         return not self._left and not self._head
 
     def step(self, data: bytes, at: int) -> int:
-        """Process the data from a position to the next frame boundary. Return this boundary, or the end of the data."""
+        """Process `data` from index `at`. Return the index of the next frame boundary, or the length of the data."""
         if not self.is_amqp:
             return len(data)
         if not self._left:
@@ -141,7 +141,7 @@ class Borders:
         return at
 
     def skip(self, data: bytes) -> None:
-        """Process all of the data, without returning boundaries."""
+        """Process all of the data. This method is faster than `step`, and returns no boundaries."""
         at, end = 0, len(data)
         if not self.at_border:
             at = self.step(data, 0)
@@ -202,7 +202,7 @@ class Way:
         self.pump()
 
     def _swallow(self, count: int) -> None:
-        # Without the discarded bytes, later bytes of the stream have no meaning.
+        # Bytes were discarded, so the receiver could not understand later bytes of the stream.
         self.is_dead = True
         self.swallowed += count
         self.relays.changed()
@@ -218,7 +218,7 @@ class Way:
         now = self.relays.loop.time()
         due = now + self.rules.latency + (self.rules.jitter and self.rules.jitter * self.connection.random.random())
         if self._pieces:
-            # Keep the order of the bytes.
+            # These bytes must not overtake the waiting bytes.
             due = max(due, self._pieces[-1][0])
         self._pieces.append((due, data))
         self._size += len(data)
@@ -228,7 +228,7 @@ class Way:
             self.look()
 
     def pump(self) -> None:
-        """Pass on the bytes that have been delayed long enough."""
+        """Pass on the waiting bytes that the rules allow to be passed on now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -302,7 +302,7 @@ class Way:
             self.connection.finish()
 
     def _sift(self, data: bytes) -> bytes:
-        """Remove unwanted methods. Keep an incomplete frame until the missing bytes arrive."""
+        """Return the data without unwanted methods. Keep an incomplete frame until the missing bytes arrive."""
         data, self._undecided = self._undecided + data, b""
         borders = copy(self.borders)
         kept = []
@@ -343,7 +343,7 @@ class Way:
             self._injected.append(data)
 
     def look(self) -> None:
-        """Start or stop reading, depending on the number of bytes in the proxy."""
+        """Start or stop reading from `source`, depending on the rules and the number of waiting bytes."""
         rules = self.rules
         most = _ON_A_LONG_WAY if rules.latency and not rules.rate else _ON_THE_WAY
         if self.source is not None:
@@ -393,7 +393,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # Without an error, the proxy has closed this socket.
+        # If `exc` is None, the proxy itself has closed this socket. A black hole does not pass a reset on.
         if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
             self._connection.cut(reset=True)
         self._connection.end_lost(self)
@@ -419,7 +419,7 @@ class End(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Write the end of the stream."""
+        """Write the end of the stream. If both streams have ended, close the connection."""
         self.is_ended = True
         if self._connection.client.is_ended and self._connection.broker.is_ended:
             self._connection.finish()
@@ -442,7 +442,7 @@ class End(asyncio.Protocol):
 class Relays:
     """The shared state of a proxy's connections.
 
-    The loop calls `changed` after bytes were passed on or discarded, and after a connection was added or removed.
+    The loop's thread calls `changed` after bytes were passed on or discarded, and after a socket was opened or closed.
     """
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
@@ -463,7 +463,7 @@ class Relay:
     def __init__(self, relays: Relays, number: int) -> None:
         self.relays = relays
         self.number = number
-        # Use a separate random generator, so that other connections do not change the random values.
+        # Each connection has its own random generator, so that other connections do not change its random values.
         self.random = random.Random(f"{relays.seed} {number}")
         self.ways = {direction: Way(self, relays.rules[direction]) for direction in Direction}
         to_broker, to_client = self.ways[Direction.TO_BROKER], self.ways[Direction.TO_CLIENT]
@@ -477,7 +477,7 @@ class Relay:
         self._open += 1
         if end is self.client:
             self.relays.connections[self.number] = self
-            # If the client never gets an answer, a connection to the broker is not needed.
+            # If both directions are black holes, a connection to the broker is not needed.
             if not all(way.rules.swallows for way in self.ways.values()):
                 self._connecting = self.relays.loop.create_task(self._connect())
         self.relays.changed()
