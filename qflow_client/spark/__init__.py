@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    import pyarrow  # noqa: F401  # the Arrow writers need it, and PySpark does not bring it
+    import pyarrow  # noqa: F401  # the Arrow writers need it, and PySpark does not install it
     import pyspark.sql.datasource  # noqa: F401
 except ImportError as error:
     raise ImportError(

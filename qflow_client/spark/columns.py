@@ -41,7 +41,7 @@ Row = tuple[bytes | Message, str | None, str | None]
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
 _SCALARS = (StringType, BinaryType, BooleanType, *_WHOLE, FloatType, DoubleType, TimestampType)
-# Types that can be converted to JSON.
+# Types of single values that can be converted to JSON.
 _JSON = (*_SCALARS, DecimalType, DateType, TimestampNTZType)
 
 # For each column, its allowed types and a description of the types.
@@ -82,9 +82,9 @@ class Rows:
         schema: schema of the rows.
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
             all columns that are neither routing nor properties.
-        message_id: with ``"column"`` the message id is the column ``message_id``, if this column exists. With
-            ``"hash"`` the message id is a digest of all data to send. With ``"position"`` the id contains the row's
-            number. With ``"producer"`` the producer assigns the message id.
+        message_id: with ``"column"`` the message id is the column ``message_id``. With ``"hash"`` it is a digest of all
+            data to send. With ``"position"`` it contains the row's number. With ``"producer"``, or if the column is
+            missing, the producer assigns the message id.
 
     Raises:
         SchemaError: a column has the wrong type or is not allowed, or no column can be the body.
@@ -139,10 +139,10 @@ class Rows:
         """Yield the data to send for each row of a batch, in order.
 
         Args:
-            batch: rows with the schema.
+            batch: rows with the schema that the constructor got.
             number: number of the batch's first row in the partition, from 0.
             id_prefix: text before the row's number in a message id. ``None`` if message ids do not contain the number.
-            mark: name of a header to set to true in every message; ``None`` for no header.
+            mark: name of a header that every message gets with the value true; ``None`` to add no header.
 
         Raises:
             TypeError, ValueError: AMQP cannot represent a row.
@@ -186,7 +186,7 @@ class Rows:
             column = columns[name].to_pylist()
             values.append(column if convert is None else [None if each is None else convert(each) for each in column])
         for row in zip(*values, strict=True):
-            # Leave out null values, as Spark's to_json does.
+            # Leave null values out of the JSON object, as Spark's to_json does.
             yield encode({name: value for name, value in zip(names, row, strict=True) if value is not None}).encode()
 
 
@@ -207,7 +207,7 @@ def _expirations(column: pa.Array) -> list[str | None]:
 
 
 def _headers(column: pa.Array) -> list[dict[str, Any] | None]:
-    # Arrow represents a map as a list of pairs, and a struct as a dict.
+    # `to_pylist` returns a map as a list of pairs, and a struct as a dict.
     return [None if value is None else dict(value) for value in column.to_pylist()]
 
 
@@ -278,7 +278,7 @@ def _iso(value: date | datetime) -> str:
 
 
 def _number(value: Decimal) -> str:
-    # Convert to text, because a float may not have exactly this value.
+    # Convert the decimal to text, because no float may have exactly its value.
     return str(value)
 
 

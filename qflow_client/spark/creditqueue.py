@@ -1,7 +1,7 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
-to the queue. A task receives credits and publishes on one connection. If it ends, the task cannot publish.
+to the queue. A task receives credits and publishes on one connection. If this connection ends, the task cannot publish.
 
 A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task that may hold
 credits is a consumer of the second queue, so the broker counts these tasks. The driver first publishes the credits, and
@@ -41,15 +41,15 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Seconds between two checks of settled messages while the task holds credits.
+# Maximum seconds between two calls of `CreditLine._turn` while the task holds credits, because `_turn` returns credits.
 _CHECK_PERIOD = 0.005
-# Seconds between two checks of settled messages while the task holds no credits.
+# Maximum seconds between two calls of `CreditLine._turn` while the task holds no credits.
 _IDLE_PERIOD = 1.0
-# Seconds between two checks of a queue with a wrong number of credits.
+# Seconds until the driver tries again to lock the queue, or again counts credits whose number was wrong.
 _PAUSE = 0.05
 # If a task gets no credit for this number of seconds, it checks whether credits exist.
 _PATIENCE = 5.0
-# The hold of a task without credits names this source.
+# Source of the hold that a task's producer has while the task has no credits.
 _SOURCE = "credits"
 
 
@@ -93,7 +93,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Return the credit. Raise an error if it is not valid, or was made for another capacity."""
+    """Return the credit. Raise `CreditError` if it is None (so `body` is no credit), or is for another capacity."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -116,7 +116,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
     """Publish the credits of a job if the queue is new, and check that all credits exist.
 
     Args:
-        settings: settings of the job. The capacity is divided into credits.
+        settings: settings of the job. Their capacity is divided into the credits.
 
     Raises:
         CreditError: the credits are for another capacity, or are too few or too many, or the queue has other messages.
@@ -138,7 +138,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
 
 @contextmanager
 def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> Iterator[None]:
-    """Lock a queue during the ``with`` block, so that no other driver checks the same queue."""
+    """Lock a queue of credits during the ``with`` block, so that only one driver at a time checks the queue."""
     lock = f"{queue}.lock"
     deadline = time.monotonic() + patience
     while True:
@@ -171,10 +171,10 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
         # Use a classic queue, because a quorum queue drops a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # Check one message. It may be a credit of a driver that ended before it declared the queue ``.tasks``.
+        # The messages should be the credits of a driver that ended before it declared the queue ``.tasks``. Check one.
         _look_at_one(connection, queue, capacity)
     else:
-        # Use a transaction, so that either all credits or no credits are published, even if this process is killed.
+        # Use a transaction, so that either all credits or no credits are published if this process is killed.
         channel.tx_select()
         properties = pika.BasicProperties(content_type="application/json", delivery_mode=2)
         for credit in issue(uuid4().hex, capacity):
@@ -186,7 +186,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
 
 
 def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int, patience: float) -> None:
-    """Check that the first credit in the queue is valid, and that no credits are missing."""
+    """Check that the first credit in the queue is valid, and that there are neither too few nor too many credits."""
     due = number_of_credits(capacity)
     deadline = time.monotonic() + patience
     while True:
@@ -195,7 +195,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
         ready, _ = _count(connection, queue) or (0, 0)
         if ready == due or (tasks and ready < due):
             return
-        # The credits of tasks that have just been killed return after a moment.
+        # The credits of tasks that have just been killed return after a moment. So too few credits may be temporary.
         if ready > due or time.monotonic() >= deadline:
             raise _wrong_number(queue, ready, due, capacity)
         connection.sleep(_PAUSE)
@@ -221,39 +221,39 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
 
 
 class CreditLine:
-    """Takes credits for one task from the queue and returns them, on a separate thread.
+    """Takes credits for one task from the queue and returns them to the queue, on a separate thread.
 
-    While the task has no credits, the task's producer has a hold.
+    While the task has no credits, the task's producer has the hold ``capacity``.
 
     Use a `CreditLine` as a context manager. On exit the connection is closed, which returns all credits to the queue.
 
     Raises:
-        CreditError: the queue does not exist.
+        CreditError: the queue ``.tasks`` does not exist, or cannot be consumed.
         ConnectionFailed: the broker cannot be reached.
     """
 
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Number of messages sent so far, and the number after all current rows. The task's thread sets both numbers.
+        # Number of messages sent so far, and their number after the current call of `use`. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
         # Maps the delivery tag of each held credit to the number of the credit.
         self._numbers: dict[int, int] = {}
-        # Name of the set of credits, from the first credit; ``None`` before the first credit.
+        # `Credit.pool` of the first credit, which all other credits must have; ``None`` before the first credit.
         self._pool: str | None = None
-        # The current window of the producer; 0 while the producer is held.
+        # Maximum number of unsettled messages of the producer; 0 while the producer is held for lack of credits.
         self._window = 0
         # None while the thread does not consume credits.
         self._consumer_tag: str | None = None
         # Last time when the task had credits, needed no credits, or checked whether credits exist.
         self._since = time.monotonic()
-        # Whether the last check found that all credits are missing.
+        # Whether the last call of `_ask` found that all credits are missing.
         self._missed = False
-        # The error that ended the thread, except errors of the connection.
+        # The error that ended the thread; None for a lost connection, because the producer reports this error.
         self._error: Exception | None = None
         self._stopping = False
-        # After the thread has started, only this thread uses the connection.
+        # After the thread has started, other threads only call the connection's `add_callback_threadsafe`.
         self._connection = _connect(settings)
         try:
             self._channel = self._open()
@@ -281,9 +281,9 @@ class CreditLine:
     # Called on the task's thread.
 
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
-        """Yield rows, and take credits for them. The caller sends each row before it requests the next one."""
+        """Yield `count` rows, and take credits for them. The caller sends each row before it requests the next row."""
         self._goal = self._sent + count
-        # Wake the thread. If the connection has ended, the producer reports the reason.
+        # Wake the thread, which takes credits. If the connection has ended, the producer reports the reason.
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         for row in rows:
@@ -320,7 +320,7 @@ class CreditLine:
         except Exception as error:
             self._error = error
         finally:
-            # Without credits the task is not allowed to send. Close the connection, which ends the producer.
+            # This thread takes no more credits, so the task must not send. Closing the connection ends the producer.
             with suppress(pika.exceptions.AMQPError):
                 self._connection.close()
 
@@ -334,7 +334,7 @@ class CreditLine:
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika rejects messages that arrive before the broker's answer, so these messages return to the queue.
+            # pika rejects credits that arrive before the broker's answer, so these credits return to the queue.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)

@@ -4,13 +4,13 @@ A *credit* allows a task to have a number of unsettled messages. This number is 
 is a message in a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if
 the task ends, the broker gives the credit to another task. A `Purse` contains the credits of one task.
 
-There are two rules.
+There are two rules:
 
 - Safety: a task never has more unsettled messages than its credits have units. So a task reduces its window before it
   returns a credit.
-- Fairness: a task keeps a credit until it has sent as many messages as all its credits have units. If the current rows
-  do not need a credit, the task returns it immediately. The task that has waited longest gets the next credit, because
-  a broker serves waiting consumers in this order.
+- Fairness: from the time when a task gets a credit, it sends as many messages as all its credits have units. Then it
+  returns the credit. If the current rows do not need a credit, the task returns it immediately. The task that has
+  waited longest gets the next credit, because a broker serves waiting consumers in this order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 # But each use of a credit costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# A task that still needs its credits returns at most a part of them at once: their number divided by this, or one.
+# If a task still needs its credits, it returns at most their number divided by this, but at least one, in one step.
 _RETURN_DIVISOR = 4
 
 
@@ -42,6 +42,7 @@ class Credit:
 
     Attributes:
         pool: name of the set of credits to which this credit belongs.
+        number: number of this credit in the set, from 0.
         credits: number of credits in the set.
         units: maximum number of unsettled messages that this credit allows.
         capacity: sum of the units of all credits in the set.
@@ -107,7 +108,7 @@ class Purse:
 
     @property
     def window(self) -> int:
-        """The maximum number of unsettled messages."""
+        """The maximum number of unsettled messages, which is the sum of the units of all credits that stay."""
         return self.units - self._due_units
 
     def grant(self, tag: int, units: int, sent: int) -> None:
@@ -126,7 +127,7 @@ class Purse:
         Args:
             sent: number of messages that the task has sent so far.
             unsettled: number of sent messages that are not settled.
-            left: number of rows that the task has read and not sent.
+            left: number of rows that the task has received from Spark and not sent.
         """
         need = unsettled + left
         most = max(1, len(self._held) // _RETURN_DIVISOR)

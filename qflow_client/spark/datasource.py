@@ -1,4 +1,4 @@
-"""``format("amqp")``: creates the readers and writers for Spark."""
+"""The data source of ``format("amqp")``. It creates the readers and writers of a job."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     Args:
         spark: the session.
         max_concurrent_tasks: maximum number of tasks that the session runs at the same time. Each limit of a job is
-            divided by this number (C6). The default comes from the session. Set this argument with Spark Connect, or if
-            the cluster can grow without a limit. A job's option ``maxConcurrentTasks`` has priority over this argument.
+            divided by this number (C6). The default comes from the session. Set this argument if you use Spark Connect,
+            or if the cluster can grow without a limit. A job's option ``maxConcurrentTasks`` overrides this argument.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.
@@ -103,7 +103,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # Spark's workers cannot import a class that a function creates. So Spark sends the class with its attributes.
+    # Workers cannot import a class that a function creates, so Spark sends them this class with its attributes.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)
@@ -129,5 +129,5 @@ def _slots(spark: Any) -> int | None:
             return None
     else:
         executors = conf.get("spark.executor.instances", "0")
-    # Executors start one by one, so some may not run yet.
+    # Executors start one by one, so `slots` may not include all of them yet.
     return max(slots, int(executors) * per_executor) or None

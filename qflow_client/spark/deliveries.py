@@ -1,4 +1,4 @@
-"""Converts deliveries to rows, and rows to Arrow. This module defines the columns of a message."""
+"""Converts deliveries to rows, and rows to Arrow. This module defines the columns that a job reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qflow_client.spark.columns import SchemaError
 
 __all__ = ["COLUMNS", "MOST_BYTES", "MOST_ROWS", "SCHEMA", "Row", "batch_of", "check_schema", "in_columns", "row_of"]
 
-#: The values of a message, one for each of `COLUMNS` except the offset.
+#: The values of a message, one for each column in `COLUMNS` except the last column, the offset.
 Row = tuple[Any, ...]
 
 _TEXTS = (
@@ -76,10 +76,10 @@ SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in CO
 
 
 def check_schema(schema: StructType) -> None:
-    """Check that each column of a user's schema exists and has an allowed type.
+    """Check that each column of a user's schema is in `SCHEMA` and has an allowed type.
 
     Raises:
-        SchemaError: a message has no such column, or the type of the column is not allowed.
+        SchemaError: a column is not in `SCHEMA`, or has a type that is not allowed.
     """
     known = {field.name: field.dataType for field in SCHEMA}
     for field in schema:
@@ -116,7 +116,7 @@ def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
 
 
 def in_columns(rows: pa.RecordBatch, schema: StructType) -> pa.RecordBatch:
-    """Return the columns that `schema` names."""
+    """Return the columns that `schema` names. If `schema` declares the body as a string, convert the body."""
     fields = [
         pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
         for field in schema

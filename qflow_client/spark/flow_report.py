@@ -1,8 +1,8 @@
-"""Creates reports on flow logs of any size. Spark adds up their lines, in one job or continuously.
+"""Creates reports on flow logs of any size. Spark sums up the lines of the logs, in one job or continuously.
 
-Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A fact has a
-key, a bucket (of a histogram or a series), and sums and maxima of whole numbers. Spark merges the facts with the same
-key and bucket, in any order. The report is made from the totals. So one process and a cluster create equal reports.
+Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A `Fact` has
+a key, a bucket (of a histogram or a series), and sums and maxima of whole numbers. Spark merges the facts with the same
+key and bucket. Their order does not matter, so a cluster creates the same report as one process.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Logs:
-    """The logs to read: finished files on this machine, or files at other addresses, which Spark reads."""
+    """The logs to read: finished files on this machine, and files at other addresses, such as ``s3a://…``."""
 
     def __init__(self, spark: SparkSession, paths: _Paths) -> None:
         self._spark = spark
         given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
         self._remote = [path for path in given if "://" in path]
         local = [path for path in given if "://" not in path]
-        # Spark does not read files whose names begin with an underscore.
+        # Leave out files whose names begin with an underscore, because Spark does not read them.
         self._local = [path for path in FlowLogs(local).files if not path.name.startswith("_")] if local else []
         if not self._local and not self._remote:
             raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish a file")
@@ -66,7 +66,7 @@ class _Logs:
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """Return the facts of all lines. `width` is the bin width of series over time, in microseconds."""
+        """Return the facts of all lines. `width` is the width of the bins of series over time, in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
@@ -99,11 +99,11 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
 
     Args:
         spark: the session.
-        paths: folders, and files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. Only finished files of
-            local folders are read. Other folders (``s3a://…``) must contain JSON lines.
+        paths: folders, and files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. In a local folder, only
+            finished files are read. Folders at other addresses (``s3a://…``) must contain JSON lines.
 
     Raises:
-        FlowLogError: there are no flow logs.
+        FlowLogError: there are no finished flow logs, or a path is wrong.
     """
     return _Logs(spark, paths).events()
 
@@ -116,7 +116,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of parts. The input rows of this function are numbers of parts."""
+    """Return a function that reads the lines of parts. Its input rows are the indexes of the parts in `parts`."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -132,7 +132,7 @@ def _summing(
     """Return a function for ``mapInArrow`` that sums up lines to facts, for the whole time or for each window.
 
     Args:
-        window: length of a window in microseconds; ``None`` for the whole time.
+        window: length of each window in microseconds; ``None`` to sum up the whole time.
         width: width of the bins of series over time, in microseconds.
     """
 
@@ -213,19 +213,19 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Create a report on flow logs of any size. `qflow_client.report.flow_report` creates the same report.
+    """Create a report on flow logs of any size, the same as `qflow_client.report.flow_report` creates without Spark.
 
     Args:
         spark: the session.
         paths: the same as for `flow_events`.
-        maximum: maximum number of messages in each queue, for which the report recommends settings (C6).
-        delay: maximum seconds that a message stays in a queue, for which the report recommends settings.
+        maximum: recommend settings with which each queue has at most this number of messages (C6).
+        delay: recommend settings with which a message is in a queue for at most this number of seconds.
         queues: queues for which the report recommends settings; ``None`` for all queues whose depth was recorded.
-        round_trip: seconds that the replays assume from the publish of a message to its confirm.
+        round_trip: assumed seconds from the publish of a message to its confirm, for the test of the recommendations.
 
     Raises:
-        FlowLogError: there are no flow logs.
-        ValueError: `maximum` or `delay` is 0 or less.
+        FlowLogError: there are no finished flow logs, or a path is wrong.
+        ValueError: `maximum`, `delay` or `round_trip` is 0 or less.
     """
     logs = _Logs(spark, paths)
     width = bin_width(*logs.span())
@@ -255,23 +255,23 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs continuously. Each time window is written when no more of its lines are expected.
+    """Sum up flow logs continuously. The sums of a time window are written when no more of its lines are expected.
 
     A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
-    files are copied to `folder`. `flow_report_of_stream` creates the report from the written windows.
+    files are copied to `folder`. `flow_report_of_stream` creates the report from the written sums.
 
     Args:
         spark: the session.
         folder: folder of the flow logs.
-        output: folder for the facts and the checkpoint.
-        window: length of a window, which is also the smallest bin width of series over time, in seconds.
+        output: folder for the sums (facts) and the checkpoint.
+        window: length of a window, which is also the smallest width of the bins of series over time, in seconds.
         late: maximum delay of a line in seconds, relative to the latest line. Lines with a longer delay may be dropped.
             In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
         trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon
             as possible.
 
     Returns:
-        The query of Spark.
+        Spark's streaming query, which has been started.
 
     Raises:
         ValueError: `window` or `late` is less than 0.001 seconds.
@@ -300,7 +300,7 @@ def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -
 
     Args:
         spark: the session.
-        output: the argument `output` of `flow_report_stream`.
+        output: the folder that was the argument `output` of `flow_report_stream`.
 
     Raises:
         FlowLogError: no window is complete yet.

@@ -1,4 +1,4 @@
-"""Takes messages from a queue into a spool, and acknowledges them. Messages that are delivered again are recognised."""
+"""Stores the messages of a queue in a `Spool`, and acknowledges them. Redelivered messages are not stored again."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Connection = TypeVar("Connection")
 
 # Maximum seconds for which messages are collected before they are written to the spool as one file.
 _MAX_FILE_DELAY = 0.05
-# If no message is delivered for this number of seconds, the driver checks whether the queue is empty.
+# If no message is delivered for this number of seconds, `drain` checks whether the queue is empty.
 _QUIET_SECONDS = 0.2
 
-# First byte of the key of a message that is recognised by its message id.
+# First byte of each `_key` that consists of a message id.
 _BY_ID = b"i"
 
 
 def connect_first(
     urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
 ) -> Connection:
-    """Try the brokers in order, and connect to the first one that can be reached.
+    """Call `opening` for each broker in order, and return the result for the first broker that can be reached.
 
     Args:
         timeout: maximum seconds to connect to each broker.
@@ -62,12 +62,12 @@ def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
 
 
 class Intake:
-    """Takes the messages of a queue into a spool. All methods except `wake` belong to one thread.
+    """Stores the messages of a queue in a spool. Only one thread may call the methods, except `wake`.
 
     If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
-    recognises such a message, and does not spool it again. If the message was certainly not acknowledged, the intake
-    recognises it by its content, even among several equal messages. If the message may have been acknowledged, the
-    intake recognises it only by its message id.
+    recognises such a message, and does not spool it again. The intake recognises a message with a message id by this
+    id. It recognises a message without an id by the content, if the message was certainly not acknowledged. If several
+    messages have the same content, each of them is recognised once.
 
     Args:
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
@@ -94,7 +94,7 @@ class Intake:
         self._bytes = 0
         # Time when the first message of `_rows` came.
         self._since = 0.0
-        # Tag of the first delivery after the limit. Messages after the limit stay in the queue.
+        # Tag of the first delivery that exceeds the limit; None if there is none. Such deliveries are not acknowledged.
         self._unwanted: int | None = None
         # Whether the broker has cancelled the consumer.
         self._cancelled = False
@@ -103,9 +103,9 @@ class Intake:
         # For each `_key`, the offsets of messages of an earlier run that the broker may deliver again.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
-        #: Whether there is a recognised message that is not acknowledged yet.
+        #: Whether a message was recognised since the last call of `acknowledge`.
         self.has_known = False
-        #: Whether all messages that an ended connection has returned to the queue have arrived. Later messages are new.
+        #: Whether all unacknowledged messages of ended connections have come again. Later deliveries are new messages.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -113,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages at the start.
             self.ready = self._count_ready()
-            # RabbitMQ refuses this argument for streams. 0 is the default priority. A consumer of a stream would get
-            # only new messages, so a restarted query would lose messages.
+            # RabbitMQ refuses the argument ``x-priority`` for streams. For queues 0 is the default, so the argument has
+            # no effect. A consumer of a stream would get only new messages, so a restarted query would lose messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -136,8 +136,8 @@ class Intake:
     def _settle(self, settled: bool) -> None:
         if settled and not self.settled:
             self.settled = True
-            # From now on, a message with the same content may be a new message. But a message id belongs to only one
-            # message.
+            # From now on, a message with the content of a spooled message may be a new message. But a message with the
+            # id of a spooled message is a second copy.
             self._known = {key: offsets for key, offsets in self._known.items() if key[:1] == _BY_ID}
 
     def _cancel(self, method: Any) -> None:
@@ -167,7 +167,7 @@ class Intake:
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting messages to the spool."""
+        """Write the messages in `_rows` to the spool."""
         if not self._rows:
             return
         start = self._spool.end
@@ -179,7 +179,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events until a message has come, an action was called, or `patience` seconds have passed.
+        """Process events until a message has come, a function of `wake` has run, or `patience` seconds have passed.
 
         Raises:
             ConnectionFailed: the connection or the channel is lost.
@@ -197,7 +197,7 @@ class Intake:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
 
     def finish(self) -> None:
-        """Stop consuming, and write the waiting messages to the spool.
+        """Stop consuming, and write the messages that are not in the spool yet to the spool.
 
         Raises:
             ConnectionFailed: the connection is lost.
@@ -232,17 +232,17 @@ class Intake:
             else:
                 for tag in tags:
                     self._channel.basic_ack(tag)
-            # The broker answers after it has processed the acks.
+            # The broker answers this request after it has processed the acks.
             self._count_ready()
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
 
     def is_drained(self) -> bool:
-        """Return True if the broker reports that the queue is empty and all deliveries have arrived."""
+        """Return True if the queue has no ready messages, and no deliveries are on their way."""
         before = self.received
         try:
             ready = self._count_ready()
-            # Earlier deliveries have arrived before the answer.
+            # Deliveries that the broker sent before its answer have arrived. Process them.
             self._connection.process_data_events(0)
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error}") from error
@@ -260,7 +260,7 @@ class Intake:
 
 
 def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: int | None) -> None:
-    """Take the current messages of a queue into a spool, and acknowledge them when they are on disk.
+    """Store the current messages of a queue in a spool, and acknowledge them when they are on disk.
 
     Args:
         spool: spool for the messages. The messages that the spool already contains count towards `limit`.
@@ -268,15 +268,15 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # The broker delivers the unacknowledged messages of the spool again, but should not deliver messages after the
-        # limit.
+        # The broker first delivers the unacknowledged messages of the spool again, and then new messages. So the number
+        # of unacknowledged messages in a full spool is a limit for the prefetch count.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     quiet_since = time.monotonic()
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         before = intake.received
         intake.run_once(_QUIET_SECONDS)
-        # After each ack the broker sends another message.
+        # For each ack the broker delivers one more message. So do not acknowledge the last `prefetch` messages yet.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.received > before:
             quiet_since = time.monotonic()
@@ -290,8 +290,8 @@ class Consumer:
     """An `Intake` on a separate thread, for a streaming query.
 
     Args:
-        spool: spool for the messages. Until `stop` is called, only this object uses the spool.
-        prefetch: maximum number of delivered messages that Spark has not committed.
+        spool: spool for the messages. Until the call of `stop`, only the thread of this object may change the spool.
+        prefetch: maximum number of unacknowledged messages. A message is acknowledged when Spark has committed it.
     """
 
     def __init__(self, connection: pika.BlockingConnection, queue: str, spool: Spool, prefetch: int) -> None:
@@ -356,12 +356,12 @@ class Consumer:
         return self._spool.end
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Same as `Spool.pieces`."""
+        """Return the result of `Spool.pieces`. The thread deletes no files during the call."""
         with self._changed:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Acknowledge all messages before an offset. Spark has committed them. Return when the acks are processed.
+        """Acknowledge the messages before an offset, which Spark has committed. Wait until the acks are processed.
 
         Raises:
             ConnectionFailed: the thread has ended because the connection was lost.
@@ -370,7 +370,7 @@ class Consumer:
             if before > self._done and not self._stopping:
                 self._done = before
                 self._intake.wake(_nothing)
-            # Wait, because Spark may end this process when the method has returned.
+            # Wait for the acks, because Spark may end this process when the method has returned.
             while self._acknowledged < min(before, self._done) and not self._stopping:
                 self._changed.wait()
         self.end()
@@ -380,7 +380,7 @@ class Consumer:
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._spool.end <= offset and not self._stopping:
-                # Messages are written to the spool a moment after their delivery.
+                # A write to the spool does not notify `_changed`. So check again after `_MAX_FILE_DELAY`.
                 if (
                     not self._changed.wait(min(_MAX_FILE_DELAY, deadline - time.monotonic()))
                     and time.monotonic() >= deadline
@@ -409,7 +409,7 @@ def _nothing() -> None:
 
 
 def _key(value_of: Callable[[str], Any]) -> bytes:
-    """Return the key by which a message is recognised."""
+    """Return the key by which a message is recognised: its message id, or else a digest of its content."""
     name = value_of("message_id")
     if name is not None:
         return _BY_ID + str(name).encode()

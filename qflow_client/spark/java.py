@@ -1,4 +1,4 @@
-"""Finds the Java runtime that Spark needs. If there is no such runtime, the error is clearer than Spark's error."""
+"""Finds the Java runtime that Spark needs. If it is missing, the error text is clearer than the text of Spark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_java() -> Path:
     result is the path of the java program.
 
     Raises:
-        JavaMissing: there is no Java, or it is too old.
+        JavaMissing: there is no Java, it is too old, or its version is unknown.
     """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which(Path(home, "bin", "java")) if home else shutil.which("java")

@@ -1,4 +1,4 @@
-"""Reads a RabbitMQ stream. Each task reads its own range of offsets, and Spark can run a task again."""
+"""Reads a RabbitMQ stream. Each task reads a fixed range of offsets, so a retried task reads the same messages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OffsetOptions:
         end: offset after the last message to read; ``None`` to read up to the current end of the stream.
         most: maximum number of offsets in a batch; ``None`` for no limit.
         partitions: number of tasks that read a batch.
-        lossless: whether missing messages are an error.
+        lossless: whether it is an error if retention has removed messages.
     """
 
     urls: tuple[str, ...] = field(repr=False)
@@ -83,10 +83,10 @@ class OffsetOptions:
         Args:
             given: texts of the options, as Spark passes them.
             streaming: whether the job is a streaming query.
-            slots: number of tasks that run at the same time; ``None`` if it is unknown.
+            slots: number of tasks that run at the same time, the default of ``numPartitions``; ``None`` if unknown.
 
         Raises:
-            SettingsError: an option is unknown, or a value is not allowed.
+            SettingsError: an option is unknown, a value is not allowed, or two options exclude each other.
         """
         values = read(given, broker_options() | _COMMON | (_STREAM if streaming else _BATCH))
         if "startingTimestamp" in values and "startingOffsets" in values:
@@ -106,12 +106,12 @@ class OffsetOptions:
         )
 
     def consumer(self) -> StreamConsumer:
-        """Connect to the stream's broker."""
+        """Return a consumer of the stream, which is connected to the broker."""
         return StreamConsumer(self.urls, self.connect_timeout, self.stream)
 
 
 def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
-    """Return the first offset to read."""
+    """Return the offset at which a job starts to read, according to `options.start`."""
     if isinstance(options.start, int):
         return options.start
     found = consumer.begin() if options.start == EARLIEST else None
@@ -146,7 +146,7 @@ def rows_in(options: OffsetOptions, part: InputPartition, schema: StructType) ->
 
 
 class OffsetReader(DataSourceReader):
-    """Reads a stream between two offsets."""
+    """Reads a stream between two offsets in a batch job."""
 
     def __init__(self, options: OffsetOptions, schema: StructType) -> None:
         check_schema(schema)

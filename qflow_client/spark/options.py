@@ -1,4 +1,4 @@
-"""The options of ``format("amqp")``: their names and allowed values. Each task gets a share of the job's limits."""
+"""The options of ``format("amqp")``, and the settings of each task. The tasks divide the job's limits equally (C6)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESSAGE_IDS = ("column", "hash", "position", "producer")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option that is not a setting of a producer.
+    """An option of a job.
 
     Attributes:
         parse: function that converts the option's text, or raises ``ValueError`` if the text is not allowed.
@@ -33,7 +33,7 @@ class Option:
 
 
 def one_of(*names: str) -> Option:
-    """Return an option with a fixed set of values."""
+    """Return an option whose text must be one of `names`."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -44,7 +44,7 @@ def one_of(*names: str) -> Option:
 
 
 def whole(what: str, most: int | None = None) -> Option:
-    """Return an option that is a whole number, at least 1 and at most `most`."""
+    """Return an option that is a whole number from 1 to `most`. `what` names the counted things in errors."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -56,7 +56,7 @@ def whole(what: str, most: int | None = None) -> Option:
 
 
 def text_of(what: str, most: int = 4096) -> Option:
-    """Return an option that is a text of 1 to `most` bytes."""
+    """Return an option that is a text of 1 to `most` bytes. `what` describes the text in errors."""
 
     def parse(text: str) -> str:
         if not 0 < len(text.encode()) <= most:
@@ -66,7 +66,7 @@ def text_of(what: str, most: int = 4096) -> Option:
     return Option(parse, f"{what}, of at most {most} bytes")
 
 
-# Spark's own options, which Spark passes together with the options of this format.
+# Spark's own options in lower case. Spark passes them together with the options of this format.
 _SPARKS = frozenset({"checkpointlocation", "queryname"})
 
 _PRODUCER = {field.name: field for field in fields(ProducerSettings) if field.metadata}
@@ -103,19 +103,19 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
 
 
 def producer_options() -> dict[str, Option]:
-    """Return an option for each setting of a producer. `ProducerSettings` checks the values."""
+    """Return an option for each setting of a producer. `ProducerSettings` checks the parsed values later."""
     return {
         camel(name): Option(field.metadata["parse"], field.metadata["allowed"]) for name, field in _PRODUCER.items()
     }
 
 
 def broker_options() -> dict[str, Option]:
-    """Return the options that a reading job needs to connect to a broker. `broker_of` uses their values."""
+    """Return the options with which a job that reads connects to a broker. `broker_of` uses their values."""
     return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
 
 
 def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the brokers' URLs and the connect timeout in seconds. Missing values come from the environment."""
+    """Return the brokers' URLs and the connect timeout in seconds, from `values` or else from the environment."""
     timeout = {"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}
     settings = ProducerSettings.load(values.get("url"), **timeout)
     return settings.urls, settings.connect_timeout
@@ -160,11 +160,11 @@ class SinkOptions:
 
         Args:
             given: texts of the options, as Spark passes them.
-            slots: number of tasks that run at the same time; ``None`` if it is unknown. The option
-                ``maxConcurrentTasks`` has priority over this argument.
+            slots: number of tasks that run at the same time, by which limits are divided; ``None`` if it is unknown.
+                The option ``maxConcurrentTasks`` has priority over this argument.
 
         Raises:
-            SettingsError: an option is unknown, a value is not allowed, or a limit is too small for the tasks.
+            SettingsError: an option is unknown, a value is not allowed, or a limit cannot be divided among the tasks.
         """
         values = read(given, producer_options() | _SINK)
         slots = values.get("maxConcurrentTasks", slots)

@@ -39,7 +39,7 @@ class Task:
     """The identity of a task.
 
     Attributes:
-        job: id of the job. For a streaming query it is the id of the query, which stays the same after a restart.
+        job: the option ``jobId``, or else the id of the streaming query (which a restart keeps), or else a random id.
         batch: id of the batch; ``None`` outside of streaming queries.
         partition: partition of the task.
         attempt: number of the attempt; 0 for the first attempt.
@@ -51,7 +51,7 @@ class Task:
     attempt: int = 0
 
     def __str__(self) -> str:
-        """Return the first part of the task's message ids, which is the same for all attempts."""
+        """Return the prefix of the message ids if ``messageId`` is ``position``. All attempts have the same prefix."""
         batch = "" if self.batch is None else f"{self.batch}-"
         return f"{self.job}-{batch}{self.partition}"
 
@@ -198,7 +198,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
             may be a second copy.
 
     Raises:
-        FlowControlTimeout: a row was held for `max_producer_flow_control_wait`. This row and later rows were not sent.
+        FlowControlTimeout: a row waited `max_producer_flow_control_wait` seconds. This and all later rows are not sent.
         ConfirmTimeout: rows are unconfirmed, and no confirm came within `max_producer_flow_control_wait` seconds.
         CreditError: the credit queue was deleted, has credits for another capacity, or has other messages.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
@@ -230,7 +230,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refuses the first message, it usually refuses all messages. So raise the error early.
+            # If the broker refused the first message of this batch, it usually refuses all. So send no more batches.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)
@@ -239,7 +239,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait until all messages are confirmed, as long as confirms continue to arrive.
+    """Wait until all messages are confirmed. The time is not limited while confirms continue to arrive.
 
     Raises:
         ConfirmTimeout: no confirm came within `max_producer_flow_control_wait` seconds.

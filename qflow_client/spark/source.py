@@ -1,4 +1,4 @@
-"""Reads a queue. The driver takes messages into a spool, and each task reads its part of the spool."""
+"""Reads a queue. The driver stores the messages in a `Spool`, and each task reads a part of the spool."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class SourceOptions:
         Args:
             given: texts of the options, as Spark passes them.
             streaming: whether the job is a streaming query.
-            slots: number of tasks that run at the same time; ``None`` if it is unknown.
-            local: whether the tasks run on the driver's machine.
+            slots: number of tasks that run at the same time, the default of ``numPartitions``; ``None`` if unknown.
+            local: whether the tasks run on the driver's machine, the default of ``sharedSpool``.
 
         Raises:
             SettingsError: an option is unknown or missing, or a value is not allowed.
@@ -120,7 +120,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Moves the current messages of a queue into a spool. Spark can then read the same messages several times."""
+    """Moves the current messages of a queue into a spool, from which Spark can read the same messages several times."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

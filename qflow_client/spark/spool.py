@@ -33,7 +33,7 @@ class Piece:
     """Some rows of one file.
 
     Attributes:
-        start: index of the piece's first row in the file, from 0.
+        start: index of the piece's first row in `data`, or else in the file, from 0.
         count: number of rows in the piece.
         data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.
     """
@@ -49,7 +49,7 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. The purpose is written into the folder. A folder
+        holds: purpose of the spool, such as the name of the queue. A new folder gets a file with this purpose. A folder
             with another purpose is refused.
 
     Raises:
@@ -143,7 +143,7 @@ class Spool:
         return self._read_state("complete") is not None
 
     def finish(self) -> None:
-        """Store that no more messages will be added."""
+        """Record on disk that no more messages will be added."""
         self._write_state("complete", True)
 
     def append(self, rows: pa.RecordBatch) -> None:

@@ -22,13 +22,13 @@ from qflow_client.spark.intake import connect_first
 __all__ = ["Cursor", "StreamConsumer", "StreamError"]
 
 _OFFSET = "x-stream-offset"
-# Prefetch count. There may be more unacknowledged deliveries, because RabbitMQ sends whole chunks.
+# Prefetch count. RabbitMQ sends whole chunks, so there may be more unacknowledged deliveries than this number.
 _PREFETCH = 1000
 # Maximum seconds to wait for a message if a stream seems to be empty.
 _EMPTY_TIMEOUT = 1.0
 # Maximum seconds to wait for the broker's answer to a close.
 _CLOSE_TIMEOUT = 5.0
-# Maximum seconds to wait for the next message of a range. A replica may not have the message yet.
+# Maximum seconds to wait for the next message of a range. The broker's replica may not have the message yet.
 _READ_TIMEOUT = 30.0
 
 
@@ -39,15 +39,15 @@ class StreamError(QflowError):
 class Cursor:
     """Decides which deliveries of a stream belong to a range of offsets, and finds the missing offsets.
 
-    RabbitMQ delivers whole chunks, which may begin before the requested offset. A gap does not prove a loss, because
-    some entries of a stream are not messages. For example, consumers store their offsets in the stream.
+    RabbitMQ delivers whole chunks, which may begin before the requested offset. A gap does not prove that a message was
+    lost, because some entries of a stream are not messages: for example, the offsets that consumers store.
     """
 
     def __init__(self, start: int, end: int) -> None:
         #: The next expected offset.
         self.at = start
         self.end = end
-        #: The gaps in the range. Each gap is the first missing offset and the offset after the last missing one.
+        #: The gaps in the range. Each gap is its first missing offset and the offset after the gap.
         self.gaps: list[tuple[int, int]] = []
 
     @property
@@ -65,7 +65,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection and its state. The constructor raises the errors that pika passes to callbacks."""
+    """A connection of pika. If it cannot be opened, the constructor raises pika's error. `failure` is a later error."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -132,7 +132,7 @@ class StreamConsumer:
 
         Raises:
             ConnectionFailed: the connection or a channel is lost.
-            StreamError: the queue is not a stream.
+            StreamError: the deliveries have no offsets, because the queue is not a stream.
         """
         opened = self._opened
         if not done() and opened.failure is None:
@@ -159,12 +159,12 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Send a request, and wait for the answer. All earlier deliveries arrive before the answer."""
+        """Wait for the answer to a request. Deliveries that the broker sent before the answer arrive before it."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
     def _consuming(self, offset: str | int | datetime, prefetch: int, take: Callable[..., None]) -> Iterator[Any]:
-        """Open a channel that consumes from an offset.
+        """Open a channel that consumes from an offset, and close the channel at the end of the ``with`` block.
 
         Raises:
             ConnectionFailed: the stream does not exist, or the user is not allowed to consume it.
@@ -194,7 +194,7 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """Return the offset of a delivery. If there is no offset, stop reading with an error, and return ``None``."""
+        """Return the offset of a delivery. If it has none, store an error for `_run`, and return ``None``."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
         # Do not raise an exception here, because pika would treat it as a lost connection.
@@ -205,10 +205,9 @@ class StreamConsumer:
         return None
 
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
-        """Consume from an offset. Return the first and last delivered offsets, or ``None`` if there are no messages.
+        """Consume from a value of ``x-stream-offset``. Return the first and last delivered offsets, if there are any.
 
-        Args:
-            offset: value of RabbitMQ's argument ``x-stream-offset``.
+        If `to_the_end` is False, only the first of the two offsets is useful, because `_probe` stops early.
         """
         found: list[int] = []
         tags = [0]
@@ -238,12 +237,12 @@ class StreamConsumer:
         return None if found is None else found[0]
 
     def end(self) -> int | None:
-        """Return the offset after the last message, or ``None`` if the stream is empty, for example after retention."""
+        """Return the offset after the last message, or ``None`` for an empty stream. Retention can empty a stream."""
         found = self._probe("last", to_the_end=True)
         return None if found is None else found[1] + 1
 
     def since(self, when: datetime) -> int | None:
-        """Return the first offset of the first chunk after a time, or ``None`` if there is no such chunk."""
+        """Return the first offset of the first chunk that is not older than a time, or ``None`` if there is none."""
         found = self._probe(when, to_the_end=False)
         return None if found is None else found[0]
 
@@ -252,14 +251,14 @@ class StreamConsumer:
         return offset == 0 or self._probe(offset - 1, to_the_end=False) is not None
 
     def read(self, start: int, end: int, *, lossless: bool = True) -> Iterator[pa.RecordBatch]:
-        """Yield the messages between two offsets, in order.
+        """Yield the messages from one offset to another in order, in batches.
 
         Args:
             end: offset after the last message to yield.
-            lossless: whether missing messages are an error.
+            lossless: whether to raise an error if retention has removed some of the messages.
 
         Raises:
-            StreamError: some messages do not exist, or no message came within 30 seconds.
+            StreamError: retention has removed some of the messages, or no further message came within 30 seconds.
             ConnectionFailed: the connection is lost.
         """
         cursor = Cursor(start, end)
@@ -275,7 +274,7 @@ class StreamConsumer:
             del properties.headers[_OFFSET]
             received += 1
             if cursor.take(offset):
-                # If the publisher sent no headers, RabbitMQ delivers an empty table.
+                # If the publisher sent no headers, the table is empty now, because it contained only the offset.
                 properties.headers = properties.headers or None
                 rows.append(row_of(method, properties, body))
                 offsets.append(offset)
@@ -290,7 +289,7 @@ class StreamConsumer:
         if cursor.done:
             return
         with self._consuming(start, _PREFETCH, take):
-            # Messages may have arrived with the answer to Basic.Consume.
+            # `_consuming` may already have received all messages. So enter the loop even if `cursor` is done.
             finished = False
             while not finished:
                 before = received
@@ -321,7 +320,7 @@ class StreamConsumer:
 
 
 def lost(stream: str, first: int, last: int) -> StreamError:
-    """Return the error for the deleted offsets from `first` to ``last - 1``."""
+    """Return the error for the offsets from `first` to ``last - 1``, which retention has removed."""
     return StreamError(
         f"stream {stream!r} no longer has the offsets {first} to {last - 1}: its retention (x-max-length-bytes, "
         "x-max-age) has removed them; set failOnDataLoss to false to continue without them"

@@ -1,4 +1,4 @@
-"""The readers of streaming queries.
+"""The readers of streaming queries: `StreamReader` reads a queue, and `OffsetStreamReader` reads a RabbitMQ stream.
 
 Messages of a queue are acknowledged when Spark has committed them. A RabbitMQ stream keeps its messages.
 """
@@ -26,7 +26,7 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 
 T = TypeVar("T")
 
-# A query that ends by itself stops waiting for messages if none comes for this number of seconds.
+# With the trigger ``availableNow``, a query of a queue waits at most this number of seconds for the next message.
 _END_TIMEOUT = 2.0
 # Seconds for which the end of a RabbitMQ stream is not requested again. Spark asks for the end a hundred times per
 # second.
@@ -40,12 +40,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Both fields are set when Spark first requests an offset. Tasks call `read` on a copy without these objects.
+        # The next two fields are None until Spark requests an offset. They stay None in tasks, which only call `read`.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The greatest offset that was returned to Spark.
+        # The end of the spool at the start of the query, or a greater offset that Spark got later.
         self._greatest = 0
-        # Whether the query ends by itself.
+        # Whether the trigger is ``availableNow``, so that the query ends by itself.
         self._ends = False
         # The offset at which the query ends; ``None`` if it is not known yet.
         self._target: int | None = None
@@ -54,8 +54,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. No messages are added, because the next attempt would
-                treat them as the messages of the checkpoint.
+            SpoolError: the offset does not belong to this spool. The consumer is not started, because it would store
+                new messages with offsets of the checkpoint, and the next attempt would find no error.
         """
         options = self._options
         assert options.most is not None
@@ -77,7 +77,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, int]:
         self._open()
         assert self._spool is not None
-        # The spool may still contain messages that an earlier query has processed.
+        # Messages before `acknowledged` were committed by an earlier query, but may still be in the spool.
         return {"offset": max(self._spool.begin, self._spool.acknowledged)}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -87,7 +87,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         begin = start["offset"]
         consumer = self._open(begin)
-        # Spark requests the next batch when it has committed the previous one.
+        # Spark requests the next batch when it has committed the previous batch, which ends at `begin`.
         consumer.done(begin)
         end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
@@ -102,10 +102,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """Return the offset after the messages that the queue had at the start. Wait for at least one such message."""
+        """Return `_target`, or the end of the spool if `_target` is unknown. First wait for a message after `begin`."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
-                # The missing messages have expired, or other consumers have them.
+                # If no message comes, the missing messages have expired, or other consumers have them.
                 if not consumer.wait_beyond(begin, _END_TIMEOUT):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
@@ -142,15 +142,15 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark first requests an offset. Tasks call `read` on a copy in which `_consumer` is ``None``.
+        # None until Spark requests an offset. It stays None in tasks, which only call `read`.
         self._consumer: StreamConsumer | None = None
-        # The offset after the last message, and the time at which it was found.
+        # The offset after the last message of the stream, and the time at which this offset was found.
         self._end: tuple[int, float] | None = None
-        # Whether the query ends by itself. If the query ends by itself, `_end` does not change after the start.
+        # Whether the trigger is ``availableNow``. With this trigger the query ends at the first value of `_end`.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Ask the broker on the kept connection. If this connection was closed, ask again on a new connection."""
+        """Call `question` with the kept consumer. If there is none, or its connection is lost, use a new consumer."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:
@@ -187,7 +187,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # The stream is empty. The next messages will show whether the stream is new or lost its messages.
+                # The stream is empty. Only the offset of its next message will show whether the stream was made again.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(
