@@ -278,7 +278,7 @@ def _iso(value: date | datetime) -> str:
 
 
 def _number(value: Decimal) -> str:
-    # Convert the decimal to text, because no float may have exactly its value.
+    # Convert the decimal to text, because often no float has exactly the same value.
     return str(value)
 
 

@@ -41,7 +41,7 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Maximum seconds between two calls of `CreditLine._turn` while the task holds credits, because `_turn` returns credits.
+# Maximum seconds between two calls of `CreditLine._turn` while the task holds credits, which `_turn` may return.
 _CHECK_PERIOD = 0.005
 # Maximum seconds between two calls of `CreditLine._turn` while the task holds no credits.
 _IDLE_PERIOD = 1.0
@@ -93,7 +93,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Return the credit. Raise `CreditError` if it is None (so `body` is no credit), or is for another capacity."""
+    """Return the credit. Raise `CreditError` if `body` is no credit, or the credit is for another capacity."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -244,7 +244,7 @@ class CreditLine:
         self._pool: str | None = None
         # Maximum number of unsettled messages of the producer; 0 while the producer is held for lack of credits.
         self._window = 0
-        # None while the thread does not consume credits.
+        # Tag of the consumer of credits; None while the thread does not consume credits.
         self._consumer_tag: str | None = None
         # Last time when the task had credits, needed no credits, or checked whether credits exist.
         self._since = time.monotonic()

@@ -28,7 +28,7 @@ __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 # But each use of a credit costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# If a task still needs its credits, it returns at most their number divided by this, but at least one, in one step.
+# A task that needs its credits returns only a part of them in one step: their number divided by this, but at least one.
 _RETURN_DIVISOR = 4
 
 
@@ -108,7 +108,7 @@ class Purse:
 
     @property
     def window(self) -> int:
-        """The maximum number of unsettled messages, which is the sum of the units of all credits that stay."""
+        """The maximum number of unsettled messages, without the units of the credits that have to be returned."""
         return self.units - self._due_units
 
     def grant(self, tag: int, units: int, sent: int) -> None:

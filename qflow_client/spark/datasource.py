@@ -103,7 +103,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # Workers cannot import a class that a function creates, so Spark sends them this class with its attributes.
+    # Create a class for this session. Workers cannot import it, so Spark sends them the class with these attributes.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)

@@ -40,7 +40,7 @@ _TEXTS = (
     "app_id",
 )
 
-#: The columns of a message.
+#: The columns of a message that a job reads, as Arrow types.
 COLUMNS = pa.schema(
     [
         pa.field("body", pa.binary()),
@@ -58,7 +58,7 @@ COLUMNS = pa.schema(
 
 #: A batch ends when it has this number of messages.
 MOST_ROWS = 2000
-#: A batch also ends when its bodies have this total size in bytes.
+#: A batch ends earlier when its bodies have this total size in bytes.
 MOST_BYTES = 8 << 20
 
 _TYPES: dict[pa.DataType, DataType] = {
@@ -71,7 +71,7 @@ _TYPES: dict[pa.DataType, DataType] = {
     pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
 }
 
-#: The columns of a message, as Spark types.
+#: The columns of a message that a job reads, as Spark types.
 SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
 
 

@@ -2,7 +2,7 @@
 
 Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A `Fact` has
 a key, a bucket (of a histogram or a series), and sums and maxima of whole numbers. Spark merges the facts with the same
-key and bucket. Their order does not matter, so a cluster creates the same report as one process.
+key and bucket. The order of the facts does not matter, so a cluster creates the same report as one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 
 # Maximum bytes of a file that one task reads.
 _PART = 64 << 20
-# Number of facts in one batch of a task's output.
+# Maximum number of facts in one batch of a task's output.
 _FACTS_IN_BATCH = 20_000
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -165,7 +165,7 @@ def _summing(
 def _row(fact: Fact) -> tuple[Any, ...]:
     keys = (*fact.keys, *[""] * (len(_KEYS) - len(fact.keys)))
     more = (*fact.more, *[0] * (len(_MORE) - len(fact.more)))
-    # Also store the number of keys, so that `_fact` can remove the padding.
+    # Append the number of keys to the name of the table, so that `_fact` can remove the empty keys.
     table = f"{fact.table}/{len(fact.keys)}"
     return (table, *keys, fact.bucket, fact.count, fact.total, *more, fact.most, fact.most_2)
 

@@ -111,7 +111,7 @@ class Intake:
             self._channel: BlockingChannel = connection.channel()
             self._channel.basic_qos(prefetch_count=prefetch)
             self._channel.add_on_cancel_callback(self._cancel)
-            #: Number of ready messages at the start.
+            #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
             # RabbitMQ refuses the argument ``x-priority`` for streams. For queues 0 is the default, so the argument has
             # no effect. A consumer of a stream would get only new messages, so a restarted query would lose messages.
@@ -338,7 +338,7 @@ class Consumer:
 
     @property
     def ready(self) -> int:
-        """The number of ready messages at the start."""
+        """The number of ready messages in the queue when this object was created."""
         return self._intake.ready
 
     @property

@@ -78,7 +78,7 @@ class OffsetOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None) -> OffsetOptions:
-        """Read a job's options. Call this on the driver.
+        """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
             given: texts of the options, as Spark passes them.
@@ -132,7 +132,7 @@ class OffsetRange(InputPartition):
 
 
 def ranges_of(options: OffsetOptions, start: int, end: int) -> list[OffsetRange]:
-    """Divide a range among tasks. Spark needs at least one range, which may be empty."""
+    """Divide a range of offsets among the tasks. Spark needs at least one range, which may be empty."""
     return [OffsetRange(*each) for each in ranges(start, end, options.partitions)] or [OffsetRange(end, end)]
 
 

@@ -66,7 +66,7 @@ def text_of(what: str, most: int = 4096) -> Option:
     return Option(parse, f"{what}, of at most {most} bytes")
 
 
-# Spark's own options in lower case. Spark passes them together with the options of this format.
+# Spark's own options in lower case. Spark passes them with the options of this format, and `read` ignores them.
 _SPARKS = frozenset({"checkpointlocation", "queryname"})
 
 _PRODUCER = {field.name: field for field in fields(ProducerSettings) if field.metadata}
@@ -138,13 +138,13 @@ class SinkOptions:
     """The options of a job that writes.
 
     Attributes:
-        producer: settings for the producer of each task. Each limit is the task's share of the job's limit (C6). With a
-            credit queue, the capacity is the job's capacity.
+        producer: settings for the producer of each task. Each limit is the limit of one task (C6). But with a credit
+            queue, the capacity is the capacity of the whole job.
         body_format: ``"column"`` or ``"json"``.
         message_id: source of the message ids, one of `MESSAGE_IDS`.
         job_id: name of the job, for message ids and the summary; ``None`` if the option is missing.
         summary_path: file to which summaries are appended; ``None`` for no file.
-        credit_queue: queue from which tasks take parts of the job's capacity; ``None`` if each task has a fixed share.
+        credit_queue: queue from which tasks take parts of the job's capacity; ``None`` if each task has a fixed part.
     """
 
     producer: ProducerSettings
@@ -156,7 +156,7 @@ class SinkOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], slots: int | None) -> SinkOptions:
-        """Read a job's options. Call this on the driver.
+        """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
             given: texts of the options, as Spark passes them.
@@ -210,7 +210,7 @@ class SinkOptions:
 
 
 def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) -> ProducerSettings:
-    """Return the settings of one task, with its share of the job's capacity, bytes and rate.
+    """Return the settings of one task. The job's limits are divided by `slots`. `per_task` replaces the capacity.
 
     All fields of the result are set explicitly, so that the environment of an executor cannot change them.
     """

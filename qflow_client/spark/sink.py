@@ -230,7 +230,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refused the first message of this batch, it usually refuses all. So send no more batches.
+            # If the broker refused the first message of this batch, it usually refuses all. So raise the error now.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)

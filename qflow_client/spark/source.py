@@ -53,7 +53,7 @@ class SourceOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None, local: bool) -> SourceOptions:
-        """Read a job's options. Call this on the driver.
+        """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
             given: texts of the options, as Spark passes them.

@@ -159,7 +159,7 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Wait for the answer to a request. Deliveries that the broker sent before the answer arrive before it."""
+        """Wait for the answer to a request. All deliveries that the broker sent earlier arrive before this answer."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
@@ -205,7 +205,7 @@ class StreamConsumer:
         return None
 
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
-        """Consume from a value of ``x-stream-offset``. Return the first and last delivered offsets, if there are any.
+        """Consume from an ``x-stream-offset``. Return the first and last delivered offset; ``None`` without deliveries.
 
         If `to_the_end` is False, only the first of the two offsets is useful, because `_probe` stops early.
         """

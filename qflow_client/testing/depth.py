@@ -73,7 +73,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # The recording is not over. The next call takes a sample at its start.
+                # `PERIOD` is over. If the recording is not over, the next call takes a sample at its start.
                 continue
 
     def _look(self, broker: Broker) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["HOST", "Node", "free_port", "wait_until"]
 
 logger = logging.getLogger(__name__)
 
-#: The loopback interface. Private brokers listen on no other interface.
+#: Address on which private brokers listen. The nodes of a `RabbitMQCluster` use other loopback addresses.
 HOST = "127.0.0.1"
 
 _POLL_INTERVAL = 0.05
@@ -36,7 +36,7 @@ class Node(ABC):
     Args:
         title: name of the broker in error messages, such as ``"RabbitMQ node on port 5672"``.
         directory: working folder of the broker, which also contains the console log.
-        temporary: `TemporaryDirectory` of the working folder, for `close`; ``None`` if `close` must keep the folder.
+        temporary: object with which `close` removes the working folder; ``None`` if `close` must keep the folder.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
     """
 

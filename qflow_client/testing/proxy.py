@@ -257,7 +257,7 @@ class FaultProxy:
     # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function on the proxy's loop, and return its result. If the loop's thread calls, run it directly."""
+        """Run a function on the proxy's loop, and return its result. On the loop's own thread, run it directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -398,7 +398,7 @@ class FaultProxy:
             connection: number of the connection; ``None`` for all current connections.
             answer: type of the method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy
                 removes the next answer on the channel, because the side that would receive the answer did not send the
-                frame. For example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to remove none.
+                frame. For example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to keep all.
 
         Raises:
             LookupError: the connection does not exist.
@@ -540,7 +540,7 @@ class FaultProxy:
 
         Args:
             size: number of bytes that the proxy collects for each write.
-            wait: maximum seconds to collect bytes. After this time the proxy writes fewer than `size` bytes.
+            wait: maximum seconds to collect bytes. After this time the proxy writes the bytes that it has.
             direction: affected direction; ``None`` for both.
             connection: number of the connection; ``None`` for all current and future connections.
 

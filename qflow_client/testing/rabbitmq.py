@@ -131,7 +131,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
-        """Clear the memory alarm. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
+        """Clear the memory alarm. If it was the only alarm, the node sends ``Connection.Unblocked`` to blocked clients.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -147,7 +147,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(1000000000000000), {_ALARMS_ARE_NOTICED}.")
 
     def clear_disk_alarm(self) -> None:
-        """Clear the disk alarm. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
+        """Clear the disk alarm. If it was the only alarm, the node sends ``Connection.Unblocked`` to blocked clients.
 
         Raises:
             RabbitMQError: the node does not accept the command.
