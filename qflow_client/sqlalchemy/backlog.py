@@ -19,7 +19,7 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# A query starts at least `_PERIOD` seconds, and at least `_RARITY` durations of the last query, after the last query.
+# If a query took d seconds, the next query starts at the earliest max(_PERIOD, _RARITY * d) seconds after its end.
 _PERIOD = 10.0
 _RARITY = 100.0
 # A reader waits at most `_PATIENCE` seconds for a result. PostgreSQL ends a query after `_LONGEST` seconds.
@@ -35,7 +35,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
     """Return the number of waiting rows, and the age of the oldest row in seconds (by the clock of the database)."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
-    # On PostgreSQL `now()` is the time at which this transaction began. A visible row may be newer than this time.
+    # On PostgreSQL, `now()` is the start of this transaction, and a visible row may be newer. So use the present time.
     is_postgresql = dialect_of(connection, rows) == "postgresql"
     now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
     oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
@@ -49,13 +49,13 @@ class Backlog:
         self._engine = engine
         self._tables = tables
         self._lock = threading.Lock()
-        # The thread of the query; ``None`` while there is no query.
+        # The thread of the running query; ``None`` while no query runs.
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
         self._found: tuple[int, float] | None = None
 
     def read(self) -> tuple[int, float] | None:
-        """Return the last result of `measure`, or ``None`` if the database does not answer."""
+        """Return the result of the latest query, or ``None`` if this query has failed or still runs after a second."""
         with self._lock:
             if self._thread is None and _monotonic() >= self._next_at:
                 self._thread = threading.Thread(target=self._ask, name="qflow-outbox-backlog", daemon=True)
@@ -75,7 +75,7 @@ class Backlog:
                     connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
                 found = measure(connection, self._tables)
         except Exception as error:
-            # Do not log the error text, because it may contain data of a row. The relay logs errors of the database.
+            # Do not log the error text, because it may contain data of a row.
             logger.debug("outbox relay: the backlog could not be counted: %s", type(error).__name__)
         finally:
             now = _monotonic()

@@ -1,7 +1,7 @@
 """An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
 
-The record of a message and the effects of the message are committed together, even if the process is killed. A producer
-with an outbox loses no message, but may send a second copy. The inbox recognizes the copy by its message id.
+The transaction commits both the record of a message and the application's changes for this message, or neither, even if
+the process is killed. The inbox recognizes the second copies that a producer with an outbox may send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Inbox:
     """The ids of messages that a consumer has handled, in a table of the consumer's database (E14).
 
     Args:
-        metadata: metadata of the application, to which the table is added. ``None`` for separate metadata.
+        metadata: SQLAlchemy metadata of the application, to which the table is added; ``None`` for new metadata.
         name: name of the table.
         schema: schema of the table; ``None`` for the default schema of the connection.
     """
@@ -69,7 +69,7 @@ class Inbox:
             consumer: name of the consumer. Consumers of the same messages in one database need different names.
 
         Raises:
-            ValueError: the message has no id, or the database is not supported.
+            ValueError: `message_id` is empty, or the database is neither PostgreSQL nor SQLite.
         """
         if not message_id:
             raise ValueError(
@@ -86,10 +86,10 @@ class Inbox:
         return session.execute(statement, values).first() is not None
 
     def forget(self, connection: Session | Connection, older_than: float) -> int:
-        """Delete the records of old messages in the caller's transaction, and return their number.
+        """Delete old records in the caller's transaction, and return the number of deleted records.
 
         Args:
-            older_than: minimum age of the records in seconds. After this time, second copies are not recognized.
+            older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

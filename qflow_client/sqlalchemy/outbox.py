@@ -1,7 +1,7 @@
 """The application's interface to an outbox in its own database.
 
-`Outbox.add` encodes a message and assigns its message id. So the application cannot change the published message later
-(E3), and all copies of a message have the same id.
+`Outbox.add` encodes a message, and gives it a message id if it has none. So the application cannot change the message
+after `add` (E3), and all copies of a message have the same id.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class OutboxStatus:
         oldest_age: age of the oldest waiting row in seconds, by the database's clock; 0 if no row waits.
         failed: number of rows in the table of failed rows.
         relayed: number of rows that the broker has confirmed so far.
-        relays: number of working relays; ``None`` if it is unknown.
-        holds: for each held relay, the holds of the last second, such as ``"channel_flow"``.
+        relays: number of working relays; ``None`` if the number is unknown.
+        holds: for each relay whose producer has holds, the first two of these holds, such as ``"channel_flow, rate"``.
     """
 
     depth: int
@@ -50,14 +50,14 @@ class OutboxStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A message that was set aside because the broker will never accept it.
+    """A message in the table of failed rows. The broker will never accept the message, or no relay can send it.
 
     Attributes:
-        id: id of the row in the outbox.
+        id: id of the row in the table of failed rows.
         message: the message with its exchange and routing key; ``None`` if the row is damaged.
-        ordering_key: ordering key with which the message was added.
+        ordering_key: ordering key with which the message was added, or ``None``.
         reply: reply text of the broker, or the error of a relay that could not send the message.
-        failed_at: time at which the message was set aside.
+        failed_at: time at which a relay moved the message to the table of failed rows.
     """
 
     id: int
@@ -70,11 +70,11 @@ class FailedRow:
 class Outbox:
     """The tables of an outbox in the application's database, and methods to add messages to it.
 
-    Create the tables with ``metadata.create_all()``, or with an Alembic migration of ``--autogenerate``. The outbox
-    needs no triggers and no functions in the database.
+    Create the tables with ``metadata.create_all(engine)``, or with a migration that Alembic generates
+    (``--autogenerate``). The outbox needs no triggers and no functions in the database.
 
     Args:
-        metadata: metadata of the application, to which the tables are added. ``None`` for separate metadata.
+        metadata: SQLAlchemy metadata of the application, to which the tables are added; ``None`` for new metadata.
         name: name of the main table. The names of the other tables are ``<name>_failed`` and ``<name>_relay``.
         schema: schema of the tables; ``None`` for the default schema of the connection.
         notify: whether to wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL commits transactions with
@@ -131,9 +131,9 @@ class Outbox:
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
             message: the body, or a `Message` with properties.
-            exchange: exchange of the message. The default is that of a `RoutedMessage`, or ``""`` for other messages.
-            routing_key: routing key of the message. The default is that of a `RoutedMessage`, or ``""`` for other
-                messages.
+            exchange: exchange of the message. The default is the exchange of a `RoutedMessage`, or else ``""``.
+            routing_key: routing key of the message. The default is the routing key of a `RoutedMessage`, or else
+                ``""``.
             ordering_key: messages with the same key are published in the order in which they were added. Messages of
                 transactions that run at the same time can come in any order. ``None`` for a message without an order.
 
@@ -141,7 +141,7 @@ class Outbox:
             The message id of the message. If the message has no id, a new id is assigned.
 
         Raises:
-            TypeError: the message has a type that is not allowed.
+            TypeError: the message or the session has a type that is not allowed.
             ValueError: AMQP cannot represent the message.
         """
         values, message_id = self.encode(message, exchange, routing_key, ordering_key)
@@ -191,7 +191,7 @@ class Outbox:
             ordering_key: as for `add`.
 
         Returns:
-            The message ids.
+            The message ids, in the order of the messages.
 
         Raises:
             TypeError, ValueError: as for `add`.
@@ -212,8 +212,8 @@ class Outbox:
     def _insert(self, dialect: str) -> Insert:
         statement = insert(self.tables.rows)
         if dialect == "postgresql" and self._notify:
-            # Notify in the same statement. This needs no second round trip and no trigger. PostgreSQL sends one
-            # notification when the transaction commits. Rows get their ids in the order of the values.
+            # The statement also notifies the relays, so no second round trip and no trigger is needed. PostgreSQL sends
+            # one notification at the commit. `sort_by_parameter_order` gives the rows ids in the order of the messages.
             woken = func.pg_notify(self.tables.channel, "")
             return statement.returning(woken, sort_by_parameter_order=True)
         return statement
@@ -221,7 +221,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return the values of a row, and the message id. A program can insert a row with these values itself.
+        """Return the values of the row for a message, and the message id. A program can insert the row by itself.
 
         Args:
             given: as for `add`.
@@ -285,10 +285,10 @@ class Outbox:
         return connection.execute(text(locks), given).scalar_one(), holds
 
     def failed(self, connection: Connection | Session, *, after: int = 0, limit: int = 100) -> list[FailedRow]:
-        """Return messages that were set aside, oldest first.
+        """Return messages from the table of failed rows, in the order of `FailedRow.id`.
 
         Args:
-            after: return only rows after this `FailedRow.id`.
+            after: return only messages with a `FailedRow.id` above this number.
             limit: maximum number of messages to return.
         """
         table = self.tables.failed

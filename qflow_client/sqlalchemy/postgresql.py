@@ -1,35 +1,35 @@
-"""The session of a relay with PostgreSQL, which locks partitions, and reads and writes rows.
+"""A relay's session with PostgreSQL. The session locks partitions, and reads and writes rows.
 
-**Partitions.** Each relay holds a shared advisory lock, which makes the relay a member. A relay also holds an exclusive
-lock on each partition on which it works. Members are ordered by the pid of their server process. Partition ``p``
-belongs to member ``p mod n`` of ``n`` members. A relay locks each partition that belongs to it, as soon as no other
-relay holds the lock. A relay unlocks all other partitions. If two relays see different members, a partition may have no
-relay for a moment, but it never has two relays.
+**Partitions.** All rows with the same ordering key are in one partition. Each relay holds a shared advisory lock, which
+makes the relay a member. A relay also holds an exclusive lock on each partition on which it works. Members are ordered
+by the pid of their server process. Partition ``p`` belongs to member ``p mod n`` of ``n`` members. A relay locks each
+partition that belongs to it, as soon as no other relay holds the lock. When a partition no longer belongs to a relay,
+the relay unlocks it. If two relays see different members, a partition may have no relay for a moment, but never two.
 
 The locks end with the session. If the relay is killed, the session ends immediately. If the relay is suspended or cut
 off from the database, the session ends within the lease. The server measures how long a session is idle
 (``idle_session_timeout``), so no clocks are compared. A killed relay leaves nothing to clean up.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
-their ids. A reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep has
-a snapshot. A sweep reads the new rows in the order of ids. New rows are visible in the snapshot of the sweep and were
+their ids. A reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep has
+a snapshot. A sweep reads the new rows in the order of ids. New rows are visible in the snapshot of the sweep, and were
 not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the previous
 snapshot, or was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
 
-- Each row is in exactly one sweep. A row whose transaction commits late is in a later sweep.
+- Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
-  that shows the later row also shows the earlier row, and a sweep reads rows in the order of ids. An application can
-  observe only this order.
+  that shows the later row also shows the earlier row, and a sweep reads rows in the order of ids. Transactions that
+  overlap in time have no order that an application could observe.
 - A transaction that stays open delays only its own rows. While the transaction is open, PostgreSQL cannot vacuum
   deleted rows. But a relay does not visit the deleted rows again, because each page begins after the last row of the
   previous page.
 
-**Writing.** Before rows are published, a commit stores the id up to which rows are permitted, and waits for the disk.
-The stored id is `AHEAD` above the last row that was read. So at a low rate most pages need no wait for the disk. The
-statement of the next read deletes confirmed rows. A delete does not wait for the disk.
+**Writing.** Before rows are published, a commit stores the id up to which rows may be published, and waits for the
+disk. Rows up to this id are *permitted*. The stored id is `AHEAD` above the last row that was read. So at a low rate
+most reads permit no further rows, and do not wait for the disk. The statement that reads also deletes confirmed rows.
 
-The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep is due a
-minute later. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
+The first sweep of a session is *full*, because there is no previous snapshot. The next full sweep is due a minute
+later. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ __all__ = ["AHEAD", "PostgresqlSession"]
 
 # Seconds from the start of a full sweep until another full sweep is due. A sweep in progress is completed first.
 _FULL_PERIOD = 60.0
-# No transaction is in progress. The list is not empty, because a driver may not know the type of an empty list.
+# Means "no transaction is in progress". The list is not empty, because a driver may not know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
 _AFTER_ALL = 1 << 62
-#: A commit also permits this number of rows after the last row that was read. These rows are published without a wait
-#: for the disk. After a crash, up to this number of first copies are marked as second copies.
+#: A commit permits the rows that were read, and this number of further ids. Rows with the further ids are published
+#: without a wait for the disk. After a crash, up to this number of first copies are marked as second copies.
 AHEAD = 1000
 
 _monotonic = time.monotonic
 
 
 class PostgresqlSession:
-    """One session.
+    """One session of a relay.
 
     Args:
         engine: an engine of SQLAlchemy with the driver psycopg.
@@ -86,7 +86,7 @@ class PostgresqlSession:
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
         self._find_next = self._statement("%(last)s")
-        # Find the rows with the index on xid first. With ORDER BY id, the planner might visit all ids, including the
+        # Find the first new row by the index on xid. With ORDER BY id, the planner might visit all ids, including the
         # ids of deleted rows.
         self._find_first = self._statement(
             f"(SELECT min(id) - 1 FROM (SELECT id FROM {self._rows}"
@@ -124,7 +124,7 @@ class PostgresqlSession:
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
-            # The two timeouts above have no effect while the server waits until the relay reads a page.
+            # The two timeouts above have no effect while the server waits for the relay to read a result.
             f"tcp_user_timeout = {milliseconds}",
             # Do not use a generic plan, because such a plan may be based on statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
@@ -134,7 +134,7 @@ class PostgresqlSession:
             self._run(f"SET {setting}")
         if self._driver.info.host and not self._driver.info.host.startswith("/"):
             self._set_socket(milliseconds)
-        # If notifications arrive with an answer, psycopg passes them only to this handler.
+        # If notifications arrive together with the answer to a statement, psycopg passes them only to this handler.
         self._driver.add_notify_handler(self._notice)
         self._run(f"LISTEN {self._tables.channel}")
         self._run(
@@ -187,10 +187,10 @@ class PostgresqlSession:
         return {partition for partition in range(PARTITIONS) if partition % len(members) == mine}
 
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
-        """Lock the partitions that no other relay has locked.
+        """Lock each of the given partitions that no other relay has locked.
 
         Returns:
-            For each locked partition, the id of the last row whose message may have been sent.
+            For each partition that this call has locked, the id up to which rows may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):
@@ -202,7 +202,7 @@ class PostgresqlSession:
         return taken
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Unlock the partitions in `doubts`. Each value is the id up to which rows may have been sent."""
+        """Unlock the partitions in `doubts`, and store each value: the id up to which rows may have been sent."""
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():
             self._run(statement, partition=partition, doubt=doubt)
@@ -213,21 +213,21 @@ class PostgresqlSession:
     # Reading.
 
     def start_over(self) -> None:
-        """Read from the beginning again. Call this only when all rows that were read are settled."""
+        """Begin a full sweep with the next `read`. Call this only when all rows that were read are settled."""
         self._in_sweep = False
         self._before = 0, _NO_TRANSACTIONS
         self._next_full = 0.0
 
     def is_full_due(self) -> bool:
-        """Return True if the next sweep should be full. A full sweep may start only when no row is unsettled."""
+        """Return True if it is time for a full sweep, and no sweep is in progress. `start_over` begins a full sweep."""
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
         """Delete the confirmed rows `gone`, and read and permit the next rows, in one commit.
 
-        When the method returns, the permitted ids are on disk. The deletes may not be on disk yet. If the server
-        crashes, deleted rows may come back, and are sent again as second copies. `has_more` is True if the sweep may
-        have further rows.
+        When the method returns, the permitted ids are on disk, but perhaps not the deletes. After a crash of the
+        database server, deleted rows may exist again, and are sent as second copies. The method sets `has_more` to True
+        if the sweep may have further rows.
         """
         begins = not self._in_sweep
         xmax, xip = self._before
@@ -332,7 +332,7 @@ class PostgresqlSession:
             self._connection.execute(statement, {"id": number, "reply": reply})
 
     def ping(self) -> None:
-        """Extend the lease."""
+        """Execute a trivial query, so that the server does not end the session as idle."""
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:

@@ -1,7 +1,7 @@
 """Publishes the committed messages of an outbox, in a thread. The module `tenure` explains how.
 
-An asyncio application also uses a thread. `run` and ``async with`` start the thread, and wait until it ends, without
-blocking the event loop. The thread calls the event loop only to report its own end.
+Even in an asyncio application, the relay works in a thread. `OutboxRelay.run` and ``async with`` start the thread, and
+wait for its end without blocking the event loop. The thread calls the event loop only to report its own end.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
     "postgresql": PostgresqlSession,
     "sqlite": SqliteSession,
 }
-# For each name of a database in a URL, the driver that a relay uses.
+# The driver that a relay uses for each database system; the keys are the names of database systems in URLs.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# Seconds of the pause after a first error, and of the longest pause after errors in a row.
+# Seconds of the pause after an error. The pause doubles with each further error, until the longest pause is reached.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -52,13 +52,13 @@ logger = logging.getLogger("qflow_client")
 
 
 def engine_of(url: str | URL) -> Engine:
-    """Create an engine for a relay. The relay's driver replaces the driver of the URL.
+    """Create an engine for a relay. If the URL names a driver, the driver that relays use replaces it.
 
     Args:
         url: URL of the database in the format of SQLAlchemy.
 
     Raises:
-        SettingsError: the URL has another format, or the database is not supported.
+        SettingsError: the URL does not have this format, or the database is not supported.
     """
     try:
         made = make_url(url)
@@ -67,7 +67,7 @@ def engine_of(url: str | URL) -> Engine:
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
-        # Raise another error below, because the text of this error contains the URL.
+        # Raise `SettingsError` below instead, because the text of this error contains the URL with its password.
         pass
     raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
 
@@ -76,20 +76,20 @@ class OutboxRelay:
     """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
     Any number of relays can run for one outbox. On PostgreSQL they share the work. On SQLite one relay works, and the
-    other relays wait. A relay works on its own thread. The thread runs during a ``with`` or ``async with`` block, or
-    while a task awaits `run`. After a clean end the outcome of every message is known.
+    other relays wait. A relay works on its own thread. The thread runs during a ``with`` or ``async with`` block, while
+    a task awaits `run`, or from `start` to `close`. Before the thread ends, it waits for missing confirms; see `close`.
 
     Args:
-        database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.
-        url: URL of the broker, or several URLs; the setting ``url``.
-        outbox: outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
-        lease: maximum seconds until another relay takes the partitions of a suspended or disconnected relay. The
-            partitions of a killed relay are free immediately. The default of the setting ``liveness`` is a sixth of the
-            lease.
+        database: URL of the database, or an engine of SQLAlchemy, for SQLite or for PostgreSQL with the driver psycopg.
+        url: URL of the broker, or several URLs, as for a `Producer`.
+        outbox: outbox whose tables the relay reads; ``None`` for tables with the names of ``Outbox()``.
+        lease: maximum seconds until another relay takes over the work of a suspended or disconnected relay. Another
+            relay takes over the work of a killed relay in about a second. The default of the setting ``liveness`` is a
+            sixth of the lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
-        settings: as for a `Producer`. Confirms are always on, and an outbox file is not allowed.
-        keywords: single settings, as for a `Producer`.
+        settings: as for a `Producer`. A relay replaces `confirms`, `when_flowed`, `outbox` and `delivery_timeout`.
+        keywords: single settings, as for a `Producer`, without the settings that a relay replaces.
 
     Raises:
         SettingsError: a setting is not allowed, or the database is not supported.
@@ -139,14 +139,14 @@ class OutboxRelay:
         self._poll = poll
         self._metrics = RelayMetrics(self._settings.name, Backlog(self._engine, self._tables).read)
         self.counts = RelayCounts(self._metrics)
-        #: The error that ended the last tenure; ``None`` while the relay works.
+        #: The last error, after which the relay starts again; ``None`` while the relay works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
         self._producer: Producer | None = None
         self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # This future is done when the thread has ended.
+        # Done when the thread has ended.
         self._ended: Future[None] = Future()
 
     @property
@@ -166,7 +166,7 @@ class OutboxRelay:
         return self._settings.name
 
     def health(self) -> Health:
-        """The health of the relay. Without a connection to the database or broker, the health is ``"disconnected"``.
+        """The health of the relay. `Health.state` is ``"disconnected"`` if the database or the broker is not connected.
 
         `qflow_client.health.asgi_readiness` accepts a relay in place of a producer.
         """
@@ -228,7 +228,7 @@ class OutboxRelay:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
-            # If the waiting task was cancelled, the loop may already be closed.
+            # If the waiting task was cancelled, the loop may be closed, and `call_soon_threadsafe` raises RuntimeError.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -307,7 +307,7 @@ class OutboxRelay:
 
 
 def _words(error: Exception) -> str:
-    """Return the text of an error for the log. A database error is cut after its first line, which contains no data."""
+    """Return an error's text for the log: one line of a database error, because further lines may contain data."""
     if isinstance(error, QflowError):
         return str(error)
     origin = getattr(error, "orig", None) or error

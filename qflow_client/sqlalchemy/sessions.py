@@ -12,14 +12,14 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: Seconds between two checks of the partitions that belong to a relay.
+#: A relay checks at intervals of this number of seconds which partitions belong to it.
 LOOK = 1.0
-#: A page of rows ends when the bodies have this total size in bytes.
+#: `Session.read` adds no more rows to its result when the bodies in the result have this total size in bytes.
 PAGE_BYTES = 1 << 24
 
 
 class RelayError(QflowError):
-    """A relay cannot work with its database."""
+    """A relay cannot continue, because of its database or of the broker. After a pause it starts again."""
 
 
 class Row(NamedTuple):
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     body: bytes
 
 
-#: The id of a row that the broker will never accept, and the reason.
+#: The id of a row to move to the table of failed rows, and the reason.
 Aside = tuple[int, str]
 
 
@@ -60,9 +60,9 @@ class Session(Protocol):
 
 
 def silence_of(lease: float) -> float:
-    """Return the seconds of inactivity after which the server ends the session of a relay.
+    """Return the seconds of inactivity after which the database server ends the session of a relay.
 
-    In the rest of the lease, another relay has time to take the partitions.
+    The rest of the lease is the time in which another relay takes the partitions.
     """
     return max(lease / 2, lease - 2 * LOOK)
 
@@ -71,7 +71,7 @@ def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
     """Wait until at least one file descriptor is readable, and return the readable descriptors.
 
     Args:
-        descriptors: file descriptors, also above 1023, which `select.select` does not accept.
+        descriptors: file descriptors. They may be above 1023, which `select.select` would not accept.
         timeout: maximum seconds to wait.
     """
     poll = select.poll()

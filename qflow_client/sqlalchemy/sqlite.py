@@ -33,8 +33,8 @@ _VALUES = 500
 # Maximum size in bytes of the text with the holds of a relay.
 _MAX_HOLDS_TEXT = 1000
 
-# Descriptors of the locked files of this process. A forked child closes them, because otherwise it would keep the locks
-# after the end of the parent.
+# Descriptors of the locked files of this process. A forked child closes them, because its copy of a descriptor would
+# keep the lock after the end of the parent.
 _locks: set[int] = set()
 
 
@@ -69,7 +69,7 @@ def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[st
 
 
 class SqliteSession:
-    """One session.
+    """One session of a relay.
 
     Args:
         engine: an engine of SQLAlchemy with a synchronous driver.

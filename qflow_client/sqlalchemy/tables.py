@@ -1,9 +1,9 @@
 """The three tables of an outbox, and their columns.
 
-``<name>``: one row for each waiting message. The application inserts a row, and the relay deletes it. A row is never
-updated, so index entries never move.
+``<name>``: one row for each waiting message. The application inserts a row, and the relay deletes it. Rows are updated
+only if they come from a backup of another server, so index entries hardly ever move.
 
-``<name>_failed``: messages that the broker will never accept, with its reply. Operators can move these messages back.
+``<name>_failed``: messages that cannot be delivered, each with the reason. `Outbox.retry` moves these messages back.
 
 ``<name>_relay``: one row for each partition, with the id up to which rows may have been sent.
 """
@@ -34,8 +34,8 @@ from sqlalchemy.sql.expression import ColumnElement
 
 __all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
-#: The number of partitions of the ordering keys. This number must never change, because applications with older
-#: versions of this package also write rows. Up to this number of relays share the work.
+#: The number of partitions of the ordering keys. This number must never change, because applications with an older
+#: version of this package may write rows at the same time. Up to this number of relays share the work.
 PARTITIONS = 16
 
 
@@ -81,7 +81,7 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        name: name of the first table. The names of the other tables begin with this name.
+        name: name of the table of waiting messages. The names of the other tables begin with this name.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:
@@ -134,12 +134,12 @@ class Tables:
 
     @property
     def full_name(self) -> str:
-        """The name of the first table, with its schema if it has one."""
+        """The name of the table of waiting messages, with its schema if it has one."""
         return str(self.rows.fullname)
 
     @property
     def lock_class(self) -> int:
-        """The first key of the advisory locks, a signed integer of 32 bits."""
+        """The first of the two keys of the advisory locks on PostgreSQL, a signed integer of 32 bits."""
         number = crc32(f"qflow {self.full_name}".encode())
         return number - (1 << 32) if number >= 1 << 31 else number
 
@@ -150,5 +150,5 @@ class Tables:
 
     @property
     def channel(self) -> str:
-        """The channel of ``LISTEN`` and ``NOTIFY``."""
+        """The name of the channel for ``LISTEN`` and ``NOTIFY``."""
         return f"qflow_{crc32(self.full_name.encode()):08x}"

@@ -1,17 +1,17 @@
-"""A tenure is the work of one database session with one producer, from the first row to the first error.
+"""A tenure is the work of a relay with one database session and one producer, until the first error.
 
-Every error ends the tenure, and another tenure begins. At the end of a tenure the producer is closed first, so that no
-more messages of this tenure can be sent. Then the session is closed, which ends its locks. The next tenure, in this or
-in another relay, reads from the beginning. So the following rules are needed only within a tenure:
+After an error, the relay begins a new tenure. At the end of a tenure the producer is closed first, so that no more
+messages of this tenure can be sent. Then the session is closed, which ends its locks. The next tenure, in this or in
+another relay, reads the table from the first row. So the following rules are needed only within a tenure:
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
-  The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id, and
-  marks the existing rows up to this id as second copies. An earlier tenure cannot have sent later rows.
+  The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id. It
+  sends rows up to this id with the header of a second copy. An earlier tenure cannot have sent rows above this id.
 - The statement that deletes confirmed rows also reads and permits further rows.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
 - Before a row is passed to the producer, the time of the database's last answer is checked. If this time is more than
-  `silence_of` seconds ago, another relay may have the partition, so the tenure ends.
+  ``silence_of(lease)`` seconds ago, another relay may have the partition, so the tenure ends.
 
 There are never more unsettled rows than the producer's window allows. While the producer has a hold that is not in
 `_HARMLESS`, no rows are read.
@@ -39,11 +39,11 @@ from qflow_client.telemetry import RelayMetrics
 
 __all__ = ["RelayCounts", "Tenure", "Waker"]
 
-# Maximum number of rows of one page.
+# Maximum number of rows that one `Session.read` returns.
 _PAGE = 1000
 # If more rows exist, the relay reads them when this fraction of the window is free.
 _MIN_FREE_WINDOW = 0.25
-# Maximum seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
+# Maximum seconds for which confirmed rows wait for the next read, which also deletes them. Then they are deleted alone.
 _LINGER = 0.02
 # Seconds between two checks of a held producer.
 _RETRY = 0.02
@@ -70,7 +70,7 @@ class RelayCounts:
         confirmed: number of rows that the broker has confirmed.
         marked: number of rows that were sent with the header of a possible second copy.
         set_aside: number of rows that were moved to the table of failed rows.
-        tenures: number of tenures that have begun.
+        tenures: how often the relay has begun to work, at its start and after errors.
     """
 
     def __init__(self, metrics: RelayMetrics) -> None:
@@ -147,15 +147,14 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has locked.
         self.mine: set[int] = set()
-        # Partitions to unlock, and partitions to lock, when no row is unsettled; ``None`` if there is no change.
+        # Partitions to unlock and to lock when no row is unsettled. Two empty sets plan a full sweep, ``None`` nothing.
         self._change: tuple[set[int], set[int]] | None = None
-        # For each partition, the id up to which an earlier tenure may have sent rows. Empty after all these rows were
-        # read.
+        # For each partition, the id up to which an earlier tenure may have sent rows. Empty after these rows are read.
         self._doubt: dict[int, int] = {}
         # Permitted rows that are not passed to the producer yet.
         self._pending: deque[Row] = deque()
         self._in_flight: dict[Receipt, Row] = {}
-        # Settled receipts, which the producer's callback thread adds.
+        # Settled receipts that `_collect` has not handled yet. The producer's callback thread adds them.
         self._settled: deque[Receipt] = deque()
         # Time when the thread was last woken.
         self._woken_at = 0.0
@@ -164,14 +163,14 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # The first failure that ends the tenure.
+        # Describes the first message that was neither confirmed nor set aside. Such a message ends the tenure.
         self._failure: str | None = None
         # Whether all existing rows have been read. If all rows have been read, the next read is at `_read_at`.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
         self._look_at = 0.0
-        # The holds that the session shows.
+        # The text that was last passed to `Session.say`.
         self._said = ""
         self._answered_at = _monotonic()
         self._held_since: float | None = None
@@ -190,8 +189,8 @@ class Tenure:
         """Work until the relay stops or there is an error.
 
         Raises:
-            RelayError: the tenure failed.
-            Exception: an error of the database, or of the producer.
+            RelayError: a message was not confirmed, or the database or the broker could not be reached for too long.
+            Exception: an error of the database driver, or of the producer.
         """
         self._session.say("")
         unsubscribe = producer.on_flow(lambda _event: self._waker.wake(), kinds=set(HoldKind) - {HoldKind.CAPACITY})
@@ -237,7 +236,7 @@ class Tenure:
             self._failure = f"row {row.id} was not confirmed, and will be sent again: {receipt.describe()}"
 
     def _look_around(self, producer: Producer) -> None:
-        """Check the members, the producer's connection and the time of the database's last answer."""
+        """Check the producer's connection, the partitions that belong to this relay, and the time for a full sweep."""
         now = _monotonic()
         holds = {hold.kind: hold for hold in producer.flow_state.holds}
         if HoldKind.DISCONNECTED not in holds:
@@ -255,7 +254,7 @@ class Tenure:
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
-            # A full sweep may begin only when no row is unsettled.
+            # A full sweep may begin only when no row is unsettled. So plan it like a change of partitions.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()
@@ -284,8 +283,8 @@ class Tenure:
     def _give_up(self, leaving: set[int]) -> None:
         """Unlock partitions that have no unsettled messages.
 
-        All messages that this tenure has sent in these partitions are confirmed and deleted. The session stores
-        `_doubt`, because messages of an earlier tenure may have been sent.
+        All rows that this tenure has sent in these partitions are settled and removed. But rows that an earlier tenure
+        may have sent can remain. So the session stores the ids in `_doubt`, up to which there may be such rows.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
@@ -325,7 +324,7 @@ class Tenure:
         if not rows:
             return False
         if not self._session.is_full:
-            # All rows that existed when the partitions were locked have been read.
+            # The full sweep has ended, so all rows that existed when the partitions were locked have been read.
             self._doubt.clear()
         self._pending.extend(rows)
         self._send(producer)
@@ -362,7 +361,7 @@ class Tenure:
         self._counts.count(marked=marked)
 
     def _write(self) -> None:
-        """Delete the confirmed rows, and move refused rows to the table of failed rows."""
+        """Delete the confirmed rows, and move the rows in `_aside` to the table of failed rows."""
         began = _monotonic()
         if self._aside:
             self._session.set_aside(self._aside)
@@ -382,7 +381,7 @@ class Tenure:
             self._gone.clear()
 
     def _rest(self, producer: Producer) -> None:
-        """Wait for the next action."""
+        """Ping the database and write, if this is due. Then wait until there is something to do."""
         now = _monotonic()
         if now - self._answered_at > self._lease / 4:
             self._session.ping()
@@ -396,8 +395,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # Check again soon. A flow event comes before the producer is unflowed, and no event comes when the rate or the
-        # socket allows more.
+        # Check the producer again soon. A flow event comes before the producer is unflowed, and no event comes when the
+        # rate or the socket allows more messages.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
@@ -410,7 +409,7 @@ class Tenure:
             self._is_dry, self._read_at = False, 0.0
 
     def _drain(self) -> None:
-        """Wait for unconfirmed messages, so that the outcome of every message is known."""
+        """Wait for confirms for at most half of the lease, so that the next tenure need not send second copies."""
         self._pending.clear()
         until = _monotonic() + self._lease / 2
         while self._in_flight and _monotonic() < until:
@@ -425,7 +424,7 @@ class Tenure:
             self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
-        """Close the producer first, so that it sends no more messages. Then delete the confirmed rows."""
+        """Close the producer, so that it sends no more messages. Delete the confirmed rows. Close the session."""
         try:
             if producer is not None:
                 with suppress(UndeliveredMessages):
