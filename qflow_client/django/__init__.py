@@ -1,4 +1,4 @@
-"""An outbox in the database of a Django application (E14). A message is published when its transaction commits.
+"""An outbox in the database of a Django application (E14). A message is published after its transaction has committed.
 
 Messages of transactions that are rolled back are never published.
 
@@ -51,7 +51,7 @@ def add(
         The message id of the message, or a new message id if the message has none.
 
     Raises:
-        TypeError: the message is of another type.
+        TypeError: the message has a type that is not allowed.
         ValueError: AMQP cannot represent the message.
     """
     (message_id,) = add_many(
@@ -68,7 +68,7 @@ def add_many(
     ordering_key: str | None = None,
     using: str = "default",
 ) -> list[str]:
-    """Add messages in order, with few statements. If one message is invalid, none is added.
+    """Add messages in order, with few statements. If one message is invalid, no message is added.
 
     Args:
         messages: as for `add`.
@@ -111,7 +111,7 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
         using: alias of the database.
 
     Raises:
-        ValueError: the message has no id.
+        ValueError: `message_id` is empty.
         django.db.transaction.TransactionManagementError: there is no transaction.
     """
     if not message_id:
@@ -133,7 +133,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Delete the records of old handled messages, and return the number of deleted records.
 
     Args:
-        older_than: minimum age of the records in seconds. After this time, second copies are not recognized.
+        older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.
         using: alias of the database.
     """
     connection = connections[using]

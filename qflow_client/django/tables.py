@@ -1,4 +1,4 @@
-"""Operations for Django's migrations that create and drop the tables of `qflow_client.sqlalchemy`."""
+"""Creates and drops the tables of `qflow_client.sqlalchemy` in migrations of Django."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _dialect(editor: Any) -> Dialect:
 
 
 def create(metadata: MetaData) -> Callable[[Any, Any], None]:
-    """Return an operation for `RunPython` that creates the tables of `metadata`."""
+    """Return a function for Django's `RunPython`. The function creates the tables of `metadata`."""
 
     def make(_apps: Any, editor: Any) -> None:
         dialect = _dialect(editor)
@@ -39,7 +39,7 @@ def create(metadata: MetaData) -> Callable[[Any, Any], None]:
 
 
 def drop(metadata: MetaData) -> Callable[[Any, Any], None]:
-    """Return an operation for `RunPython` that drops the tables of `metadata`."""
+    """Return a function for Django's `RunPython`. The function drops the tables of `metadata`."""
 
     def remove(_apps: Any, editor: Any) -> None:
         for table in metadata.sorted_tables:

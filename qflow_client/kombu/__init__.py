@@ -1,8 +1,8 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
 This package adds flow control to kombu's transport for py-amqp. If the package is installed, kombu finds the transport
-when kombu loads its serializers. Each program that declares, publishes or consumes loads them, such as a Celery
-application. A program that only connects has to import ``qflow_client.kombu``.
+when kombu loads its serializers. Each program that declares, publishes or consumes loads the serializers, for example a
+Celery application. A program that only connects has to import ``qflow_client.kombu``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"
 TRANSPORT_ALIASES["qflows"] = "qflow_client.kombu:SSLTransport"
 
-# kombu loads this module during its own import. So modules that need more of kombu are imported later.
+# kombu loads this module during its own import. So these classes, which need more of kombu, are imported at first use.
 _LATER = {"Channel": "channel", "Connection": "connection", "SSLTransport": "transport", "Transport": "transport"}
 
 

@@ -29,16 +29,16 @@ from qflow_client.skin import DEFAULT
 
 __all__ = ["PIPELINED", "Channel"]
 
-#: A value of ``confirm_publish`` in addition to True and False.
+#: With this value of ``confirm_publish``, `Channel.basic_publish` does not wait for the confirm of its message.
 PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
 
-# Methods that need no answer. `send_method` does not wait before it writes them, even if the broker is blocked.
+# Methods that need no answer. `send_method` writes them without a wait, even while the broker blocks the connection.
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
-# If the broker does not answer, these methods raise a `TimeoutError`, which kombu treats as a lost connection.
+# For these methods, the error of a timeout is a `TimeoutError`, which kombu treats as a lost connection.
 _CLOSING_METHODS = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
 
@@ -65,7 +65,7 @@ class Channel(pyamqp.Channel):
         # The flow control of the channel; ``None`` while the channel is not open.
         self._flow: ChannelFlow | None = None
         super().__init__(connection, channel_id, auto_decode, on_open)
-        # In confirm mode, py-amqp replaces the method with an attribute of the same name. Remove the attribute.
+        # If `confirm_publish` is set, py-amqp adds an attribute that hides the method `basic_publish`. Remove it.
         self.__dict__.pop("basic_publish", None)
 
     # Opening and closing.
@@ -103,7 +103,7 @@ class Channel(pyamqp.Channel):
         read or a publish of the program receives ``Connection.Unblocked``.
 
         Raises:
-            OperationalError: the same as for `wait_for_confirms`. The channel is closed even if this error is raised.
+            OperationalError: `wait_for_confirms` has raised this error. The channel is closed nevertheless.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
@@ -125,9 +125,9 @@ class Channel(pyamqp.Channel):
         return result
 
     def close_left(self) -> None:
-        """Send the ``Channel.Close`` that `close` did not send, because the broker blocked the connection then.
+        """Send the ``Channel.Close`` that `close` has postponed while the broker blocked the connection.
 
-        This method may run during any read, so it must not wait for the answer. py-amqp passes the answer to `collect`.
+        This method can run during any read, so it must not wait for the answer. At the answer, py-amqp calls `collect`.
         """
         self.send_method(spec.Channel.Close, "BsBB", (0, "", 0, 0))
 
@@ -135,14 +135,14 @@ class Channel(pyamqp.Channel):
         connection = self.connection
         super()._on_close(reply_code, reply_text, class_id, method_id)
         if self in connection.left:
-            # The broker has closed the channel. It would end the connection if it then received a Channel.Close.
+            # Send no Channel.Close, because the broker has closed the channel, and would end the connection.
             connection.left.remove(self)
             self.collect()
 
     def settle(self) -> OperationalError | None:
         """Before a close, wait for the confirms of pipelined messages.
 
-        Return an error if messages are not delivered.
+        If messages were not delivered, log the error and return it.
         """
         connection = self.connection
         flow = self._flow
@@ -172,7 +172,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Send a method like py-amqp. While the broker blocks the connection, first wait, for a limited time."""
+        """Send a method like py-amqp. Before, wait for a limited time while the broker blocks the connection."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -216,14 +216,15 @@ class Channel(pyamqp.Channel):
         Args:
             mandatory: whether the broker returns the message if no queue receives it.
             timeout: maximum seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
-            confirm_timeout: maximum seconds to wait for the confirm, instead of `max_producer_flow_control_wait`.
+            confirm_timeout: maximum seconds to wait for the confirm, instead of `timeout` or
+                `max_producer_flow_control_wait`.
 
         Raises:
             OperationalError: the ``__cause__`` shows what happened to the message. FlowControlTimeout: the channel was
                 still flowed after the timeout; the message was not sent and never will be. ProducerFlowed: the channel
-                is blocked (flowed), and waiting is not allowed here; the message was not sent. ConfirmTimeout: the
-                message was written at least in part, and its outcome is unknown. MessageNacked: with pipelined
-                confirms, earlier messages were nacked; this message was not sent.
+                is blocked (flowed), and `when_flowed` or the event loop of kombu forbids a wait; the message was not
+                sent. ConfirmTimeout: the message was written at least in part, and its outcome is unknown.
+                MessageNacked: with pipelined confirms, earlier messages were nacked; this message was not sent.
             MessageNacked: the call waited for the confirm, and the broker did not accept the message.
 
         Returns:
@@ -241,7 +242,7 @@ class Channel(pyamqp.Channel):
         return _kept()
 
     def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
-        """Publish like `basic_publish`, and always wait for a confirm."""
+        """Publish like `basic_publish`, but wait for the confirm, whatever the value of ``confirm_publish`` is."""
         confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:
@@ -299,7 +300,7 @@ class Channel(pyamqp.Channel):
     def _open_flow(self) -> ChannelFlow:
         flow = self._flow
         if flow is None or flow.protocol.closed is not None:
-            # If py-amqp knows why the channel is closed, py-amqp raises the error.
+            # If py-amqp has an unread frame that says why the channel is closed, py-amqp raises the error here.
             self._raise_closed()
         return flow
 
@@ -345,7 +346,7 @@ class Channel(pyamqp.Channel):
         return receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
-        """Process I/O until an event happens, or until the deadline or the next timer."""
+        """Process I/O once. Wait for I/O at most until the deadline or the next timer of the protocol."""
         protocol = flow.protocol
         flow.look()
         at = protocol.next_timer(_monotonic())
@@ -388,7 +389,7 @@ class Channel(pyamqp.Channel):
             self._turn(flow, deadline)
 
     def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
-        """Wait for the confirm of a message. Raise the same errors as py-amqp."""
+        """Wait for the confirm of a message. Raise the errors that `basic_publish` describes."""
         connection = self.connection
         if not receipt.done:
             flow = self._open_flow()
@@ -400,8 +401,8 @@ class Channel(pyamqp.Channel):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer from the broker {waited} for {receipt.describe()}{flow.held}"))
-                # No other message waits to be sent, because each call of `basic_publish` waits until its own message is
-                # sent.
+                # Do not wait for room in the socket. No message waits to be sent, because each call of `basic_publish`
+                # waits until its own message is sent.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
                     self._raise_closed()
@@ -409,7 +410,7 @@ class Channel(pyamqp.Channel):
         if receipt._outcome is Outcome.UNKNOWN:
             self._raise_closed()
         if connection.transport.has_news:
-            # Let py-amqp handle the returned message.
+            # Let py-amqp handle the received frames, for example a returned message.
             connection.hear()
         if receipt._outcome is Outcome.NACKED:
             if self._flow is not None:

@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# In a thread that runs an event loop of kombu, ``pid`` is the id of the thread's process.
+# In a thread that runs an event loop of kombu, ``pid`` is the id of the process. A forked child runs no such loop.
 _loops = threading.local()
 
 
@@ -50,8 +50,8 @@ class Connection(pyamqp.Connection):
 
     Args:
         arguments: arguments of py-amqp.
-        keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings with another meaning in kombu are
-            not accepted. ``confirm_publish`` may also be ``"pipelined"``.
+        keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings for tasks that kombu itself does,
+            such as reconnects, are not accepted. ``confirm_publish`` can be True, False or ``"pipelined"``.
 
     Raises:
         SettingsError: the value of a setting is not allowed.
@@ -159,13 +159,13 @@ class Connection(pyamqp.Connection):
             return None
         for channel in tuple((self.channels or {}).values()):
             if channel is not self:
-                # `settle` logs messages that are not delivered.
+                # Ignore the returned error, because `settle` has logged it.
                 channel.settle()
         return super().close(reply_code, reply_text, method_sig, argsig)
 
     @property
     def may_be_kept(self) -> bool:
-        """Return True if this connection is worth keeping, to detect when the broker accepts messages again.
+        """Whether to keep the connection when kombu closes it, to detect when the broker accepts messages again.
 
         A connection with consumers is not kept, because the broker would still deliver messages to it.
         """
@@ -192,7 +192,7 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Read like py-amqp. If the broker does not read, the wait for the answer to a method is limited."""
+        """Read like py-amqp. But a wait for the answer to a method is limited while the broker reads nothing."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -237,7 +237,7 @@ class Connection(pyamqp.Connection):
                 self.drain_events(timeout=0)
 
     def turn(self, deadline: float, wants_room: bool) -> bool:
-        """Process I/O until an event happens or the deadline has passed. Return True if the socket accepts bytes."""
+        """Process I/O once. Wait at most until the deadline. With `wants_room`, return True if the socket has room."""
         wire: Wire = self.transport
         now = _monotonic()
         look = math.inf
@@ -256,7 +256,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Check heartbeats like py-amqp, and count the writes of the channels' output as sent bytes."""
+        """Check heartbeats like py-amqp. First add the writes of the channels' output, which py-amqp does not count."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent
@@ -267,9 +267,9 @@ class Connection(pyamqp.Connection):
 
     @property
     def must_not_wait(self) -> bool:
-        """Return True if this thread runs an event loop of kombu. A wait would stop the loop.
+        """Whether waits are forbidden in this thread, because it runs an event loop of kombu, which a wait would stop.
 
-        While a Celery worker runs a task in this thread, the task stops the loop anyway, so waiting is allowed.
+        While a Celery worker runs a task in this thread, the task stops the loop anyway, so waits are allowed.
         """
         if getattr(_loops, "pid", None) != os.getpid():
             return False
@@ -278,14 +278,14 @@ class Connection(pyamqp.Connection):
 
     @staticmethod
     def loop_runs_here() -> None:
-        """Record that this thread runs an event loop."""
+        """Record that this thread runs an event loop of kombu."""
         _loops.pid = os.getpid()
 
     def await_unblocked(self) -> None:
-        """Wait while the broker blocks the connection, because a broker that blocks reads nothing.
+        """Wait while the broker blocks the connection, because the broker reads nothing from a blocked connection.
 
         Raises:
-            FlowControlTimeout: the broker still blocks the connection after `max_producer_flow_control_wait`.
+            FlowControlTimeout: `max_producer_flow_control_wait` seconds have passed, or `must_not_wait` is True.
         """
         wire: Wire = self.transport
         if not wire.tap.is_blocked:

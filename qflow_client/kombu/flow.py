@@ -74,7 +74,7 @@ class _Protocol(EncodedProtocol):
                 for tag in range(first, first + (count or 1)):
                     self.flow.pass_frame(spec.Basic.Ack, "Lb", (tag, count == 0))
         before = self.before or 0
-        # Tag 0 means all messages; see `on_ack`.
+        # Tag 0 stands for all messages, so it is not changed.
         super().on_acks([(tag and tag + before, count) for tag, count in acks], now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -92,12 +92,12 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # Each admitted message is written immediately. So admit no message before all earlier bytes are written.
+        # Each admitted message is written immediately. So lift the hold only when all earlier bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
         if self.before is None:
-            # The broker sends no confirms, so the written messages are settled.
+            # The broker sends no confirms, so settle the messages that are written.
             self.parts.settling.answer(0, True, Outcome.CONFIRMED, now)
             self.consequences.update(now)
         if not self.gate.is_open and not self.unwritten:
@@ -125,11 +125,11 @@ class ChannelFlow(DropInFlow):
 
     def __init__(self, channel: Any, settings: ProducerSettings, wire: Wire) -> None:
         number = channel.channel_id
-        # Messages are written immediately. While the socket accepts no bytes, no message is admitted.
+        # Unwritten bytes need no limit, because no message is admitted while the socket accepts no bytes.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
-        #: Whether the last publish that waited has reached its timeout.
+        #: Whether the last publish that had to wait was not sent, for example because of a timeout.
         self.has_given_up = False
         self._number = number
         self._wire = wire
@@ -164,7 +164,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def tells_confirms(self) -> bool:
-        """Whether to pass confirms to py-amqp."""
+        """Whether to pass confirms to py-amqp, because a call waits for a confirm or a callback is registered."""
         pending, events = self.channel._pending, self.channel.events
         return bool(
             (pending and (spec.Basic.Ack in pending or spec.Basic.Nack in pending))
@@ -172,11 +172,11 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method to py-amqp, as if py-amqp had read it. The `Tap` has removed it from the input."""
+        """Pass a method to py-amqp, as if py-amqp had read its frame. The `Tap` has removed this frame."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
-    # Called by the `flow_manager`, on any thread.
+    # The `flow_manager` requests calls on any thread. The thread of the connection makes these calls.
 
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
@@ -241,7 +241,7 @@ def encode_properties(message: Any) -> bytes:
 
 
 def _is_alike(value: Any) -> bool:
-    """Return True if py-amqp and this package encode a header in the same way."""
+    """Return True if py-amqp and this package encode the value of a header in the same way."""
     kind = type(value)
     if kind is dict:
         return all(map(_is_alike, value.values()))

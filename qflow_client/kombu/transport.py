@@ -18,7 +18,7 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Connections that were closed while the broker blocked them. The keys are `Connection.made_of`.
+    """Open connections that kombu has closed while the broker blocked them. The keys are `Connection.made_of`.
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
@@ -62,7 +62,7 @@ class _Kept:
 #: The kept connections of the process (internal).
 kept = _Kept()
 # In a forked child, create the object again, because a thread of the parent may have held its lock.
-after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # of an object that exists
+after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # calls `__init__` again on purpose
 
 
 class Transport(pyamqp.Transport):
@@ -74,7 +74,7 @@ class Transport(pyamqp.Transport):
     def establish_connection(self) -> Any:
         """Connect like kombu, which replaces the host localhost by 127.0.0.1.
 
-        With TLS the broker's certificate must still have the name localhost, and not the name 127.0.0.1.
+        With TLS, the broker's certificate still has to have the name localhost. A certificate for 127.0.0.1 is refused.
 
         Raises:
             SettingsError: eventlet has patched Python.
@@ -94,7 +94,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Called by kombu. Return a connection that is not connected yet."""
+        """Called by kombu. Return a kept connection with these options, or a new one that is not connected yet."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:
@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        From now on, `basic_publish` waits in this thread only within a Celery task. Another wait would stop the loop.
+        From now on, `basic_publish` waits in this thread only within a Celery task, because other waits stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -124,7 +124,7 @@ class Transport(pyamqp.Transport):
     def on_readable(self, connection: Any, loop: Any) -> None:
         """Deliver one event, like kombu. If frames remain, `Wire.bell` makes the loop call this method again.
 
-        kombu uses ``loop.call_soon`` for frames that remain. But kombu's loop may first wait for sockets.
+        kombu itself uses ``loop.call_soon`` for remaining frames. But its loop may wait for sockets before such a call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")
@@ -137,7 +137,7 @@ class Transport(pyamqp.Transport):
                 connection.transport.has_left_frames()
 
     def _on_left(self, connection: Any, loop: Any, bell: int) -> None:
-        """Deliver frames that earlier reads have left."""
+        """Deliver frames that the wire has received, but py-amqp has not read yet."""
         if connection.connected:
             self.on_readable(connection, loop)
         else:

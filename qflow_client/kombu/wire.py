@@ -46,7 +46,7 @@ class Unanswered(TimeoutError):
 
 
 def _unpatched_poll() -> Any:
-    """Return a poll object of Python, even if gevent has replaced `select.poll`."""
+    """Return Python's own poll object, even if gevent has replaced `select.poll`."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 
@@ -70,12 +70,12 @@ class _Poll:
         self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
-        """Return the present state of the socket without waiting."""
+        """Return the present state of the socket (the bits of `select.poll`) without waiting."""
         found = self._for_now.poll(0)
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes or `wake`, and also for room if `writable` is True. Return the state of the socket."""
+        """Wait for bytes, for `wake`, or (if `writable` is True) for room in the socket. Return the socket's state."""
         if self._pipe is None:
             self._pipe = _pipe()
             for each in self._for_input, self._for_both:
@@ -129,7 +129,7 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # Empty the pipe first. If a child process has a copy of the descriptor, an event loop continues to watch it.
+        # Empty the pipe, because an event loop still watches it if a child process has a copy of the descriptor.
         self.stop()
         os.close(self.fd)
         os.close(self._from)
@@ -138,10 +138,10 @@ class _Bell:
 class Wire:
     """A mixin for a transport of py-amqp, between a connection and its socket. `Wire` must be the first base class.
 
-    Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. The wire keeps
+    Reading: py-amqp's transport reads each frame in three pieces. The wire reads all available bytes at once, and keeps
     the frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop
-    also watches a `_Bell`. Only `receive` reads from the socket, and rings the bell if frames remain. `has_left_frames`
-    stops the bell if no frames remain.
+    watches a `_Bell` too. All reads from the socket are in `receive`, which rings the bell if frames wait for py-amqp.
+    `has_left_frames` stops the bell if no frames wait.
 
     Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame boundaries.
     """
@@ -175,12 +175,12 @@ class Wire:
         self._patience: float | None = None
         # Locked for writes, because threads of a pool acknowledge on a connection that another thread reads.
         self._writing = threading.RLock()
-        # Whether a signal handler has raised an exception during a write, before the result of the write was recorded.
+        # True during a write. Stays True if an exception interrupts the write, because its result is unknown then.
         self._is_torn = False
         # Whether a frame of py-amqp is partly written.
         self._is_midway = False
         self._poll: _Poll | None = None
-        # Rings while frames remain for py-amqp; ``None`` if no event loop watches it.
+        # Rings while frames wait for py-amqp; ``None`` if no event loop watches the connection.
         self._bell: _Bell | None = None
         # Text of the error if the wire is used while it is not connected.
         self._why = "connection already closed"
@@ -194,8 +194,8 @@ class Wire:
     def _get_tcp_socket_defaults(self, sock: Any) -> dict[int, int]:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
-            # With py-amqp, Linux ends a connection if the peer accepts no bytes for a second. This class waits up to
-            # `limit` seconds for a partly written message, and then up to `limit` seconds for a method.
+            # By py-amqp's default, Linux ends a connection if the peer accepts no bytes for a second. But a channel may
+            # wait `limit` seconds to write a message, and then this class may wait `limit` seconds to write a method.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -213,11 +213,11 @@ class Wire:
         self._why = why
         self.connected = False
         self._quick_recv = self.check_connected
-        # A thread of the parent may have held the lock.
+        # A thread of the parent may have held the lock during the fork.
         self._writing = threading.RLock()
         self._frames = b""
         self.later.clear()
-        # The pipes belong to the parent.
+        # Do not close the pipes, because `_Bell.close` would read bytes that are for the parent.
         self._poll = self._bell = None
 
     def check_connected(self, *_arguments: Any) -> Any:
@@ -251,7 +251,7 @@ class Wire:
         return found
 
     def next_frame(self, timeout: float | None) -> tuple[int, int, bytes] | None:
-        """Return type, channel and payload of the next frame for py-amqp, or ``None`` if a call of `later` comes first.
+        """Return type, channel and payload of py-amqp's next frame, or ``None`` if a function in `later` comes first.
 
         Raises:
             TimeoutError: no frame has come in time.
@@ -279,13 +279,13 @@ class Wire:
 
     @property
     def has_frames(self) -> bool:
-        """Whether there are frames or calls for py-amqp."""
+        """Whether there are frames for py-amqp, or functions in `later`."""
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
         """Return the file descriptor that an event loop watches in addition to the socket.
 
-        The descriptor is readable while frames remain for py-amqp.
+        The descriptor is readable while frames wait for py-amqp.
         """
         if self._bell is None:
             self._bell = _Bell()
@@ -294,7 +294,7 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Return True if frames remain for py-amqp. If no frames remain, stop the bell."""
+        """Return True if frames wait for py-amqp. If no frames wait, stop the bell."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
             # Check again, because another thread may have read from the socket and rung the bell.
@@ -304,7 +304,7 @@ class Wire:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a frame for py-amqp that is not a delivery."""
+        """Whether there is a function in `later`, or py-amqp's next frame is not a delivery."""
         if self.later:
             return True
         at, frames = self._at, self._frames
@@ -357,14 +357,14 @@ class Wire:
             received = self.bytes_received
 
     def _has_pending(self) -> bool:
-        """Return True if a buffer has received bytes that the state of the socket does not show."""
+        """Return True if the TLS library has buffered bytes, which the state of the socket does not show."""
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait for bytes or for `wake`. If there is output or `writable` is True, also wait for room in the socket.
+        """Wait for bytes, for `wake`, or (if `unwritten` or `writable` is True) for room. Then read and write.
 
         Returns:
-            Whether the socket has room. The result is undefined if the call did not wait for room.
+            Whether the socket has room. If the call did not wait for room, the result has no meaning.
         """
         if self._poll is None:
             raise RecoverableConnectionError(self._why)
@@ -385,7 +385,7 @@ class Wire:
         return not self.tap.at_border
 
     def flush(self) -> None:
-        """Write the channels' output until the socket accepts no more bytes."""
+        """Write the channels' output until all is written or the socket accepts no more bytes."""
         tap = self.tap
         with self._writing:
             if self._is_midway:
@@ -412,7 +412,7 @@ class Wire:
     def finish(self) -> float:
         """Complete a partly written frame of a channel.
 
-        Return the deadline for both this frame and the next frame of py-amqp.
+        Return the deadline of this write. The next frame of py-amqp has the same deadline.
         """
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
@@ -477,10 +477,10 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """If certificates are verified, check the name of the host, unless the options forbid it.
+        """If certificates are verified, also verify the name in the certificate, unless ``check_hostname`` is False.
 
-        py-amqp checks the name only if ``server_hostname`` is given. Otherwise py-amqp accepts every certificate of the
-        authority, for any host.
+        py-amqp verifies the name only if ``server_hostname`` is given. Without ``server_hostname``, py-amqp accepts a
+        certificate of the authority for any other host.
         """
         if context:
             context = {"check_hostname": True, **context}
