@@ -24,9 +24,9 @@ class Credentials:
     """A user name and a password, or a token instead of the password.
 
     Attributes:
-        username: the user name. With OAuth 2, RabbitMQ uses the name in the token and ignores this name.
+        username: the user name. With OAuth 2, RabbitMQ uses the name in the token instead, and ignores this name.
         password: the password or the token. The `repr` does not show this value.
-        expires_in: for how many seconds from now the broker accepts the password; ``None`` for no limit.
+        expires_in: seconds until the password expires, from when the producer gets this object; ``None`` for no limit.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -60,11 +60,11 @@ class Expiry:
     """Computes when the credentials of a connection are replaced.
 
     New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
-    If the present credentials expire before new ones exist, the producer ends the connection. With expired credentials,
-    the broker would refuse messages as if the messages were wrong.
+    If the present credentials expire before new ones exist, the producer ends the connection. On a connection with
+    expired credentials, the broker would refuse messages with an error that seems to concern the messages.
 
     Args:
-        settings: settings of the producer. The settings for pauses between tries to connect are also used here.
+        settings: settings of the producer. The settings for the pauses of reconnects define the pauses of requests too.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:

@@ -1,4 +1,4 @@
-"""Opens the SQLite files of this package, and locks them for one process. All errors contain the path."""
+"""Opens the SQLite files of this package, and locks files for one process. All errors contain the path of the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The exceptions of `sqlite3`. With a damaged schema, Python may be unable to decode SQLite's error text.
+# The exceptions of `sqlite3`. If a file is damaged, Python may be unable to decode the text of SQLite's error.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
@@ -44,13 +44,13 @@ class Database:
 
     Args:
         path: path of the file, which is created if it does not exist.
-        application_id: number that SQLite keeps in the file, and that shows which kind of file it is.
-        synchronous: with ``NORMAL``, a commit survives only a crash of the process; with ``FULL``, any crash.
+        application_id: number that SQLite keeps in the file. It shows which class of this package uses the file.
+        synchronous: with ``NORMAL``, a crash of the machine may lose commits; with ``FULL``, no crash loses commits.
         read_only: whether to open the file only for reading. The file must exist. Another process may be writing to it.
-        timeout: maximum seconds for which the opening waits if another process has locked the file.
+        timeout: maximum seconds to wait for the lock of another process while the file is opened.
 
     Raises:
-        QflowError: the file cannot be opened, is damaged, or is of another kind. The class of the exception is `error`.
+        QflowError: (of the class `error`) the file cannot be opened, is damaged, or has another id or version.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
 
 
 class LockFile:
-    """A lock that one process at a time can have. The system releases the lock when the process ends or crashes.
+    """A lock that one process at a time can have. If the process crashes, the operating system releases the lock.
 
     Args:
         path: path of the file that the lock protects.
@@ -240,14 +240,14 @@ class LockFile:
             self.forget()
         if not self.released:
             # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close: if
-            # Ctrl-C comes between them, a second `release` unlocks again, which does no harm.
+            # Ctrl-C comes after the unlock, a second `release` unlocks again, which does no harm.
             with suppress(OSError):
                 unlock(self._descriptor)
             self.released = True
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # If Ctrl-C came before the object was assigned to a variable, nothing else releases the lock.
+        # If Ctrl-C came before the object was assigned to a variable, no other code can release the lock.
         self.release()
 
     def forget(self) -> None:

@@ -34,7 +34,7 @@ class DeduplicationError(QflowError):
 
 
 def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = False) -> bool:
-    """Return True if the producer has sent a message again, or the broker has delivered it again.
+    """Return True if the producer has sent the message again, or the broker has delivered the message again.
 
     Args:
         headers: headers of the message. A producer that sends a message again sets ``x-qflow-republished``.
@@ -48,7 +48,7 @@ class _InProcess:
         self._max_count = max_count
         self._max_age = max_age
         self.clock = time.monotonic
-        # The time at which each message was handled, oldest first. A dict is slow if its first entries are removed.
+        # The time at which each message was handled, oldest first. A plain dict is slow if first entries are removed.
         self._times: OrderedDict[str, float] = OrderedDict()
 
     def _prune(self) -> None:
@@ -125,8 +125,7 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles the message. If True, the end of the block stores the id, unless an exception ended
-        # it.
+        # Whether this block handles the message. If so, the end of the block stores the id, unless there was an error.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -177,7 +176,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
             ended.set_result(None)
 
     def tell() -> None:
-        # `call_soon_threadsafe` raises RuntimeError if the loop is closed. Then there is no waiting task.
+        # `call_soon_threadsafe` raises RuntimeError if the loop is closed. In a closed loop no task waits.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell_here)
 
@@ -185,7 +184,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
 
 
 class _Handling:
-    """A message that the application handles now, in a ``with`` block."""
+    """A message that the application is handling in the ``with`` block of a `FirstTime`."""
 
     __slots__ = ("has_ended", "thread", "waiters")
 
@@ -199,22 +198,22 @@ class _Handling:
 class Deduplicator:
     """Remembers the ids of handled messages, so that a consumer handles each message once. Thread-safe.
 
-    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
-    end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
-    not stored. Then the message is handled when the broker delivers it again. Acknowledge the message after the block.
-    If a second copy comes while the block handles the first copy, the second copy waits for the end of the block.
+    Use ``with deduplicator.first_time(message_id) as first:``, and in this block handle the message if ``first`` is
+    True. At the end of the block, the id is stored. If an exception leaves the block, or the process ends in the block,
+    the id is not stored, and the message is handled when the broker delivers it again. Acknowledge the message after
+    the block. While a block handles the first copy, a second block for the same id waits before it starts.
 
     A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
-    message and the storing of its id are not one transaction. If the process ends between the two, the message is
-    handled twice. To prevent this, write the message id in the same transaction as your results.
+    message and the storing of its id are not one transaction. If the process ends after the handling and before the
+    storing, the message is handled twice. To prevent this, write the id in the same transaction as your results.
 
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
             in memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
-            number of messages that can come between two copies. All unconfirmed messages of the producer, and messages
-            of other producers, can come between the copies.
+            number of messages that can come between two copies of one message. All unconfirmed messages of its
+            producer, and messages of other producers, can come between the copies.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
@@ -232,7 +231,7 @@ class Deduplicator:
         age = math.inf if max_age is None else max_age
         self._memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()
-        # The present handling of each message; the keys are message ids.
+        # The messages that blocks are handling now; the keys are message ids.
         self._handling: dict[str, _Handling] = {}
 
     def first_time(self, message_id: str | None, *, look_up: bool = True) -> FirstTime:
@@ -241,9 +240,9 @@ class Deduplicator:
         Args:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
             look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is
-                remembered. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without
-                the mark of a second copy. But if the first copy arrives after the second one, the message is handled
-                twice, because the first copy has no mark.
+                remembered. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for most messages.
+                But if the copy that was sent first arrives last, the message is handled twice, because neither its
+                headers nor its flag show that there is a second copy.
 
         Returns:
             A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has
@@ -287,7 +286,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Return whether to handle the message, and the present handling of another copy; ``None`` if there is none."""
+        """Return whether to handle the message, and the `_Handling` of a copy that a block handles now, or ``None``."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

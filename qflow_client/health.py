@@ -23,7 +23,7 @@ class Health:
     """A producer's health at one moment.
 
     Attributes:
-        state: one of ``"ready"``, ``"blocked"`` (by the broker or by another hold), ``"disconnected"`` or ``"closed"``.
+        state: ``"ready"``, ``"blocked"`` (by the broker or another lasting hold), ``"disconnected"`` or ``"closed"``.
         reasons: reasons why the producer is not ready, as texts for people. The texts contain no password.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         unsettled: number of unsettled messages.

@@ -14,11 +14,11 @@ _MIN, _MAX = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a program has read a source. A position is stored together with its message (E13).
+    """How far a program has read a source of messages, such as a file or a topic (E13).
 
     A producer with an outbox stores the position in the same commit as the message: ``producer.send(row,
     position=Position("orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` returns the last stored
-    position. So the program can continue after this position.
+    position. So the program can continue to read after this position.
 
     Attributes:
         source: name of the source, such as a path or a topic. Each source has its own position.

@@ -1,11 +1,11 @@
 """Removes passwords from values that errors, reprs and logs show.
 
-Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions show only values that are
-certainly harmless. A value of an unknown type is shown as its type. If the name of a query parameter is unknown, the
-parameter's value is hidden. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
+Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions hide each part of a URL that
+may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. `shown` shows a value of an
+unknown type as its type. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
 part of the URL that they cannot parse.
 
-A value of a harmless argument is shown if it does not look like a URL. So the secret in ``name="s3cr3t"`` is shown.
+A text that looks neither like a URL nor like credentials is shown. So a secret in ``name="s3cr3t"`` is shown.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ _HIDDEN = "***"
 _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 # The authority, the path, and the query of a URL.
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
-# A host and its port, and any text after a URL.
+# A host, its port, and any text that follows the URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL, even with one slash after a conversion to a path. A scheme of one letter may be a folder.
+# The beginning of a URL. One slash is enough, because `Path` changes // to /. One letter can be a drive (c:/).
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # The separator between user and password, which may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
-# Quotes and brackets around a URL in a text.
+# Quotes and brackets that may follow a URL in a text.
 _CLOSING = "'\")]"
-# Characters of a URL or of another parameter, which a harmless value does not contain.
+# Characters that begin a URL or a further parameter. A harmless value does not contain them.
 _FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # Number of levels of a nested value that are shown.
@@ -95,7 +95,7 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class _Censored:
-    """A text with a URL, divided into harmless and secret parts.
+    """The harmless text that replaces a text with a URL, and the secrets that were removed.
 
     Attributes:
         is_clear: whether the begin and end of the secrets are certain.
@@ -107,7 +107,7 @@ class _Censored:
 
 
 def _censor(text: str) -> _Censored:
-    # Search without a regular expression, which would need quadratic time for a long text.
+    # Search with `find`, because a regular expression would need quadratic time for a long text.
     colon_at = text.find(":/")
     begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
     # A URL that was converted to a path has one slash.
@@ -178,7 +178,7 @@ def is_harmless(name: str, value: str) -> bool:
 
 
 def is_url(path: object) -> bool:
-    """Return True if a path is really a URL."""
+    """Return True if the value of an argument for a path is a URL."""
     return isinstance(path, (str, os.PathLike)) and _SCHEME.match(os.fsdecode(path)) is not None
 
 
@@ -234,7 +234,7 @@ def is_clear(url: str) -> bool:
 def censored(error: Exception, url: object) -> Exception:
     """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
-    Raise the result outside the exception handler. Otherwise the original error would be the context of the result.
+    Raise the result outside the exception handler. Inside, Python would store the original error in ``__context__``.
 
     Args:
         url: URL that the library got.
@@ -252,12 +252,12 @@ def words_of(error: BaseException, url: str) -> str:
 
 
 def _repeats_secret(error: BaseException, url: str) -> bool:
-    """Return True if an error or one of its causes may show secrets that `hide_password` hides in a URL."""
+    """Return True if the text of an error or of its causes may contain secrets that `hide_password` hides in `url`."""
     found = _censor(url)
     parts = {part for secret in found.secrets for part in (secret, unquote(secret), unquote_plus(secret)) if part}
     each: BaseException | None = error
     while each is not None and found.is_clear:
-        # A traceback of a `SyntaxError` shows the line of the error, which is in the attribute `text`.
+        # A traceback with a `SyntaxError` also shows the line of source in the attribute `text`.
         text = f"{each} {getattr(each, 'text', None)}"
         if any(part in text or repr(part)[1:-1] in text for part in parts):
             return True

@@ -1,10 +1,10 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
 The application's function may block or hang. So it runs on a separate thread, and no I/O thread or event loop waits for
-it. One call runs at a time. While a call hangs, each further try to connect waits for its answer until the try times
-out.
+it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call until the
+try times out.
 
-If the function raises an exception, only its type and place are shown, because its text may contain the secret.
+Unless it is a `SettingsError`, the text of the function's exception is not shown, because it may contain a secret.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
         if isinstance(error, SettingsError):
             words += f": {error}"
         elif len(places) > 1:
-            # The first place in the traceback is in this module.
+            # Skip the first place in the traceback, which is in this module.
             path, line = places[1]
             words += f" ({Path(path).name}, line {line})"
         return cls(f"the callable for credentials raised {words}")
@@ -78,7 +78,7 @@ class Asker(BackgroundCall[Answer]):
 class Renewer:
     """Gets the credentials of each connection, and replaces them before they expire.
 
-    All methods run on the thread or loop of the connection.
+    All methods must be called on the thread or loop of the connection.
 
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
@@ -107,13 +107,13 @@ class Renewer:
         self._update = update
         self._leave = leave
         self._clock = clock
-        # The receiver of the application's answer; ``None`` if no answer is expected.
+        # The function that gets the application's answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
         # The credentials that the broker has not accepted yet, and when they were obtained; ``None`` if there are none.
         self._given: tuple[Credentials, float] | None = None
-        # The error of the last try of the present renewal; empty if there is none.
+        # The error of the last failed request in the present renewal; empty if no request has failed.
         self._why = ""
-        # The timer for the next renewal, or for the time limit of the present renewal; ``None`` without a connection.
+        # The timer for the next request, or for the time limit of the present request; ``None`` if no timer is needed.
         self._timer: Timer | None = None
 
     @property
@@ -169,7 +169,7 @@ class Renewer:
         if not patience and self._why:
             self._failed(self._why)
             return
-        # Show the error of an earlier try, because it is more useful than the timeout of this try.
+        # If an earlier request has failed, show its error, which is more useful than the timeout of this request.
         self._set_timer(patience, lambda: self._failed(self._why or f"no answer within {patience:.3g} s"))
         self._ask(self._give)
 

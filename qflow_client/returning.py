@@ -1,4 +1,4 @@
-"""Probes the first host, and lets the producer return to it (E15).
+"""While a producer is connected to another host, probes the first host, and lets the producer return to it (E15).
 
 A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, the answer
 to the handshake is enough, because the host may require a certificate, which the probe does not have. An accepted TCP
@@ -46,7 +46,7 @@ def answers(url: str, timeout: float) -> bool:
             sock.sendall(_HEADER)
             return sock.recv(1) == bytes((METHOD_FRAME,))
     except ssl.SSLError as error:
-        # A broker that requires a certificate answers with an alert.
+        # A broker that requires a certificate answers with an alert, which shows that the broker works.
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
@@ -55,7 +55,7 @@ def answers(url: str, timeout: float) -> bool:
 class Returner:
     """Probes the first host on a separate thread. Ends the present connection when the producer should return.
 
-    All methods run on the thread or loop of the connection.
+    All methods must be called on the thread or loop of the connection.
 
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
@@ -78,7 +78,7 @@ class Returner:
         self._leave = leave
         probe = partial(answers, reconnection.first_url, settings.connect_timeout)
         self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
-        # The timer of the next probe; ``None`` if there is none.
+        # The timer of the next probe; ``None`` if no probe is planned.
         self._timer: Timer | None = None
         self._is_open = False
 

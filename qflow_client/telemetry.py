@@ -1,9 +1,9 @@
 """OpenTelemetry metrics of producers, and spans of messages.
 
 Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages, and
-counts the messages of each destination. A producer uses its observer only while an SDK can collect metrics, or while it
-traces messages. So without an SDK, messages cause no additional work. The module needs only opentelemetry-api, and only
-in processes that create a producer.
+counts the messages of each destination. A producer uses its observer only if an SDK can collect metrics, or if the
+setting `tracing` is on. If neither is true, messages cause no additional work. The module needs only opentelemetry-api,
+and imports it when the first producer or relay is created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 #: because each message may have a different routing key.
 MAX_DESTINATIONS = 32
 
-# Minimum seconds between two records of durations, because a record takes more time than the work for a message.
+# Minimum seconds between two calls of the SDK with durations. Such a call takes more time than the work for a message.
 _RECORD_PERIOD = 0.01
 
 # The buckets of the semantic conventions in seconds.
@@ -99,7 +99,7 @@ class _Span:
 
     def __init__(self, span: Span) -> None:
         self.span: Span | None = span
-        # True until the message is passed to `send`. If the message is passed again, it gets another span.
+        # True until the message is passed to `send`. If the message is passed to `send` again, it gets a new span.
         self.fresh = True
 
 
@@ -110,7 +110,7 @@ class _Traced(Message):
 
 
 class Observer:
-    """Observes the messages of one producer. The protocol makes one call at a time."""
+    """Measures the messages of one producer. The protocol calls `settled` and `spilled` one at a time."""
 
     def __init__(self, protocol: ProducerProtocol, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
@@ -135,7 +135,7 @@ class Observer:
         self.peer: tuple[str, int] | None = None
 
     def destination(self, exchange: str, routing_key: str) -> str | None:
-        """Return the name of a destination, or ``None`` if there are too many destinations."""
+        """Return the name of a destination, or ``None`` if the destination is not counted separately."""
         name = self._destinations.get((exchange, routing_key))
         if name is None and len(self._destinations) < MAX_DESTINATIONS:
             name = self._destinations[exchange, routing_key] = destination_name(exchange, routing_key)
@@ -194,13 +194,13 @@ class Observer:
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
-        """Count receipts with the same outcome. `first` is the oldest of these receipts."""
+        """Count receipts with the same destination and outcome. `first` is the oldest of these receipts."""
         # Count the failure of an undelivered message even if the message stays in the outbox, because alerts use this.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
-        # If the message was sent before the observation began, the time of the call is unknown.
+        # If the producer did not use this observer yet when the message was sent, the time of the call is unknown.
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
@@ -226,7 +226,7 @@ class Observer:
             self._give(partial(_end_span, span, receipt, at, attributes))
 
     def _give(self, call: Callable[[], object]) -> None:
-        """Call the SDK, and log its errors, so that they reach neither the sender nor the connection."""
+        """Call the SDK, and log its errors, so that no error reaches the caller of `send` or the connection."""
         try:
             call()
         except Exception as error:
@@ -276,7 +276,7 @@ class Tracer:
 
     @contextmanager
     def span(self, payload: bytes | Message, exchange: str, routing_key: str) -> Iterator[Message]:
-        """Run a block in which a message may be admitted.
+        """Create the span of a message. The ``with`` block passes the message to the producer. An error ends the span.
 
         Yields:
             The message with its span. The headers of this message contain the context of the span.
@@ -289,8 +289,8 @@ class Tracer:
             attributes["messaging.rabbitmq.destination.routing_key"] = routing_key
         if isinstance(payload, Message) and payload.correlation_id is not None:
             attributes["messaging.message.conversation_id"] = payload.correlation_id
-        # If the application has added a context, this context belongs to the creation of the message. Keep this
-        # context, and link the span to it.
+        # If the application has added a trace context to the headers, this context belongs to the creation of the
+        # message. Keep this context in the headers, and link the span to it.
         created = [name for name in self._propagate.get_global_textmap().fields if name in headers]
         links = []
         if created:
@@ -314,13 +314,13 @@ class Tracer:
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
-                # Replace the message in the error by the message that the application has passed.
+                # In the error, replace the message with a span by the message that the application has passed.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():
                 _fail_span(span, type(error).__name__, str(error))
             span.end()
             raise
-        # End the span of a spilled message now, because the next call of `record` may come much later.
+        # If the message was spilled, end its span now, because the next call of `record` may come much later.
         observer.record(now=_monotonic())
 
 
@@ -442,7 +442,7 @@ class _Metrics:
         self._observers: set[Observer] = set()
         # The counts of ended producers, by instrument.
         self._past: dict[str, _Series] = {name: {} for name, _, _, _ in _COUNTERS}
-        # The instruments are proxies until the application sets a provider.
+        # The API creates proxies of instruments, so the application can set a provider later.
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         for name, unit, words, read in _COUNTERS:
             meter.create_observable_counter(name, [self._callback(read, self._past[name])], unit, words)
@@ -463,7 +463,7 @@ class _Metrics:
                 series = dict(past)
                 # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # A collection proves that there is an SDK, which may have been configured after the producer.
+                    # A collection shows that there is an SDK now. Perhaps there was none when the producer was created.
                     observer.protocol.admission.observer = observer
                     observer.record()
                     _add(series, read(observer))
@@ -481,7 +481,7 @@ class _Metrics:
             self._observers.add(observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer, but keep its counts. A second call changes nothing."""
+        """Remove an observer, but keep its counts. A second call with the same observer changes nothing."""
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
@@ -510,12 +510,12 @@ def watch(
     url: str,
     peer: tuple[str, int] | None = None,
 ) -> Observer:
-    """Measure a producer until `unwatch` is called or the producer is collected.
+    """Measure a producer until `unwatch` is called, or until the garbage collector removes the producer.
 
     If the settings enable tracing, the producer's messages are traced.
 
     Args:
-        producer: the producer, which the measurement does not keep alive.
+        producer: the producer. The measurement has only a weak reference to it.
         peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics
@@ -540,10 +540,10 @@ def unwatch(observer: Observer) -> None:
 
 
 class RelayMetrics:
-    """The counts of one outbox relay.
+    """The metrics of one outbox relay.
 
     Args:
-        backlog: returns the number of waiting rows and the age of the oldest row in seconds; ``None`` if unknown.
+        backlog: function that returns the number of waiting rows and the age of the oldest row in seconds, or ``None``.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:
@@ -562,7 +562,7 @@ class RelayMetrics:
         self._backlog = backlog
 
     def begin(self) -> None:
-        """Start to read the backlog at each collection."""
+        """Start to read the backlog at each collection of metrics."""
         global _backlogs
         with _making:
             if _backlogs is None:

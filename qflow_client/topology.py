@@ -40,7 +40,7 @@ class Declaration(NamedTuple):
         return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
 
     def accepts(self, code: int) -> bool:
-        """Return True if the refusal only means that the object exists, and existing objects are accepted."""
+        """Return True if the reply code means that the object exists, and `if_missing` accepts existing objects."""
         return self.if_missing and code == _EXISTS_OTHERWISE
 
     @staticmethod
@@ -67,7 +67,7 @@ def _frozen(what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Copy an argument, because the application may change it later. Both pika and aiormq can send the copy."""
+    """Copy an argument, because the application may change it later. Refuse types that pika or aiormq cannot send."""
     if isinstance(value, Mapping):
         return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ class Queue(_Declared):
     Attributes:
         name: name of the queue.
         durable: whether the queue survives a restart of the broker.
-        exclusive: whether only this connection may use the queue. Such a queue is deleted with the connection.
+        exclusive: whether only the connection that declares the queue may use it. The queue ends with this connection.
         auto_delete: whether the broker deletes the queue when its last consumer ends.
         arguments: further arguments of the declaration, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue with this name is accepted, whatever its properties are.
@@ -266,7 +266,7 @@ class Topology:
         raise SettingsError(f"declare={shown(declare)}: it must be a Topology, a Queue, or the name of a queue")
 
     def declarations(self) -> Iterator[Declaration]:
-        """Return the declarations, in order."""
+        """Return the declarations in the order in which a producer sends them."""
         for each in (*self.exchanges, *self.queues, *self.bindings):
             yield each._declaration()  # type: ignore[union-attr]  # `__post_init__` has replaced names
 

@@ -1,8 +1,8 @@
 """Supervises the open connection of a producer.
 
 `Upkeep` probes a silent broker and the first host, and replaces credentials before they expire. `Upkeep` ends the
-connection if the broker is silent or blocks the connection for too long. It also ends the connection if the first host
-answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
+connection if the broker is silent for too long or blocks the connection for too long, if the first host answers again,
+or if the credentials cannot be replaced in time. After the connection has ended, the producer connects again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Upkeep:
         self._post = post
         self._leave = leave
         self._watch = Watch(settings, reconnection.hosts)
-        # The timer of the next check; ``None`` if there is none.
+        # The timer of the next `_look`; ``None`` if no check is planned.
         self._next_look: Timer | None = None
         self._returner = Returner(reconnection, settings, call_later, post, leave)
         #: Gets the credentials of each connection; ``None`` if the URLs contain them.
@@ -59,7 +59,7 @@ class Upkeep:
             self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
         # The `Tap` of the open connection; ``None`` without an open connection.
         self._tap: Tap | None = None
-        # Writes the protocol's output to the connection.
+        # The function that writes the protocol's output to the connection.
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
@@ -90,7 +90,7 @@ class Upkeep:
             self._next_look = self._call_later(self._watch.period, self._look)
 
     def _look(self) -> None:
-        """End the connection if the broker is silent, or blocks it for too long."""
+        """End the connection if the broker is silent for too long, or blocks the connection for too long."""
         tap = self._tap
         if tap is None:
             return
