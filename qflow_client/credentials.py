@@ -24,7 +24,7 @@ class Credentials:
     """A user name and a password, or a token instead of the password.
 
     Attributes:
-        username: the user name. With OAuth 2, RabbitMQ uses the name in the token instead, and ignores this name.
+        username: the user name. With OAuth 2, RabbitMQ uses the name in the token and ignores this name.
         password: the password or the token. The `repr` does not show this value.
         expires_in: seconds until the password expires, from when the producer gets this object; ``None`` for no limit.
 

@@ -240,9 +240,9 @@ class Deduplicator:
         Args:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
             look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is
-                remembered. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for most messages.
-                But if the copy that was sent first arrives last, the message is handled twice, because neither its
-                headers nor its flag show that there is a second copy.
+                remembered. With ``look_up=may_be_second_copy(headers, redelivered)``, only few messages are looked up.
+                But if the copy that was sent first arrives last, the message is handled twice, because neither the
+                headers nor the flag of this copy show that there is a second copy.
 
         Returns:
             A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has

@@ -203,7 +203,7 @@ def hide_password(url: str) -> str:
 def shown(value: object, _depth: int = _DEPTH) -> str:
     """Return a text for an error: a number, a name, a URL without passwords, or the type of any other value."""
     if isinstance(value, Enum):
-        # The value of an enumeration may be a URL.
+        # Show the name, because the value of an enumeration may be a URL.
         return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, Number):
         return repr(value)

@@ -4,7 +4,7 @@ The application's function may block or hang. So it runs on a separate thread, a
 it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call until the
 try times out.
 
-Unless it is a `SettingsError`, the text of the function's exception is not shown, because it may contain a secret.
+If the function raises an exception, its text is hidden (except for `SettingsError`), because it may contain a secret.
 """
 
 from __future__ import annotations

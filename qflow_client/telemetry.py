@@ -1,6 +1,6 @@
 """OpenTelemetry metrics of producers, and spans of messages.
 
-Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages, and
+Most metrics are read from the producers when an SDK collects them. An `Observer` measures durations of messages, and
 counts the messages of each destination. A producer uses its observer only if an SDK can collect metrics, or if the
 setting `tracing` is on. If neither is true, messages cause no additional work. The module needs only opentelemetry-api,
 and imports it when the first producer or relay is created.
@@ -195,7 +195,7 @@ class Observer:
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
         """Count receipts with the same destination and outcome. `first` is the oldest of these receipts."""
-        # Count the failure of an undelivered message even if the message stays in the outbox, because alerts use this.
+        # Count the failure of an undelivered message even if the message stays in the outbox, so that alerts see it.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
@@ -276,7 +276,7 @@ class Tracer:
 
     @contextmanager
     def span(self, payload: bytes | Message, exchange: str, routing_key: str) -> Iterator[Message]:
-        """Create the span of a message. The ``with`` block passes the message to the producer. An error ends the span.
+        """Create the span of a message that the ``with`` block passes to the producer. An error of the block ends it.
 
         Yields:
             The message with its span. The headers of this message contain the context of the span.
@@ -463,7 +463,7 @@ class _Metrics:
                 series = dict(past)
                 # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # A collection shows that there is an SDK now. Perhaps there was none when the producer was created.
+                    # This collection shows that there is an SDK now. So the producer has to use its observer.
                     observer.protocol.admission.observer = observer
                     observer.record()
                     _add(series, read(observer))

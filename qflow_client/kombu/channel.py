@@ -97,7 +97,7 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the channel like py-amqp. With pipelined confirms, first wait until all messages are settled.
+        """Close the channel, as py-amqp does. With pipelined confirms, first wait until all messages are settled.
 
         If the broker blocks the connection, the method does not wait. ``Channel.Close`` is sent later, when a
         read or a publish of the program receives ``Connection.Unblocked``.
@@ -127,7 +127,7 @@ class Channel(pyamqp.Channel):
     def close_left(self) -> None:
         """Send the ``Channel.Close`` that `close` has postponed while the broker blocked the connection.
 
-        This method can run during any read, so it must not wait for the answer. At the answer, py-amqp calls `collect`.
+        This method can run during any read, so it must not wait. When the answer comes, py-amqp calls `collect`.
         """
         self.send_method(spec.Channel.Close, "BsBB", (0, "", 0, 0))
 
@@ -172,7 +172,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Send a method like py-amqp. Before, wait for a limited time while the broker blocks the connection."""
+        """Send a method, as py-amqp does. If the broker blocks the connection, wait first, for a limited time."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -186,7 +186,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """Wait for a method like py-amqp. While the broker blocks the connection, the waiting time is limited."""
+        """Wait for a method, as py-amqp does. While the broker blocks the connection, the waiting time is limited."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")
@@ -211,7 +211,7 @@ class Channel(pyamqp.Channel):
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
     ) -> promise:
-        """Publish a message like py-amqp. If the channel is blocked (flowed), wait first (J7 A4).
+        """Publish a message, as py-amqp does. If the channel is blocked (flowed), wait first (J7 A4).
 
         Args:
             mandatory: whether the broker returns the message if no queue receives it.

@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# In a thread that runs an event loop of kombu, ``pid`` is the id of the process. A forked child runs no such loop.
+# In a thread that runs an event loop of kombu, ``pid`` is the process id. A forked child, without a loop, has another.
 _loops = threading.local()
 
 
@@ -50,7 +50,7 @@ class Connection(pyamqp.Connection):
 
     Args:
         arguments: arguments of py-amqp.
-        keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings for tasks that kombu itself does,
+        keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings for work that kombu does itself,
             such as reconnects, are not accepted. ``confirm_publish`` can be True, False or ``"pipelined"``.
 
     Raises:
@@ -153,7 +153,7 @@ class Connection(pyamqp.Connection):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the connection like py-amqp. If the broker blocks the connection, close only the socket."""
+        """Close the connection, as py-amqp does. If the broker blocks the connection, close only the socket."""
         if self.is_blocked:
             self.collect()
             return None
@@ -192,7 +192,7 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Read like py-amqp. But a wait for the answer to a method is limited while the broker reads nothing."""
+        """Read, as py-amqp does. But a wait for the answer to a method is limited while the broker reads nothing."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -256,7 +256,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Check heartbeats like py-amqp. First add the writes of the channels' output, which py-amqp does not count."""
+        """Check heartbeats, as py-amqp does. First count the writes of channels, which py-amqp does not see."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent

@@ -92,7 +92,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # Each admitted message is written immediately. So lift the hold only when all earlier bytes are written.
+        # Each admitted message is written immediately. So lift the hold `transport` only when all bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -109,7 +109,7 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # If py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
+        # This object is not needed again. If py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
@@ -158,7 +158,7 @@ class ChannelFlow(DropInFlow):
     def confirms_begin(self) -> None:
         """Call this before ``Confirm.Select`` is sent. After the first call, the next message has delivery tag 1."""
         if self.protocol.before is None:
-            # Complete a partly written message first.
+            # Complete a partly written message first, so that `written` counts it.
             self._wire.finish()
             self.protocol.before = self.protocol.written
 

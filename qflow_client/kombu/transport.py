@@ -18,7 +18,7 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Open connections that kombu has closed while the broker blocked them. The keys are `Connection.made_of`.
+    """Connections that stay open although kombu has closed them, because they are blocked. Keys: `Connection.made_of`.
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
@@ -61,7 +61,7 @@ class _Kept:
 
 #: The kept connections of the process (internal).
 kept = _Kept()
-# In a forked child, create the object again, because a thread of the parent may have held its lock.
+# In a forked child, initialize the object again, because a thread of the parent may have held its lock.
 after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # calls `__init__` again on purpose
 
 
@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        From now on, `basic_publish` waits in this thread only within a Celery task, because other waits stop the loop.
+        From now on, `basic_publish` waits in this thread only within a Celery task. Other waits would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -122,9 +122,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, like kombu. If frames remain, `Wire.bell` makes the loop call this method again.
+        """Deliver one event, like kombu. If more frames wait, `Wire.bell` makes the loop call this method again.
 
-        kombu itself uses ``loop.call_soon`` for remaining frames. But its loop may wait for sockets before such a call.
+        kombu itself uses ``loop.call_soon`` for further frames. But its loop may wait for sockets before such a call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")

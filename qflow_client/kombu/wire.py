@@ -361,7 +361,7 @@ class Wire:
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait for bytes, for `wake`, or (if `unwritten` or `writable` is True) for room. Then read and write.
+        """Wait for bytes, `wake`, or (if `unwritten` or `writable`) room in the socket. Then read and write.
 
         Returns:
             Whether the socket has room. If the call did not wait for room, the result has no meaning.

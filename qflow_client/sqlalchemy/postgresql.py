@@ -12,9 +12,9 @@ off from the database, the session ends within the lease. The server measures ho
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids. A reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep has
-a snapshot. A sweep reads the new rows in the order of ids. New rows are visible in the snapshot of the sweep, and were
-not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the previous
-snapshot, or was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
+a snapshot. A sweep reads the new rows in pages, in the order of ids. New rows are visible in the snapshot of the sweep,
+and were not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the
+previous snapshot, or was in progress in it. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
@@ -318,7 +318,7 @@ class PostgresqlSession:
         )
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
-        """Move rows to the table of failed rows, with the broker's reply."""
+        """Move rows to the table of failed rows, each with its reason."""
         statement = text(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"

@@ -157,7 +157,7 @@ class OutboxRelay:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the relay has a database session and a producer, so that it can work."""
+        """Whether the relay can work, because it has a database session and a producer."""
         return self._tenure is not None and self.error is None
 
     @property

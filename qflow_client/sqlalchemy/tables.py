@@ -1,7 +1,7 @@
 """The three tables of an outbox, and their columns.
 
 ``<name>``: one row for each waiting message. The application inserts a row, and the relay deletes it. Rows are updated
-only if they come from a backup of another server, so index entries hardly ever move.
+only if they come from a backup of another server, so index entries rarely change.
 
 ``<name>_failed``: messages that cannot be delivered, each with the reason. `Outbox.retry` moves these messages back.
 

@@ -43,7 +43,7 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 _PAGE = 1000
 # If more rows exist, the relay reads them when this fraction of the window is free.
 _MIN_FREE_WINDOW = 0.25
-# Maximum seconds for which confirmed rows wait for the next read, which also deletes them. Then they are deleted alone.
+# Maximum seconds for which confirmed rows wait for the next read, whose statement deletes them too.
 _LINGER = 0.02
 # Seconds between two checks of a held producer.
 _RETRY = 0.02
@@ -147,7 +147,7 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has locked.
         self.mine: set[int] = set()
-        # Partitions to unlock and to lock when no row is unsettled. Two empty sets plan a full sweep, ``None`` nothing.
+        # The planned change: partitions to unlock and to lock (none for a full sweep). ``None`` if nothing is planned.
         self._change: tuple[set[int], set[int]] | None = None
         # For each partition, the id up to which an earlier tenure may have sent rows. Empty after these rows are read.
         self._doubt: dict[int, int] = {}
