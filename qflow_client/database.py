@@ -46,7 +46,7 @@ class Database:
         path: path of the file, which is created if it does not exist.
         application_id: number that SQLite keeps in the file. It shows which class of this package uses the file.
         synchronous: with ``NORMAL``, a crash of the machine may lose commits; with ``FULL``, no crash loses commits.
-        read_only: whether to open the file only for reading. The file must exist. Another process may be writing to it.
+        read_only: whether to open an existing file for reading. Another process may write to it at the same time.
         timeout: maximum seconds to wait for the lock of another process while the file is opened.
 
     Raises:

@@ -176,7 +176,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
             ended.set_result(None)
 
     def tell() -> None:
-        # `call_soon_threadsafe` raises RuntimeError if the loop is closed. In a closed loop no task waits.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Ignore it, because no task waits then.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell_here)
 

@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# In a thread that runs an event loop of kombu, ``pid`` is the process id. A forked child, without a loop, has another.
+# A thread that runs an event loop of kombu stores its process id in ``pid``. In a forked child, the ids differ.
 _loops = threading.local()
 
 

@@ -26,7 +26,7 @@ previous snapshot, or was in progress in it. Both conditions select short ranges
 
 **Writing.** Before rows are published, a commit stores the id up to which rows may be published, and waits for the
 disk. Rows up to this id are *permitted*. The stored id is `AHEAD` above the last row that was read. So at a low rate
-most reads permit no further rows, and do not wait for the disk. The statement that reads also deletes confirmed rows.
+most reads permit no further rows, and do not wait for the disk. One statement reads rows and deletes confirmed rows.
 
 The first sweep of a session is *full*, because there is no previous snapshot. The next full sweep is due a minute
 later. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.

@@ -7,7 +7,7 @@ another relay, reads the table from the first row. So the following rules are ne
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
   The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id. It
   sends rows up to this id with the header of a second copy. An earlier tenure cannot have sent rows above this id.
-- The statement that deletes confirmed rows also reads and permits further rows.
+- One transaction deletes confirmed rows, and permits further rows (`Session.read`).
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
 - Before a row is passed to the producer, the time of the database's last answer is checked. If this time is more than
@@ -101,7 +101,7 @@ class Waker:
 
     def wake(self) -> None:
         """Wake the relay's thread. Any thread may call this method."""
-        # If the socket is full, the thread will be woken anyway.
+        # If the socket is full, the bytes in it wake the thread, so no further byte is needed.
         with suppress(OSError):
             self._other.send(b"\0")
 
