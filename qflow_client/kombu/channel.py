@@ -140,10 +140,7 @@ class Channel(pyamqp.Channel):
             self.collect()
 
     def settle(self) -> OperationalError | None:
-        """Before a close, wait for the confirms of pipelined messages.
-
-        If messages were not delivered, log the error and return it.
-        """
+        """Before a close, wait for pipelined confirms. If messages were not delivered, log and return the error."""
         connection = self.connection
         flow = self._flow
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
