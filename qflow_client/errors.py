@@ -207,9 +207,10 @@ class MessageFailed(DeliveryError):
 
 
 class OutcomeUnknown(DeliveryError):
-    """The message was written, but the connection has ended before the broker's answer.
+    """The message was written at least in part, and the broker's answer is missing.
 
-    If the message is sent again, a second copy is possible.
+    The connection or the channel has ended, or `delivery_timeout` has passed. If the message is sent again, a second
+    copy is possible.
     """
 
 

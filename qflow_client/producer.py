@@ -435,8 +435,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def shutdown(self, timeout: float | None = DEFAULT) -> None:
         """Begin to close, and return immediately. Signal handlers may call this method (E12).
 
-        From now on no message is admitted. Messages that are not delivered are logged. A later `close`, such as that of
-        a ``with`` block, waits until the producer has closed.
+        From now on no message is admitted. Undelivered messages that the program has not seen are logged. A later
+        `close`, such as that of a ``with`` block, waits until the producer has closed.
 
         Args:
             timeout: as for `close`.

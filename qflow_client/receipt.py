@@ -44,7 +44,8 @@ class Outcome(StrEnum):
     REJECTED = "rejected"
     #: The message was never written.
     FAILED = "failed"
-    #: The message was written, but the connection has ended before the broker's answer.
+    #: The message was written at least in part, and the broker's answer is missing: the connection or the channel has
+    #: ended, or `delivery_timeout` has passed.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because the producer was closed or the message was not delivered
     #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. A damaged message stays in the
@@ -78,7 +79,7 @@ class Receipt:
     _kept_as: Outcome
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
-        # The payload that the application has passed. A body alone means a persistent message without other properties.
+        # The payload that the application has passed. A body alone means a persistent message.
         self._payload = payload
         self._route = route
         # First part of the message ids that the producer assigns; ``None`` if it assigns none.

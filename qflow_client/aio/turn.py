@@ -94,7 +94,7 @@ class Deadlines:
         self._next = at
 
     def _disarm(self) -> None:
-        # In this order, an interrupt may leave a superfluous timer, but no future without a timer.
+        # Forget the timer before it is cancelled. If `_timer` were a cancelled timer, `add` would not start another.
         timer, self._timer, self._next = self._timer, None, -math.inf
         if timer is not None:
             timer.cancel()

@@ -320,7 +320,7 @@ class ChannelFlow(DropInFlow):
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
             # If a consumer is cancelled because the channel is closed, `_raise_on_channel_close` raises the reason.
-            # Some versions of aiormq do not have this method.
+            # The method is private, so a later version of aiormq may not have it.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise

@@ -101,7 +101,7 @@ class Admission:
         #: The class of the receipts.
         self.receipt_type = receipt_type
         #: The number of the next admitted message. A message id that the producer assigns is `id_prefix` and this
-        #: number.
+        #: number in hexadecimal digits.
         self.next_number = 1
         #: Admitted messages that were never written, in the order of admission.
         self.unsent: deque[Receipt] = deque()

@@ -267,7 +267,7 @@ class Unconfirmed:
             source.popleft()
 
     def make_one(self, source: deque[Receipt], *, is_written: bool) -> bytes:
-        """Do the same as `make` for the first message of `source`, in half the time. Drop-ins use this method.
+        """Do the same as `make` for the first message of `source`, in half the time.
 
         Args:
             source: as for `make`.

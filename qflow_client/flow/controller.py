@@ -198,7 +198,7 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements cannot wait before they enter, so controllers block the source instead (F3, J4).
+    """A source whose elements enter at once. If a controller is above its limit, it blocks the source (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
     more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must

@@ -24,7 +24,8 @@ class ConnectionParameters(pika.ConnectionParameters):
         arguments: arguments of pika.
         keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika
             itself has options or methods for them, for example ``exchange``, ``routing_key``, ``mandatory``,
-            ``confirms``, ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is always pika's keyword.
+            ``confirms``, ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is pika's option, not the
+            setting of the same name.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

@@ -142,7 +142,7 @@ class ConnectionFlow:
         for flow in self.channels.values():
             flow.leave_to_parent(reason)
         self.on_forked(reason)
-        # Twisted's transports have no `_sock`. With TLS, their `fileno` is that of the socket's transport.
+        # Twisted's transports have no `_sock`. The `fileno` of a TLS transport returns the descriptor of the socket.
         replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
         # The parent uses the same epoll object, so this process must not change the descriptors in that object.
         getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()

@@ -1,9 +1,10 @@
 """The interfaces of the core for plug-ins: a message store, a flow log, rate limits, and servers of other protocols.
 
 The core calls these interfaces and does not import their implementations. `Journal` records the topology and every
-message in a queue, and reads bodies that are not in memory. `Disk` writes these records. `FlowObserver` is called when
-a queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` counts the messages of clients. Overflow
-policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
+message in a queue, and reads bodies that are not in memory. `Disk` writes these records. `FlowObserver` is told what
+happens to queues, messages, blocked (flowed) channels and withheld confirms. `PublishMeter` counts the messages of
+clients. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
+`qflow_client.broker.core.limits`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Session:
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
-        # Set after bytes that are not frames, because later frames cannot be found.
+        # Whether further input is ignored: after bytes that are not frames, or after an internal error.
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
@@ -132,7 +132,7 @@ class Session:
         self.discipline = discipline(self) if discipline is not None else None
         # Whether the socket is not read, because memory is full or too many bytes wait for the disk.
         self.is_paused = False
-        # Whether the first message of the connection waits until the socket is read again.
+        # Set when the first message of a channel has to wait, because publishing connections are not read. Never reset.
         self.waits_to_publish = False
         # Set when the peer has missed a deadline. Then the server does not wait for the client to close the connection.
         self.is_unresponsive = False

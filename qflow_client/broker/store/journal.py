@@ -124,7 +124,7 @@ class Journal:
     OVERHEAD = 512
     #: Number of header bytes that `OVERHEAD` includes.
     SMALL_HEADER = 128
-    #: Approximate bytes of memory for each queue of a message, except the first.
+    #: Approximate bytes that a message needs in memory for each further queue that it is in.
     ENTRY = 160
     #: If more than this number of body bytes waits to be written, the broker does not read from publishing connections.
     MAX_BACKLOG = 8 << 20

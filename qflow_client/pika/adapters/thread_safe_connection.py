@@ -323,8 +323,9 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         super()._on_connection_open(connection)
 
     def _leave_to_parent(self, reason: BaseException) -> None:
-        # A thread of the parent may have held the lock. The IOLoop's thread does not exist in the child.
+        # A thread of the parent may have held the lock.
         self._channel_waiters_lock = threading.Lock()
+        # The child has no IOLoop thread that could end a wait. With a reason, calls raise an error immediately.
         self._closed_reason = reason
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
