@@ -66,8 +66,8 @@ class Inbox:
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
-            consumer: name of the application that handles the message. Applications that each handle every message in one
-                database need different names. All workers of one queue need the same name.
+            consumer: name of the application that handles the message. Applications that each handle every message in
+                one database need different names. All workers of one queue need the same name.
 
         Raises:
             ValueError: `message_id` is empty, or the database is neither PostgreSQL nor SQLite.

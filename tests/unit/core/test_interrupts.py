@@ -661,9 +661,7 @@ def test_a_producer_method_that_raises_memory_error_leaves_no_message_lost_or_re
     assert list(protocol.parts.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
 
 
-def test_if_ctrl_c_interrupts_the_opening_of_a_channel_messages_too_large_for_its_frames_end_as_failed_or_unknown() -> (
-    None
-):
+def test_messages_too_large_for_a_new_channel_end_as_failed_or_unknown_even_if_ctrl_c_interrupts_its_opening() -> None:
     for at in range(1, 1000, EVERY):
         protocol = make()
         protocol.reports.settled = []
