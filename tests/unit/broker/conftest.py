@@ -91,17 +91,31 @@ class Client:
     def declare(self, queue="q", *, channel=1, **options):
         return self.call(channel, commands.Queue.Declare(queue=queue, **options), commands.Queue.DeclareOk)
 
-    def publish(self, content=b"x", routing_key="q", *, exchange="", channel=1, properties=None, mandatory=False):
-        self.send(
-            channel,
-            commands.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory),
-            header.ContentHeader(body_size=len(content), properties=properties),
-        )
-        if content:
-            self.send(channel, body.ContentBody(content))
+    def with_queue(self, queue="q", *, channel=1, **options):
+        """Declare a queue on an open channel, and return the client."""
+        self.declare(queue, channel=channel, **options)
+        return self
+
+    def publish(
+        self, content=b"x", routing_key="q", *, exchange="", channel=1, properties=None, mandatory=False, times=1
+    ):
+        for _ in range(times):
+            self.send(
+                channel,
+                commands.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory),
+                header.ContentHeader(body_size=len(content), properties=properties),
+            )
+            if content:
+                self.send(channel, body.ContentBody(content))
 
     def consume(self, queue="q", *, channel=1, tag="c", **options):
         self.send(channel, commands.Basic.Consume(queue=queue, consumer_tag=tag, **options))
+
+    def with_consumer(self, queue="q", *, channel=1, tag="c", **options):
+        """Start a consumer on an open channel, and return the client. Nothing may be delivered to the consumer yet."""
+        self.consume(queue, channel=channel, tag=tag, **options)
+        self.only(commands.Basic.ConsumeOk, channel)
+        return self
 
     def close_of(self, kind):
         """Return the last frame that came. The frame must be of the given kind: a close of a channel or connection."""

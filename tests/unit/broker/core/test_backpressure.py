@@ -39,8 +39,7 @@ ANSWER = ["Basic.GetOk", "ContentHeader", "ContentBody"]
 
 
 def test_E6_answers_to_many_requests_do_not_pile_up_in_the_broker_if_the_client_does_not_read(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(bytes(SIZE))
     asked = gets_and_nacks()
     client.feed(asked)
@@ -54,8 +53,7 @@ def test_E6_answers_to_many_requests_do_not_pile_up_in_the_broker_if_the_client_
 
 
 def test_E6_later_input_is_handled_after_input_that_the_broker_holds_back_for_every_split(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(bytes(SIZE))
     data = gets_and_nacks() + frame.marshal(commands.Channel.Close(200, "", 0, 0), 1)
     for at in range(0, len(data), 1001):
@@ -90,10 +88,7 @@ def test_E6_the_broker_accepts_no_more_messages_until_the_client_has_read_the_re
 
 
 def test_E6_basic_recover_redelivers_at_once_only_as_many_messages_as_the_output_buffer_has_room_for(world):
-    client = world.client().channel()
-    client.declare()
-    client.consume()
-    client.received()
+    client = world.client().channel().with_queue().with_consumer()
     for _ in range(50):
         client.publish(bytes(SIZE))
         client.received()
@@ -104,8 +99,7 @@ def test_E6_basic_recover_redelivers_at_once_only_as_many_messages_as_the_output
 
 
 def test_E6_an_error_and_a_close_behind_input_that_was_held_back_are_handled_in_order(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(bytes(SIZE))
     client.feed(gets_and_nacks() + b"\1\0\1\0\0\0\4\0\x3c\0\x28\xce")
     assert client.session.state is State.RUNNING
@@ -115,8 +109,7 @@ def test_E6_an_error_and_a_close_behind_input_that_was_held_back_are_handled_in_
 def test_E6_each_frame_is_traced_once_even_if_the_broker_held_input_back(make_world):
     traced = []
     world = make_world(trace=lambda direction, connection, channel, name: traced.append((direction, name)))
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(bytes(SIZE))
     client.feed(gets_and_nacks())
     read_all(client)

@@ -15,8 +15,7 @@ def bodies(queue):
 
 
 def test_the_broker_delivers_a_message_with_unchanged_properties_and_body(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     properties = Basic.Properties(
         content_type="text/plain",
         content_encoding="utf-8",
@@ -41,8 +40,7 @@ def test_the_broker_delivers_a_message_with_unchanged_properties_and_body(world)
 
 @pytest.mark.parametrize("size", [0, 1, 4087, 4088, 4089, 3 * 4088, 10_000])
 def test_bodies_of_any_length_are_received_and_delivered_in_frames_of_any_length(world, size):
-    publisher, consumer = world.client().channel(), world.client(frame_max=4096).channel()
-    publisher.declare()
+    publisher, consumer = world.client().channel().with_queue(), world.client(frame_max=4096).channel()
     content = bytes(at % 251 for at in range(size))
     publisher.publish(content)
     consumer.send(1, Basic.Consume(queue="q", consumer_tag="c", no_ack=True))
@@ -53,8 +51,7 @@ def test_bodies_of_any_length_are_received_and_delivered_in_frames_of_any_length
 
 
 def test_a_body_may_arrive_in_several_frames_of_which_some_are_empty(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.send(
         1,
         Basic.Publish(routing_key="q"),
@@ -68,8 +65,7 @@ def test_a_body_may_arrive_in_several_frames_of_which_some_are_empty(world):
 
 
 def test_messages_of_two_channels_may_be_interleaved(world):
-    client = world.client().channel(1).channel(2)
-    client.declare()
+    client = world.client().channel(1).channel(2).with_queue()
     for number in (1, 2):
         client.send(number, Basic.Publish(routing_key="q"))
     for number in (1, 2):
@@ -81,8 +77,7 @@ def test_messages_of_two_channels_may_be_interleaved(world):
 
 def test_a_message_larger_than_the_broker_accepts_closes_the_channel_with_406(make_world):
     world = make_world(max_message_size=10)
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(b"x" * 10)
     assert world.queue().depth == 1
     client.publish(b"x" * 11)
@@ -91,17 +86,14 @@ def test_a_message_larger_than_the_broker_accepts_closes_the_channel_with_406(ma
 
 
 def test_publishing_with_the_user_id_of_a_different_user_is_refused_with_406(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(properties=Basic.Properties(user_id="someone"))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
 def test_confirms_that_are_due_together_are_sent_in_one_frame(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
-    for _ in range(5):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue()
+    client.publish(times=5)
     ack = client.only(Basic.Ack)
     assert (ack.delivery_tag, ack.multiple) == (5, True)
     client.publish()
@@ -110,11 +102,9 @@ def test_confirms_that_are_due_together_are_sent_in_one_frame(world):
 
 
 def test_confirms_that_a_full_queue_withholds_are_sent_when_the_queue_releases_them(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     world.controls.withhold_confirms = True
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     assert client.received() == []
     assert client.session.channels[1].unconfirmed == 2
     world.controls.withhold_confirms = False
@@ -123,8 +113,7 @@ def test_confirms_that_a_full_queue_withholds_are_sent_when_the_queue_releases_t
 
 
 def test_confirms_that_a_full_queue_withholds_are_not_sent_when_the_channel_closes(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     world.controls.withhold_confirms = True
     client.publish()
     client.send(1, CHANNEL_CLOSE(200, "", 0, 0))
@@ -135,20 +124,17 @@ def test_confirms_that_a_full_queue_withholds_are_not_sent_when_the_channel_clos
 
 
 def test_a_message_that_was_enqueued_is_confirmed_before_an_error_closes_the_channel(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     client.publish()
     client.publish(exchange="nowhere")
     assert client.names() == ["Basic.Ack", "Channel.Close"]
 
 
 def test_messages_that_a_queue_refuses_are_nacked_and_not_enqueued(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     client.publish()
     world.controls.refuse_publishes(True)
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     world.controls.refuse_publishes(False)
     client.publish()
     assert client.names() == ["Basic.Nack", "Basic.Nack", "Basic.Ack"]
@@ -171,13 +157,11 @@ def test_a_full_queue_nacks_the_message_or_closes_the_channel_with_506(world, co
 
 
 def test_a_message_that_one_of_its_queues_refuses_is_enqueued_in_none_of_them(world):
-    client = world.client().channel(confirms=True)
-    client.declare("a")
+    client = world.client().channel(confirms=True).with_queue("a")
     client.declare("b", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
     for name in ("a", "b"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
-    client.publish(exchange="amq.fanout")
-    client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=2)
     assert (world.queue("a").depth, world.queue("b").depth) == (1, 1)
     assert client.names() == ["Basic.Nack", "Basic.Ack"]
 
@@ -199,8 +183,7 @@ def test_unroutable_messages_are_confirmed(world):
 
 
 def test_prefetch_limits_each_consumer(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Basic.Qos(prefetch_count=2), Basic.QosOk)
     for tag in ("a", "b"):
         client.consume(tag=tag)
@@ -216,14 +199,12 @@ def test_prefetch_limits_each_consumer(world):
 
 
 def test_global_prefetch_limits_all_consumers_of_the_channel_together(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
     for tag in ("a", "b"):
         client.consume(tag=tag)
     client.received()
-    for _ in range(6):
-        client.publish()
+    client.publish(times=6)
     assert len(client.deliveries()) == 3
     client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
     client.send(1, Basic.Qos(prefetch_count=5, global_=True))
@@ -231,10 +212,7 @@ def test_global_prefetch_limits_all_consumers_of_the_channel_together(world):
 
 
 def test_channel_flow_from_the_client_stops_deliveries_to_that_client(world):
-    client = world.client().channel()
-    client.declare()
-    client.consume()
-    client.received()
+    client = world.client().channel().with_queue().with_consumer()
     assert client.call(1, commands.Channel.Flow(active=False), commands.Channel.FlowOk).active is False
     client.publish()
     assert client.received() == []
@@ -243,13 +221,9 @@ def test_channel_flow_from_the_client_stops_deliveries_to_that_client(world):
 
 
 def test_a_consumer_whose_socket_accepts_no_bytes_gets_no_deliveries(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
-    client.consume(no_ack=True)
-    client.received()
+    client, other = world.client().channel().with_queue().with_consumer(no_ack=True), world.client().channel()
     client.session.output.pause()
-    for _ in range(3):
-        other.publish()
+    other.publish(times=3)
     assert client.received() == []
     assert world.queue().depth == 3
     client.session.output.resume()
@@ -257,10 +231,8 @@ def test_a_consumer_whose_socket_accepts_no_bytes_gets_no_deliveries(world):
 
 
 def test_the_deliveries_that_the_broker_writes_at_once_have_a_bounded_size(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
-    for _ in range(1000):
-        other.publish(b"x" * 1000)
+    client, other = world.client().channel().with_queue(), world.client().channel()
+    other.publish(b"x" * 1000, times=1000)
     client.consume(no_ack=True)
     limit = client.session.output.MAX_DELIVERY_BYTES
     sizes = []
@@ -271,11 +243,9 @@ def test_the_deliveries_that_the_broker_writes_at_once_have_a_bounded_size(world
 
 
 def test_basic_ack_settles_one_several_or_all_deliveries(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.consume()
-    for _ in range(6):
-        client.publish()
+    client.publish(times=6)
     client.received()
     client.send(1, Basic.Ack(2))
     assert world.queue().depth == 5
@@ -291,8 +261,7 @@ def test_basic_ack_settles_one_several_or_all_deliveries(world):
     "settle", [Basic.Ack(2), Basic.Ack(1), Basic.Ack(0), Basic.Ack(2, multiple=True), Basic.Nack(2), Basic.Reject(2)]
 )
 def test_acking_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish()
     client.consume()
     client.send(1, Basic.Ack(1))
@@ -304,8 +273,7 @@ def test_acking_an_unknown_delivery_tag_closes_the_channel_with_406(world, settl
 
 @pytest.mark.parametrize("settle", [Basic.Nack(1, requeue=True), Basic.Reject(1, requeue=True)])
 def test_a_requeued_message_returns_to_its_old_position_in_the_queue(world, settle):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
     client.consume()
     for content in (b"1", b"2"):
@@ -318,8 +286,7 @@ def test_a_requeued_message_returns_to_its_old_position_in_the_queue(world, sett
 
 
 def test_recover_with_requeue_requeues_all_deliveries(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
+    client, other = world.client().channel().with_queue(), world.client().channel()
     client.publish(b"1")
     client.publish(b"2")
     client.send(1, Basic.Get(queue="q"))
@@ -333,8 +300,7 @@ def test_recover_with_requeue_requeues_all_deliveries(world):
 @pytest.mark.filterwarnings("ignore:This command is deprecated")
 @pytest.mark.parametrize("recover", [Basic.Recover, Basic.RecoverAsync])
 def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
+    client, other = world.client().channel().with_queue(), world.client().channel()
     client.consume()
     other.consume()
     other.received()
@@ -350,8 +316,7 @@ def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
 
 
 def test_recover_without_requeue_delivers_nothing_while_the_client_has_stopped_the_flow(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
+    client, other = world.client().channel().with_queue(), world.client().channel()
     client.consume()
     client.publish()
     client.received()
@@ -362,8 +327,7 @@ def test_recover_without_requeue_delivers_nothing_while_the_client_has_stopped_t
 
 
 def test_a_cancelled_consumer_gets_no_more_deliveries_and_may_still_ack(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.consume()
     client.publish()
     client.received()
@@ -376,8 +340,7 @@ def test_a_cancelled_consumer_gets_no_more_deliveries_and_may_still_ack(world):
 
 
 def test_the_unacked_messages_of_a_channel_are_requeued_when_the_channel_ends(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
+    client, other = world.client().channel().with_queue(), world.client().channel()
     client.consume()
     client.publish(b"1")
     client.session.end()
@@ -391,8 +354,7 @@ def test_the_unacked_messages_of_a_channel_are_requeued_when_the_channel_ends(wo
 
 @pytest.mark.parametrize("how", ["lost", "closed", "failed"])
 def test_messages_requeued_at_the_end_of_a_connection_are_not_delivered_to_its_other_channels(world, how):
-    client = world.client().channel(1).channel(2)
-    client.declare()
+    client = world.client().channel(1).channel(2).with_queue()
     client.consume(channel=1)
     client.publish(b"1")
     client.consume(channel=2, no_ack=True)
@@ -408,18 +370,14 @@ def test_messages_requeued_at_the_end_of_a_connection_are_not_delivered_to_its_o
 
 
 def test_consuming_with_a_consumer_tag_that_is_in_use_closes_the_connection_with_530(world):
-    client = world.client().channel()
-    client.declare()
-    client.consume()
-    client.received()
+    client = world.client().channel().with_queue().with_consumer()
     client.consume()
     assert client.only(CLOSE, 0).reply_code == 530
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
 def test_a_queue_with_an_exclusive_consumer_refuses_other_consumers(world, first, second):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
+    client, other = world.client().channel().with_queue(), world.client().channel()
     client.consume(exclusive=first)
     other.consume(exclusive=second)
     assert other.only(CHANNEL_CLOSE).reply_code == 403
@@ -431,8 +389,7 @@ def test_a_queue_with_an_exclusive_consumer_refuses_other_consumers(world, first
 
 
 def test_consumers_of_a_deleted_queue_get_basic_cancel_if_the_client_supports_it(world):
-    client, deaf = world.client().channel(), world.client(capabilities={}).channel()
-    client.declare()
+    client, deaf = world.client().channel().with_queue(), world.client(capabilities={}).channel()
     for each in (client, deaf):
         each.consume()
         each.received()
@@ -446,8 +403,7 @@ def test_consumers_of_a_deleted_queue_get_basic_cancel_if_the_client_supports_it
 
 
 def test_a_consumer_without_a_tag_gets_a_generated_tag(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.consume(tag="")
     assert client.only(Basic.ConsumeOk).consumer_tag.startswith("ctag-1.")
 
@@ -561,8 +517,7 @@ class TestTransactions:
 
     def test_J3_a_commit_that_brings_the_queue_above_its_stop_threshold_flows_the_channel(self, world, client):
         client.declare("marked", arguments={"qpid.flow_stop_count": 1})
-        client.publish(routing_key="marked")
-        client.publish(routing_key="marked")
+        client.publish(routing_key="marked", times=2)
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Channel.Flow", "Tx.CommitOk"]
 
@@ -592,8 +547,7 @@ def test_consumers_that_share_the_prefetch_limit_of_their_channel_get_messages_i
     client.channel(2)
     for queue in dict.fromkeys(queues):
         client.declare(queue)
-        for _ in range(300 * queues.count(queue)):
-            client.publish(routing_key=queue, channel=2)
+        client.publish(routing_key=queue, channel=2, times=300 * queues.count(queue))
     client.call(1, commands.Basic.Qos(prefetch_count=prefetch, global_=True), commands.Basic.QosOk)
     for number, queue in enumerate(queues):
         client.consume(queue, tag=str(number))

@@ -27,8 +27,7 @@ def headers(queue):
 @pytest.fixture(name="client")
 def _client(world):
     world.epoch = 1_000_000.9
-    client = world.client().channel()
-    client.declare("dead")
+    client = world.client().channel().with_queue("dead")
     return client
 
 
@@ -125,8 +124,7 @@ def test_a_message_that_a_full_queue_drops_to_make_room_is_dead_lettered(world, 
 def test_a_dead_letter_that_overfills_a_queue_is_enqueued_and_flows_no_channel(world, client):
     client.declare("small", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "small", "x-max-length": 1})
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     assert client.received() == []
     assert (world.queue("small").depth, world.queue("small").flows.is_on) == (2, True)
     client.consume("small")
@@ -310,8 +308,7 @@ def test_a_message_that_is_dead_lettered_on_two_paths_to_a_queue_arrives_there_t
 
 def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, caplog):
     make_web(world, client, 2, **{"x-max-length": 0})
-    for _ in range(3):
-        client.publish(routing_key="q0")
+    client.publish(routing_key="q0", times=3)
     assert [record.args[0] for record in caplog.records] == ["q0", "q1"]
     assert "its message died here before" in caplog.text
 

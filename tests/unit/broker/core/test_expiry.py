@@ -137,10 +137,8 @@ def test_a_full_ring_queue_removes_expired_messages_before_it_drops_the_oldest_m
 
 
 def test_J6_the_expiry_of_messages_unflows_channels_and_releases_withheld_confirms(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={**STOP_2, "x-message-ttl": 1000})
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-message-ttl": 1000})
+    client.publish(times=3)
     names = client.names()
     assert sorted(set(names)) == ["Basic.Ack", "Channel.Flow"]
     assert world.queue().flows.held_confirms == 1
@@ -152,8 +150,7 @@ def test_J6_the_expiry_of_messages_unflows_channels_and_releases_withheld_confir
 
 
 def test_J6_publishers_are_unflowed_as_soon_as_expired_messages_have_made_enough_room(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
+    client = world.client().channel().with_queue(arguments=STOP_2)
     for milliseconds in ("300", "100", "200"):
         client.publish(properties=commands.Basic.Properties(expiration=milliseconds))
     assert flows(client) == [False]
@@ -215,8 +212,7 @@ def test_a_queue_that_is_unused_for_x_expires_is_deleted(used, now, is_unused):
 
 @pytest.mark.parametrize("use", ["get", "declare", "declare passively", "consume"])
 def test_get_declare_and_consumers_count_as_use_of_a_queue_with_x_expires(world, use):
-    client = world.client().channel()
-    client.declare(arguments={"x-expires": 1000})
+    client = world.client().channel().with_queue(arguments={"x-expires": 1000})
     if use == "consume":
         client.consume()
     world.now = 0.8
@@ -235,8 +231,7 @@ def test_get_declare_and_consumers_count_as_use_of_a_queue_with_x_expires(world,
 
 
 def test_a_queue_with_x_expires_is_not_deleted_while_it_has_a_consumer(world):
-    client = world.client().channel()
-    client.declare(arguments={"x-expires": 1000})
+    client = world.client().channel().with_queue(arguments={"x-expires": 1000})
     client.consume()
     world.now = 1000.0
     world.host.timers.tick(world.now)
@@ -245,8 +240,7 @@ def test_a_queue_with_x_expires_is_not_deleted_while_it_has_a_consumer(world):
 
 
 def test_a_deleted_queue_and_its_messages_no_longer_expire(world):
-    client = world.client().channel()
-    client.declare(arguments={"x-expires": 1000, "x-message-ttl": 100})
+    client = world.client().channel().with_queue(arguments={"x-expires": 1000, "x-message-ttl": 100})
     client.publish()
     client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
     world.now = 2.0
@@ -273,8 +267,7 @@ def test_a_message_with_expiration_0_is_delivered_if_a_consumer_is_ready():
 
 @pytest.mark.parametrize("expiration", ["x", "-1", "1.0", " 1", "١"])
 def test_an_expiration_that_is_not_a_number_closes_the_channel_with_406(world, expiration):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish(properties=commands.Basic.Properties(expiration=expiration))
     close = client.close_of(commands.Channel.Close)
     assert close.reply_code == 406

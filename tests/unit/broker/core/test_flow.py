@@ -20,10 +20,8 @@ def tags(client):
 
 
 def test_J3_the_publisher_whose_message_brings_the_queue_above_its_stop_threshold_is_flowed_immediately(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
-    client.publish()
-    client.publish()
+    client = world.client().channel().with_queue(arguments=STOP_2)
+    client.publish(times=2)
     assert client.received() == []
     client.publish()
     assert client.only(commands.Channel.Flow).active is False
@@ -31,8 +29,7 @@ def test_J3_the_publisher_whose_message_brings_the_queue_above_its_stop_threshol
 
 
 def test_J3_D2_the_message_that_brings_a_queue_above_its_stop_threshold_is_enqueued_and_delivered(world):
-    client = world.client().channel(1).channel(2)
-    client.declare(arguments={"x-qpid-capacity": 3})
+    client = world.client().channel(1).channel(2).with_queue(arguments={"x-qpid-capacity": 3})
     client.publish(b"four")
     client.received()
     client.consume(channel=2)
@@ -41,28 +38,22 @@ def test_J3_D2_the_message_that_brings_a_queue_above_its_stop_threshold_is_enque
 
 
 def test_J3_only_the_publisher_that_brings_the_queue_above_its_stop_threshold_is_flowed(world):
-    offender, other = world.client().channel(), world.client().channel()
-    offender.declare(arguments=STOP_2)
-    other.publish()
-    other.publish()
+    offender, other = world.client().channel().with_queue(arguments=STOP_2), world.client().channel()
+    other.publish(times=2)
     offender.publish()
     assert flows(offender) == [False]
     assert other.received() == []
 
 
 def test_J3_other_channels_of_the_connection_of_a_flowed_channel_continue(world):
-    client = world.client().channel(1).channel(2)
-    client.declare(arguments=STOP_2)
-    for _ in range(4):
-        client.publish()
+    client = world.client().channel(1).channel(2).with_queue(arguments=STOP_2)
+    client.publish(times=4)
     assert client.only(commands.Channel.Flow, channel=1).active is False
 
 
 def test_each_change_between_flowed_and_unflowed_sends_one_flow_frame(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
-    for _ in range(10):
-        client.publish()
+    client = world.client().channel().with_queue(arguments=STOP_2)
+    client.publish(times=10)
     assert flows(client) == [False]
     for _ in range(8):
         world.queue().take(no_ack=True)
@@ -74,13 +65,11 @@ def test_each_change_between_flowed_and_unflowed_sends_one_flow_frame(world):
 
 
 def test_the_broker_knows_whether_the_client_has_answered_every_channel_flow(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
+    client = world.client().channel().with_queue(arguments=STOP_2)
     channel = client.session.channels[1]
     client.send(1, commands.Channel.FlowOk(active=True))
     assert channel_snapshot(channel).flow_ok
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     world.queue().purge()
     for answers in (False, False, True):
         assert channel_snapshot(channel).flow_ok is answers
@@ -92,8 +81,7 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
     for name in ("a", "b"):
         client.declare(name, arguments=STOP_2)
     for name in ("a", "b"):
-        for _ in range(3):
-            client.publish(routing_key=name)
+        client.publish(routing_key=name, times=3)
     assert flows(client) == [False]
     assert [each.name for each in client.session.channels[1].flow.blocked_by] == ["a", "b"]
     world.queue("a").purge()
@@ -103,10 +91,8 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
 
 
 def test_J4_a_channel_blocked_by_two_thresholds_of_one_queue_shows_that_queue_once_as_the_reason(world):
-    client = world.client().channel()
-    client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue(arguments={**STOP_2, "x-qpid-capacity": 2})
+    client.publish(times=3)
     channel = client.session.channels[1]
     assert len(channel.flow.blocked_by) == 2
     assert channel_snapshot(channel).blocked_by == ("q",)
@@ -117,8 +103,7 @@ def test_J4_one_message_to_two_full_queues_sends_one_flow_frame(world):
     for name in ("a", "b"):
         client.declare(name, arguments=STOP_2)
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
-    for _ in range(3):
-        client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=3)
     assert flows(client) == [False]
     world.host.delete_queue(world.queue("a"))
     assert client.received() == []
@@ -140,8 +125,7 @@ def test_J4_one_message_to_two_full_queues_sends_one_flow_frame(world):
 def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
     publisher, consumer = world.client().channel(), world.client().channel()
     publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
-    publisher.publish()
-    publisher.publish()
+    publisher.publish(times=2)
     consumer.consume()
     assert world.queue().depth == 2
     assert flows(publisher) == [False]
@@ -154,8 +138,7 @@ def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
 def test_J6_requeueing_a_delivery_does_not_unflow_the_channel(world):
     publisher, consumer = world.client().channel(), world.client().channel()
     publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
-    publisher.publish()
-    publisher.publish()
+    publisher.publish(times=2)
     consumer.consume()
     consumer.received()
     consumer.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
@@ -170,19 +153,15 @@ def test_J6_requeueing_a_delivery_does_not_unflow_the_channel(world):
     ids=lambda method: method.name,
 )
 def test_J6_a_purge_a_delete_or_a_no_ack_consumer_unflows_the_channel(world, shrink):
-    publisher, other = world.client().channel(), world.client().channel()
-    publisher.declare(arguments=STOP_2)
-    for _ in range(3):
-        publisher.publish()
+    publisher, other = world.client().channel().with_queue(arguments=STOP_2), world.client().channel()
+    publisher.publish(times=3)
     other.send(1, shrink)
     assert flows(publisher) == [False, True]
 
 
 def test_J6_get_without_ack_unflows_the_channel(world):
-    client = world.client().channel(1).channel(2)
-    client.declare(arguments=STOP_2)
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(1).channel(2).with_queue(arguments=STOP_2)
+    client.publish(times=3)
     client.send(2, commands.Basic.Get(queue="q", no_ack=True))
     assert flows(client) == [False]
     client.send(2, commands.Basic.Get(queue="q", no_ack=True))
@@ -191,10 +170,8 @@ def test_J6_get_without_ack_unflows_the_channel(world):
 
 @pytest.mark.parametrize("how", ["channel", "connection", "lost"])
 def test_a_queue_forgets_a_flowed_channel_that_ends(world, how):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue(arguments=STOP_2)
+    client.publish(times=3)
     assert len(world.queue().flows.blocked) == 1
     if how == "channel":
         client.send(1, commands.Channel.Close(200, "", 0, 0))
@@ -207,13 +184,11 @@ def test_a_queue_forgets_a_flowed_channel_that_ends(world, how):
 
 
 def test_the_flowed_time_of_a_channel_and_the_number_of_its_flows_are_counted(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
+    client = world.client().channel().with_queue(arguments=STOP_2)
     channel = client.session.channels[1]
     for start in (10.0, 20.0):
         world.now = start
-        for _ in range(3):
-            client.publish()
+        client.publish(times=3)
         world.now = start + 2.5
         assert channel.flow.since == start
         world.queue().purge()
@@ -221,13 +196,10 @@ def test_the_flowed_time_of_a_channel_and_the_number_of_its_flows_are_counted(wo
 
 
 def test_C5_a_message_to_a_queue_that_is_ON_or_turns_ON_is_not_acked_until_the_queue_is_OFF(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
-    client.publish()
-    client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client.publish(times=2)
     assert tags(client) == [(2, True)]
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     assert tags(client) == []
     assert client.session.channels[1].unconfirmed == 2
     world.queue().purge()
@@ -240,8 +212,7 @@ def test_C5_a_message_whose_confirm_is_withheld_is_also_acked_when_it_is_dequeue
     client.declare(
         arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
     )
-    for _ in range(4):
-        client.publish()
+    client.publish(times=4)
     assert tags(client) == [(2, True)]
     queue = world.queue()
     queue.take(no_ack=True)
@@ -260,8 +231,7 @@ def test_C5_a_delivery_counts_as_dequeued_only_when_it_is_settled(world):
     client.declare(
         arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
     )
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     assert tags(client) == [(1, False)]
     client.consume(channel=2)
     assert "Basic.Ack" not in client.names()
@@ -275,8 +245,7 @@ def test_C5_a_message_is_confirmed_only_when_all_of_its_queues_are_OFF(world):
         arguments = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
         client.declare(name, arguments=arguments)
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
-    for _ in range(3):
-        client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=3)
     assert tags(client) == [(1, False)]
     world.queue("b").purge()
     assert tags(client) == []
@@ -286,8 +255,7 @@ def test_C5_a_message_is_confirmed_only_when_all_of_its_queues_are_OFF(world):
 
 
 def test_C5_an_ack_of_a_later_message_does_not_include_an_earlier_message_whose_confirm_is_withheld(world):
-    client = world.client().channel(confirms=True)
-    client.declare("free")
+    client = world.client().channel(confirms=True).with_queue("free")
     client.declare("full", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
     for name in ("full", "full", "free", "free", "full", "free"):
         client.publish(routing_key=name)
@@ -297,29 +265,23 @@ def test_C5_an_ack_of_a_later_message_does_not_include_an_earlier_message_whose_
 
 
 def test_C5_with_the_enforcement_both_the_channel_is_flowed_and_its_confirms_are_withheld(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments=STOP_2)
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments=STOP_2)
+    client.publish(times=3)
     assert client.names() == ["Channel.Flow", "Basic.Ack"]
     world.queue().purge()
     assert client.names() == ["Channel.Flow", "Basic.Ack"]
 
 
 def test_C5_a_full_queue_has_no_confirms_to_withhold_from_a_channel_without_confirm_mode(world):
-    client = world.client().channel()
-    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
-    for _ in range(5):
-        client.publish()
+    client = world.client().channel().with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client.publish(times=5)
     assert client.received() == []
     assert world.queue().flows.held_confirms == 0
 
 
 def test_C5_confirms_that_were_withheld_are_not_sent_on_a_channel_that_has_closed(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
-    for _ in range(4):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client.publish(times=4)
     client.received()
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     client.only(commands.Channel.CloseOk)
@@ -381,11 +343,9 @@ def test_D12_with_flow_scope_publishers_a_full_queue_flows_all_channels_that_pub
 
 
 def test_D5_a_channel_stopped_by_an_operator_and_a_queue_resumes_only_when_both_have_released_it(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
+    client = world.client().channel().with_queue(arguments=STOP_2)
     channel = client.session.channels[1]
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     channel.flow.block(world.controls.operator)
     assert flows(client) == [False]
     world.queue().purge()
@@ -401,8 +361,7 @@ def test_D5_a_channel_stopped_by_an_operator_and_a_queue_resumes_only_when_both_
 )
 def test_D5_while_an_operator_stops_all_publishers_a_channel_that_starts_to_publish_is_stopped(world, method, reply):
     world.controls.producers_stopped = True
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     if method is None:
         client.publish()
         assert flows(client) == [False]
@@ -413,7 +372,6 @@ def test_D5_while_an_operator_stops_all_publishers_a_channel_that_starts_to_publ
 
 def test_D5_an_operator_that_stops_all_publishers_does_not_stop_a_channel_that_only_consumes(world):
     world.controls.producers_stopped = True
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.consume()
     assert client.names() == ["Basic.ConsumeOk"]

@@ -159,8 +159,7 @@ def test_in_the_lavinmq_profile_an_alarm_closes_channels_that_publish_or_declare
 @pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
 def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_alarm_ends(make_world, profile):
     world = make_world(profile=profile, channel_max=10)
-    client = world.client().channel(1).channel(2).channel(3)
-    client.declare()
+    client = world.client().channel(1).channel(2).channel(3).with_queue()
     client.publish(channel=1)
     client.call(2, commands.Tx.Select(), commands.Tx.SelectOk)
     alarm(world, client)

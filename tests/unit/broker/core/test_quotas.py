@@ -35,8 +35,7 @@ def test_the_number_of_queues_is_limited_and_deleting_a_queue_makes_room(make_wo
 
 def test_the_number_of_bindings_is_limited_and_removing_a_binding_makes_room(make_world):
     world = make_world(max_bindings=2)
-    client = world.client().channel()
-    client.declare("q")
+    client = world.client().channel().with_queue("q")
     for key in ("a", "b", "a"):
         client.call(1, Queue.Bind(queue="q", exchange="amq.direct", routing_key=key), Queue.BindOk)
     client.send(1, Queue.Bind(queue="q", exchange="amq.topic"))
@@ -51,8 +50,7 @@ def test_the_number_of_bindings_is_limited_and_removing_a_binding_makes_room(mak
 
 def test_the_number_of_consumers_is_limited_and_cancelling_a_consumer_makes_room(make_world):
     world = make_world(max_consumers=2)
-    client, other = world.client().channel(), world.client().channel()
-    client.declare("q")
+    client, other = world.client().channel().with_queue("q"), world.client().channel()
     for tag in ("a", "b"):
         client.consume(tag=tag)
         client.only(Basic.ConsumeOk)

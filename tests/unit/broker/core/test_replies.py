@@ -12,8 +12,7 @@ REPLY_TO = "amq.rabbitmq.reply-to"
 
 @pytest.fixture(name="client")
 def _client(world):
-    client = world.client().channel()
-    client.declare("requests")
+    client = world.client().channel().with_queue("requests")
     return client
 
 

@@ -56,8 +56,7 @@ def test_E11_the_broker_announces_version_platform_and_copyright_as_on_rabbitmq(
 
 @pytest.mark.parametrize("frame_max", [0, 4096])
 def test_E11_a_received_frame_may_exceed_frame_max_by_8_bytes_as_on_rabbitmq_and_a_sent_frame_may_not(world, frame_max):
-    client = world.client(frame_max=frame_max).channel()
-    client.declare()
+    client = world.client(frame_max=frame_max).channel().with_queue()
     agreed = client.session.handshake.frame_max
     client.publish(bytes(agreed))
     client.publish(bytes(agreed - FRAME_OVERHEAD))
@@ -193,8 +192,7 @@ def test_a_tune_ok_beyond_the_offered_limits_is_refused_with_530(world, tune):
     ],
 )
 def test_an_invalid_method_closes_only_its_connection_with_the_reply_code_of_the_standard(world, data, code):
-    other = world.client().channel()
-    other.declare()
+    other = world.client().channel().with_queue()
     client = world.client().channel()
     client.feed(data)
     close = client.only(CLOSE, 0)
@@ -247,8 +245,7 @@ def test_a_client_that_does_not_answer_connection_close_is_disconnected(make_wor
 
 
 def test_connection_close_from_the_client_is_answered_after_the_confirms_that_are_due(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     client.publish()
     client.send(0, CLOSE(200, "bye", 0, 0))
     assert client.names() == ["Basic.Ack", "Connection.CloseOk"]
@@ -328,8 +325,7 @@ def test_a_channel_can_be_opened_again_after_its_close(world):
 
 
 def test_frames_that_a_client_sends_before_it_reads_the_close_of_its_channel_are_ignored(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.send(1, commands.Basic.Ack(1))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
     client.publish()
@@ -362,8 +358,7 @@ def test_the_session_announces_new_output_only_once_until_the_output_is_read(wor
 def test_the_broker_traces_every_frame_in_the_order_of_the_wire(make_world):
     lines = []
     world = make_world(trace=lambda *line: lines.append(line))
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     lines.clear()
     client.publish()
     client.feed(HEARTBEAT)
@@ -378,8 +373,7 @@ def test_the_broker_traces_every_frame_in_the_order_of_the_wire(make_world):
 
 
 def test_a_message_timestamp_outside_the_range_of_datetime_is_delivered_unchanged(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
     now = datetime.fromtimestamp(2**31, UTC)
     properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, timestamp=now, app_id="a")
@@ -394,8 +388,7 @@ def test_a_message_timestamp_outside_the_range_of_datetime_is_delivered_unchange
 
 
 def test_a_message_that_the_broker_itself_publishes_is_routed_by_its_headers(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
     # No client has sent this combination of properties.
     properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, reply_to="r", app_id="a")
@@ -413,8 +406,7 @@ def test_a_message_with_headers_nested_10_deep_is_enqueued_and_5000_deep_closes_
     table = b""
     for _ in range(depth):
         table = b"\1kF" + struct.pack(">I", len(table)) + table
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.feed(PUBLISH)
     client.feed(raw(2, 1, struct.pack(">HHQHI", 60, 0, 0, 1 << 13, len(table)) + table))
     if depth == 10:

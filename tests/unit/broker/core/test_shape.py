@@ -45,12 +45,10 @@ def test_the_docstring_of_the_broker_core_package_lists_the_calls_that_flow_a_ch
         callers = [frame.f_code.co_qualname for frame, _ in walk_stack(currentframe())]
         seen.append([*reversed(callers), "Output.write_past_promises"])
 
-    client = world.client().channel()
-    client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client = world.client().channel().with_queue(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client.send(1, commands.Basic.Consume(queue="q"))
     monkeypatch.setattr(Output, "write_past_promises", write_past_promises)
-    for _ in range(2):
-        client.publish()
+    client.publish(times=2)
     client.send(1, commands.Basic.Ack(2, multiple=True))
     named = [re.findall(r"[\w.]+", each) for each in re.findall(r"::\n\n((?:    .+\n)+)", OPENING)]
     assert [[name for name in names if name in chain] for names, chain in zip(seen, named, strict=True)] == named

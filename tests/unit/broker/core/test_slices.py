@@ -160,8 +160,7 @@ def test_E9_a_new_policy_is_applied_to_one_queue_at_a_time_so_that_other_work_ca
     next(steps)
     assert marked(world) == ["q0"]
     # The new thresholds of a queue apply before other queues get theirs.
-    for _ in range(3):
-        client.publish(routing_key="q0")
+    client.publish(routing_key="q0", times=3)
     assert client.only(commands.Channel.Flow).active is False
     # Queues that are declared meanwhile get the policy. Deleted queues are skipped.
     world.host.delete_queue(world.queue("q2"))
@@ -192,10 +191,8 @@ def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_later_f
     world, monkeypatch, method
 ):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
-    client = world.client().channel()
-    client.declare()
-    for _ in range(30):
-        client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=30)
     client.consume()
     assert len(client.deliveries_after_ok()) == 30
     client.send(1, method(25, multiple=True), commands.Queue.Declare(queue="q", passive=True))
@@ -219,10 +216,8 @@ def test_E9_an_ack_of_all_deliveries_settles_in_slices_only_the_deliveries_made_
     world, monkeypatch, method
 ):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
-    client = world.client().channel()
-    client.declare()
-    for _ in range(40):
-        client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=40)
     client.send(1, commands.Basic.Qos(prefetch_count=35))
     client.consume()
     client.received()
@@ -246,11 +241,9 @@ def test_E9_an_ack_of_all_deliveries_settles_in_slices_only_the_deliveries_made_
 def test_E9_rejected_messages_that_are_dead_lettered_are_handled_in_smaller_slices(world, monkeypatch):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     monkeypatch.setattr(Consuming, "LETTER", 5)
-    client = world.client().channel()
-    client.declare("dead")
+    client = world.client().channel().with_queue("dead")
     client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"})
-    for _ in range(5):
-        client.publish()
+    client.publish(times=5)
     client.consume()
     client.send(1, commands.Basic.Nack(0, multiple=True, requeue=False))
     dead = [world.queue("dead").depth]
@@ -263,8 +256,7 @@ def test_E9_rejected_messages_that_are_dead_lettered_are_handled_in_smaller_slic
 @pytest.mark.parametrize("requeue", [True, False])
 def test_E9_recover_redelivers_very_many_messages_in_slices_and_each_message_only_once(world, monkeypatch, requeue):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     for number in range(35):
         client.publish(b"%d" % number)
     client.consume()
@@ -310,10 +302,8 @@ def test_E9_unacked_messages_of_a_lost_connection_are_requeued_in_slices_and_in_
 
 def test_E9_a_queue_can_be_deleted_while_the_unacked_messages_of_a_lost_connection_are_requeued(world, monkeypatch):
     monkeypatch.setattr(Returning, "AT_ONCE", 10)
-    client = world.client().channel()
-    client.declare()
-    for _ in range(35):
-        client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=35)
     client.consume()
     client.received()
     queue = world.queue()

@@ -42,8 +42,7 @@ CHANNEL_CLOSE = commands.Channel.Close
     ],
 )
 def test_a_topic_exchange_routes_messages_by_their_patterns(world, pattern, key, matches):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Queue.Bind(queue="q", exchange="amq.topic", routing_key=pattern or "x"), Queue.BindOk)
     if not pattern:
         world.host.topology.unbind(world.queue(), "amq.topic", "x", {})
@@ -140,23 +139,20 @@ def test_E7_a_topic_exchange_does_not_look_at_bindings_that_cannot_match(monkeyp
 )
 @pytest.mark.parametrize("exchange", ["amq.headers", "amq.match"])
 def test_a_headers_exchange_routes_messages_by_their_headers(world, exchange, arguments, headers, matches):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Queue.Bind(queue="q", exchange=exchange, arguments=arguments), Queue.BindOk)
     client.publish(exchange=exchange, properties=Basic.Properties(headers=headers))
     assert world.queue().depth == matches
 
 
 def test_binding_with_an_invalid_x_match_is_refused_with_406(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.send(1, Queue.Bind(queue="q", exchange="amq.headers", arguments={"x-match": "some"}))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
 def test_a_queue_gets_one_copy_of_a_message_even_if_several_bindings_match(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     for key in ("#", "a", "*"):
         client.call(1, Queue.Bind(queue="q", exchange="amq.topic", routing_key=key), Queue.BindOk)
     client.publish(routing_key="a", exchange="amq.topic")
@@ -164,8 +160,7 @@ def test_a_queue_gets_one_copy_of_a_message_even_if_several_bindings_match(world
 
 
 def test_exchanges_can_be_bound_to_exchanges_even_in_a_cycle(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     for name in ("one", "two"):
         client.call(1, Exchange.Declare(exchange=name, exchange_type="fanout"), Exchange.DeclareOk)
     client.call(1, Exchange.Bind(destination="two", source="one"), Exchange.BindOk)
@@ -179,8 +174,7 @@ def test_exchanges_can_be_bound_to_exchanges_even_in_a_cycle(world):
 
 
 def test_a_headers_exchange_that_is_bound_to_another_exchange_routes_by_the_headers_of_the_message(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Exchange.Bind(destination="amq.headers", source="amq.fanout"), Exchange.BindOk)
     client.call(1, Queue.Bind(queue="q", exchange="amq.headers", arguments={"a": 1}), Queue.BindOk)
     for value in (1, 2):
@@ -199,14 +193,12 @@ def test_declaring_or_deleting_a_queue_applies_to_the_next_published_message(wor
     client.publish(mandatory=True)
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
     client.declare(arguments={"qpid.flow_stop_count": 1})
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     assert client.only(commands.Channel.Flow).active is False
 
 
 def test_declare_ok_contains_the_depth_and_the_number_of_consumers(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish()
     assert (client.declare().message_count, client.declare(passive=True).consumer_count) == (1, 0)
     client.consume()
@@ -263,8 +255,7 @@ def test_a_queue_declared_without_a_name_gets_a_generated_name_and_becomes_the_l
     ids=lambda value: value.name if hasattr(value, "name") else value,
 )
 def test_an_invalid_declaration_closes_the_channel_with_the_reply_code_of_the_standard(world, method, code):
-    other, client = world.client().channel(), world.client().channel()
-    other.declare()
+    other, client = world.client().channel().with_queue(), world.client().channel()
     other.publish()
     other.consume()
     client.send(1, method)
@@ -289,8 +280,7 @@ def test_an_unknown_exchange_type_closes_the_connection_with_503(world):
 
 
 def test_an_internal_exchange_accepts_messages_only_from_exchanges(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     declare = Exchange.Declare(exchange="e", exchange_type="fanout", internal=True)
     client.call(1, declare, Exchange.DeclareOk)
     client.call(1, Exchange.Bind(destination="e", source="amq.fanout"), Exchange.BindOk)
@@ -302,8 +292,7 @@ def test_an_internal_exchange_accepts_messages_only_from_exchanges(world):
 
 
 def test_an_exclusive_queue_belongs_to_its_connection_and_ends_with_it(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare(exclusive=True)
+    client, other = world.client().channel().with_queue(exclusive=True), world.client().channel()
     client.declare(exclusive=True)
     for method in (Queue.Declare(queue="q", exclusive=True), Basic.Consume(queue="q"), Queue.Purge(queue="q")):
         other.send(1, method)
@@ -317,8 +306,7 @@ def test_an_exclusive_queue_belongs_to_its_connection_and_ends_with_it(world):
 
 
 def test_an_auto_delete_queue_is_deleted_with_its_last_consumer(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare(auto_delete=True)
+    client, other = world.client().channel().with_queue(auto_delete=True), world.client().channel()
     client.consume()
     other.consume()
     client.send(1, Basic.Cancel("c"))
@@ -360,8 +348,7 @@ def test_deleting_a_queue_or_exchange_that_does_not_exist_is_not_an_error(world)
 @pytest.mark.parametrize("queue", ["q", "nowhere"])
 @pytest.mark.parametrize("exchange", ["amq.direct", "nowhere"])
 def test_E11_removing_a_binding_that_a_queue_does_not_have_succeeds_as_on_rabbitmq(world, queue, exchange):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, Queue.Unbind(queue=queue, exchange=exchange, routing_key="k"), Queue.UnbindOk)
 
 
@@ -373,8 +360,7 @@ def test_E11_removing_a_binding_that_an_exchange_does_not_have_succeeds_as_on_ra
 
 
 def test_E11_only_the_owner_of_an_exclusive_queue_can_unbind_it(world):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare(exclusive=True)
+    client, other = world.client().channel().with_queue(exclusive=True), world.client().channel()
     unbind = Queue.Unbind(queue="q", exchange="amq.direct", routing_key="k")
     other.call(1, unbind, Queue.UnbindOk)
     client.call(1, Queue.Bind(queue="q", exchange="amq.direct", routing_key="k"), Queue.BindOk)
@@ -384,10 +370,8 @@ def test_E11_only_the_owner_of_an_exclusive_queue_can_unbind_it(world):
 
 
 def test_E11_queue_delete_with_if_empty_checks_only_ready_messages_as_on_rabbitmq(world):
-    client = world.client().channel()
-    client.declare()
-    client.publish()
-    client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=2)
     client.send(1, Basic.Get(queue="q"))
     client.received()
     delete = Queue.Delete(queue="q", if_empty=True)
@@ -404,10 +388,8 @@ def test_E11_queue_delete_with_if_empty_checks_only_ready_messages_as_on_rabbitm
 
 @pytest.mark.parametrize("nowait", [False, True])
 def test_E11_delete_ok_comes_before_the_cancel_of_the_consumers_as_on_rabbitmq(world, nowait):
-    client = world.client().channel()
-    client.declare()
-    client.publish()
-    client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=2)
     client.send(1, Basic.Qos(prefetch_count=1))
     for tag in ("a", "b"):
         client.consume(tag=tag)
@@ -438,10 +420,8 @@ def test_a_method_with_nowait_is_not_answered(world):
 
 
 def test_purge_ok_and_delete_ok_contain_the_number_of_ready_messages(world):
-    client = world.client().channel()
-    client.declare()
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=3)
     client.send(1, Basic.Get(queue="q"))
     client.received()
     assert client.call(1, Queue.Purge(queue="q"), Queue.PurgeOk).message_count == 2

@@ -43,8 +43,7 @@ def test_a_consumer_priority_of_0_is_accepted(world, client):
 @pytest.mark.parametrize("value", [["other"], [], "other", None], ids=repr)
 @pytest.mark.parametrize("confirms", [False, True])
 def test_a_message_with_a_CC_or_BCC_header_is_refused_with_406_and_not_enqueued(world, name, value, confirms):
-    client = world.client().channel(confirms=confirms)
-    client.declare()
+    client = world.client().channel(confirms=confirms).with_queue()
     client.publish(properties=Basic.Properties(headers={name: value}))
     close = client.close_of(CHANNEL_CLOSE)
     assert close.reply_code == 406

@@ -18,8 +18,7 @@ def flowed(client, **options):
     """Open a channel and flow it. Two messages are in the queue."""
     client.channel(1, **options)
     client.declare(arguments=STOP_1)
-    for _ in range(2):
-        client.publish()
+    client.publish(times=2)
     assert flows(client) == [False]
     return client
 
@@ -34,8 +33,7 @@ def test_D7_too_many_unsettled_publishes_of_a_connection_flow_all_its_publishing
 ):
     client = flowed(make_world(backlog_count=10, enforcement=enforcement).client())
     client.channel(2, confirms=True).channel(3)
-    for _ in range(more):
-        client.publish()
+    client.publish(times=more)
     assert connection_snapshot(client.session).backlog == more
     assert flows(client, 2) == ([False] if all_are_flowed else [])
     # Channel 3 does not publish.
@@ -58,15 +56,13 @@ def test_D7_too_many_bytes_in_the_backlog_of_a_connection_flow_its_channels(make
 def test_D7_the_backlog_of_a_connection_does_not_flow_other_connections(make_world):
     world = make_world(backlog_count=1)
     client, other = flowed(world.client()), world.client().channel(confirms=True)
-    for _ in range(5):
-        client.publish()
+    client.publish(times=5)
     assert not other.session.channels[1].flow.is_blocked
 
 
 def test_D7_a_channel_that_starts_to_publish_while_the_backlog_is_too_large_is_flowed_immediately(make_world):
     client = flowed(make_world(backlog_count=1).client())
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     client.channel(2)
     client.received()
     client.send(2, commands.Confirm.Select())
@@ -77,10 +73,8 @@ def test_D7_a_channel_that_starts_to_publish_while_the_backlog_is_too_large_is_f
 @pytest.mark.parametrize("confirms", [True, False])
 def test_D7_the_backlog_of_a_connection_is_empty_when_the_queue_has_drained(make_world, enforcement, confirms):
     world = make_world(backlog_count=3, enforcement=enforcement)
-    client = world.client().channel(1, confirms=confirms).channel(2, confirms=True)
-    client.declare(arguments=STOP_1)
-    for _ in range(10):
-        client.publish()
+    client = world.client().channel(1, confirms=confirms).channel(2, confirms=True).with_queue(arguments=STOP_1)
+    client.publish(times=10)
     is_counted = enforcement != "completion" or confirms
     assert client.session.channels[2].flow.is_blocked is is_counted
     client.publish(channel=2, routing_key="nowhere")
@@ -114,8 +108,7 @@ def test_D7_a_message_that_is_delivered_immediately_does_not_stay_in_the_backlog
     client, consumer = world.client().channel(confirms=True), world.client().channel(1).channel(2)
     client.declare(arguments=STOP_1)
     consumer.consume()
-    for _ in range(2):
-        client.publish()
+    client.publish(times=2)
     # The first consumer keeps these two messages, so the queue stays ON.
     before = connection_snapshot(client.session).backlog
     consumer.send(1, commands.Channel.Flow(active=False))
@@ -130,16 +123,14 @@ def test_D7_a_message_that_is_delivered_immediately_does_not_stay_in_the_backlog
 def test_D7_a_queue_named_backlog_is_not_confused_with_the_backlog_of_a_connection(make_world):
     client = make_world(backlog_count=10, enforcement="channel_flow").client().channel()
     client.declare("backlog", arguments=STOP_1)
-    for _ in range(5):
-        client.publish(routing_key="backlog")
+    client.publish(routing_key="backlog", times=5)
     assert connection_snapshot(client.session).backlog == 3
 
 
 def test_D7_messages_of_a_channel_that_ends_leave_the_backlog_of_the_connection(make_world):
     client = flowed(make_world(backlog_count=3).client(), confirms=False)
     client.channel(2, confirms=True)
-    for _ in range(5):
-        client.publish()
+    client.publish(times=5)
     client.received()
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     assert connection_snapshot(client.session).backlog == 0
@@ -163,8 +154,7 @@ def test_D8_messages_that_a_flowed_client_publishes_within_the_grace_period_do_n
     client = flowed(world.client())
     for now in (0.0, 4.999):
         world.now = now
-        client.publish()
-        client.publish()
+        client.publish(times=2)
     assert client.received() == []
     world.now = 5.0
     client.publish()
@@ -180,8 +170,7 @@ def test_D8_a_flowed_channel_that_keeps_publishing_is_closed_with_311(make_world
     client = flowed(world.client(), confirms=way == "confirms")
     if way == "tx":
         client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    for _ in range(more):
-        client.publish()
+    client.publish(times=more)
     assert (1 in client.session.channels and client.session.channels[1].is_closing) is is_closed
     if is_closed:
         close = client.close_of(commands.Channel.Close)
@@ -196,11 +185,9 @@ def test_D8_the_count_of_messages_published_while_flowed_restarts_when_the_chann
     world = make_world(close_channel_after=3, flow_grace=0)
     client = flowed(world.client())
     for _ in range(5):
-        for _ in range(3):
-            client.publish()
+        client.publish(times=3)
         world.queue().purge()
-        for _ in range(2):
-            client.publish()
+        client.publish(times=2)
     assert client.session.channels[1].flow.is_blocked
     assert not client.session.channels[1].is_closing
     assert connection_snapshot(client.session).past_flow == 15
@@ -209,22 +196,19 @@ def test_D8_the_count_of_messages_published_while_flowed_restarts_when_the_chann
 def test_D8_messages_that_a_flowed_channel_publishes_to_other_queues_also_count_against_it(make_world):
     client = flowed(make_world(close_channel_after=1, flow_grace=0).client())
     client.declare("free")
-    client.publish(routing_key="free")
-    client.publish(routing_key="free")
+    client.publish(routing_key="free", times=2)
     assert client.close_of(commands.Channel.Close).reply_code == 311
 
 
 @pytest.mark.parametrize(("more", "is_closed"), [(5, False), (6, True)])
 def test_D8_a_connection_whose_flowed_channels_keep_publishing_is_closed(make_world, more, is_closed):
     world = make_world(close_channel_after=2, close_connection_after=5, flow_grace=0)
-    client = world.client().channel(9)
-    client.declare(channel=9, arguments=STOP_1)
+    client = world.client().channel(9).with_queue(channel=9, arguments=STOP_1)
     world.host.publish("", "q", b"")
     # Two channels are closed at their third message. A third channel follows.
     for number, count in ((1, 3), (2, more - 3)):
         client.channel(number)
-        for _ in range(1 + count):
-            client.publish(channel=number)
+        client.publish(channel=number, times=1 + count)
         if client.session.state is State.RUNNING:
             client.received()
     assert (client.session.state is State.CLOSE_OK) is is_closed
@@ -300,8 +284,7 @@ def test_a_client_gets_connection_unblocked_when_the_last_alarm_ends(world):
 def test_D11_acks_on_a_connection_whose_publishing_channels_are_flowed_are_handled(make_world):
     world = make_world(backlog_count=1, close_channel_after=100)
     client = flowed(world.client(), confirms=True)
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     client.channel(2)
     client.consume(channel=2)
     client.received()

@@ -84,8 +84,7 @@ def test_F4_a_publisher_that_was_not_unflowed_before_the_queue_filled_again_is_t
     world = make_world(resume_interval=0.1)
     first, *_ = clients = three_flowed(world)
     world.queue().purge()
-    for _ in range(3):
-        first.publish()
+    first.publish(times=3)
     assert flows(first) == [True, False]
     tick(world, 0.5)
     assert [client.received() for client in clients] == [[], [], []]
@@ -133,8 +132,7 @@ def flap(make_world, interval, rounds, publishers=10, burst=20):
             told = [each.active for _, each in client.received() if each.name == "Channel.Flow"]
             may[number] = told[-1] if told else may[number]
             if may[number]:
-                for _ in range(burst):
-                    client.publish()
+                client.publish(times=burst)
                 served[number] += burst
         for _ in range(30):
             world.queue().take(no_ack=True)
@@ -159,8 +157,7 @@ def test_F4_publishers_that_are_unflowed_in_turn_publish_equal_shares_and_overfi
 
 @pytest.fixture(name="client")
 def _client(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.fanout"), commands.Queue.BindOk)
     return client
 
@@ -216,8 +213,7 @@ def test_F6_a_channel_that_exceeds_a_rate_limit_in_bytes_is_flowed(world, client
 
 def test_F6_a_publisher_may_send_a_burst_after_idle_time_without_exceeding_the_rate_limit(world, client):
     limit(world, "queue", "q", messages=10, burst=0.5)
-    for _ in range(5):
-        client.publish()
+    client.publish(times=5)
     assert flows(client) == []
     client.publish()
     assert flows(client) == [False]
@@ -233,8 +229,7 @@ def test_F6_the_rate_limit_of_a_user_applies_to_all_connections_of_the_user_toge
 
 def test_F6_a_rate_limit_can_be_changed_while_the_broker_runs_and_still_counts_earlier_messages(world, client):
     limit(world, "queue", "q", messages=1)
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     assert flows(client) == [False]
     # Two messages exceeded the limit.
     limit(world, "queue", "q", messages=10)
@@ -247,8 +242,7 @@ def test_F6_a_rate_limit_can_be_changed_while_the_broker_runs_and_still_counts_e
 @pytest.mark.parametrize("way", ["delete", "only bytes"])
 def test_F6_removing_a_rate_limit_unflows_the_publishers_that_exceeded_it(world, client, way):
     limit(world, "queue", "q", messages=1, bytes=1e9)
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     assert flows(client) == [False]
     if way == "delete":
         world.rates.delete(RateScope.QUEUE, "q")
@@ -261,8 +255,7 @@ def test_F6_removing_a_rate_limit_unflows_the_publishers_that_exceeded_it(world,
 def test_F6_messages_of_a_transaction_count_for_the_rate_limit_when_it_commits(world, client):
     limit(world, "queue", "q", messages=1)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     assert client.received() == []
     client.send(1, commands.Tx.Commit())
     assert sorted(client.names()) == ["Channel.Flow", "Tx.CommitOk"]
@@ -271,16 +264,14 @@ def test_F6_messages_of_a_transaction_count_for_the_rate_limit_when_it_commits(w
 def test_F6_a_message_that_the_queue_refuses_does_not_count_for_the_rate_limit(world, client):
     client.declare("small", arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
     limit(world, "exchange", "", messages=1)
-    for _ in range(3):
-        client.publish(routing_key="small")
+    client.publish(routing_key="small", times=3)
     assert client.received() == []
 
 
 def test_J4_a_channel_flowed_by_a_rate_limit_and_a_full_queue_resumes_when_both_release_it(world, client):
     limit(world, "exchange", "", messages=1)
     client.declare("narrow", arguments=STOP_2)
-    for _ in range(3):
-        client.publish(routing_key="narrow")
+    client.publish(routing_key="narrow", times=3)
     assert flows(client) == [False]
     tick(world, 100.0)
     assert flows(client) == []

@@ -42,10 +42,8 @@ def tick(world, now):
     [(2, 2, []), (3, 3, []), (4, 4, [True]), (3, 4, None), (10, 1, []), (10, 3, []), (10, 4, [True]), (0, 0, [True])],
 )
 def test_D4_J6_raising_the_thresholds_of_a_queue_unflows_its_publishers(world, stop, resume, told):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue(arguments=STOP_2)
+    client.publish(times=3)
     assert flows(client) == [False]
     if told is None:
         with pytest.raises(ValueError, match="stop must not be below"):
@@ -58,10 +56,8 @@ def test_D4_J6_raising_the_thresholds_of_a_queue_unflows_its_publishers(world, s
 
 
 def test_D4_lowering_the_thresholds_turns_the_queue_ON_and_flows_the_next_publisher(world):
-    client = world.client().channel()
-    client.declare()
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue()
+    client.publish(times=3)
     set_policy(world, flow_stop_count=2)
     assert (world.queue().flows.is_on, world.queue().flows.times_on, client.received()) == (True, 1, [])
     client.publish()
@@ -73,17 +69,14 @@ def test_D4_lowering_the_thresholds_turns_the_queue_ON_and_flows_the_next_publis
 
 def test_D4_D12_recent_publishers_are_flowed_when_a_lower_threshold_turns_the_queue_ON(make_world):
     world = make_world(flow_scope="publishers")
-    client = world.client().channel()
-    client.declare(arguments={"qpid.flow_stop_count": 10})
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue(arguments={"qpid.flow_stop_count": 10})
+    client.publish(times=3)
     set_policy(world, flow_stop_count=2)
     assert flows(client) == [False]
 
 
 def test_D4_C5_removing_the_thresholds_of_a_queue_releases_all_withheld_confirms(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     set_policy(world, capacity=2)
     client.publish(b"xxx")
     assert client.names() == ["Channel.Flow"]
@@ -98,8 +91,7 @@ def test_D4_C5_removing_the_thresholds_of_a_queue_releases_all_withheld_confirms
 def test_D4_the_enforcement_of_a_queue_can_be_changed_while_publishers_are_flowed(world, enforcement, left):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
-    for _ in range(2):
-        client.publish()
+    client.publish(times=2)
     client.received()
     set_policy(world, enforcement=enforcement)
     assert client.names() == left
@@ -109,8 +101,7 @@ def test_D4_the_enforcement_of_a_queue_can_be_changed_while_publishers_are_flowe
 
 @pytest.mark.parametrize(("maximum", "left"), [(1, [b"3"]), (2, [b"2", b"3"]), (3, [b"1", b"2", b"3"])])
 def test_D4_lowering_the_maximum_of_a_ring_queue_drops_the_oldest_messages_immediately(world, maximum, left):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     for body in (b"1", b"2", b"3"):
         client.publish(body)
     set_policy(world, policy="ring", max_count=maximum)
@@ -119,10 +110,8 @@ def test_D4_lowering_the_maximum_of_a_ring_queue_drops_the_oldest_messages_immed
 
 
 def test_D4_lowering_the_maximum_of_a_queue_with_policy_reject_drops_no_messages(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue()
+    client.publish(times=3)
     client.received()
     set_policy(world, policy="reject", max_count=2, flow_stop_count=0)
     client.publish()
@@ -133,8 +122,7 @@ def test_D4_lowering_the_maximum_of_a_queue_with_policy_reject_drops_no_messages
 
 
 def test_D4_a_policy_applies_to_the_next_message_of_a_channel_that_is_already_publishing(world):
-    client = world.client().channel(confirms=True)
-    client.declare()
+    client = world.client().channel(confirms=True).with_queue()
     client.publish()
     assert client.names() == ["Basic.Ack"]
     set_policy(world, policy="reject", max_count=1, flow_stop_count=0)
@@ -143,11 +131,9 @@ def test_D4_a_policy_applies_to_the_next_message_of_a_channel_that_is_already_pu
 
 
 def test_D4_setting_the_same_policy_again_changes_nothing(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     set_policy(world, flow_stop_count=2, flow_resume_count=2)
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     flow = world.queue().flows.families[0]
     set_policy(world, flow_stop_count=2, flow_resume_count=2)
     assert (flows(client), world.queue().flows.families[0]) == ([False], flow)
@@ -158,10 +144,8 @@ def test_D4_setting_the_same_policy_again_changes_nothing(world):
 
 @pytest.mark.parametrize(("now", "is_overdue"), [(9.999, False), (10.0, True)])
 def test_D10_a_queue_whose_state_is_ON_for_max_flow_wait_unflows_its_publishers(world, now, is_overdue, caplog):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    client.publish(times=3)
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
     tick(world, now)
     assert sorted(client.names()) == (["Basic.Ack", "Channel.Flow"] if is_overdue else [])
@@ -178,10 +162,8 @@ def test_D10_a_queue_whose_state_is_ON_for_max_flow_wait_unflows_its_publishers(
 
 
 def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_until_it_has_drained(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    client.publish(times=3)
     tick(world, 10.0)
     client.received()
     client.publish()
@@ -192,8 +174,7 @@ def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_until_it_has_dr
     world.queue().purge()
     assert not world.queue().flows.is_overdue
     assert queue_snapshot(world.queue()).policy == "flow"
-    for _ in range(3):
-        client.publish()
+    client.publish(times=3)
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
 
 
@@ -211,12 +192,10 @@ def test_D10_after_max_flow_wait_a_queue_that_becomes_a_ring_drops_the_oldest_me
 
 
 def test_D10_max_flow_wait_counts_from_zero_each_time_the_queue_turns_ON(world):
-    client = world.client().channel()
-    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    client = world.client().channel().with_queue(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for now in (0.0, 5.0):
         world.now = now
-        for _ in range(3):
-            client.publish()
+        client.publish(times=3)
         if not now:
             world.queue().purge()
     assert flows(client) == [False, True, False]
@@ -227,16 +206,14 @@ def test_D10_max_flow_wait_counts_from_zero_each_time_the_queue_turns_ON(world):
 
 
 def test_D10_a_full_queue_without_consumers_stops_publishers_of_its_exchange_only_for_max_flow_wait(world):
-    client = world.client().channel(confirms=True)
-    client.declare("dead")
+    client = world.client().channel(confirms=True).with_queue("dead")
     client.declare("alive")
     for name in ("dead", "alive"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
     world.set_policy(
         Policy("p", PolicyDefinition.from_mapping({"flow_stop_count": 2, "max_flow_wait": 10, "then": "ring"}), "^dead")
     )
-    for _ in range(3):
-        client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=3)
     assert "Channel.Flow" in client.names()
     tick(world, 10.0)
     assert "Channel.Flow" in client.names()
@@ -249,10 +226,8 @@ def test_D10_a_full_queue_without_consumers_stops_publishers_of_its_exchange_onl
 
 
 def test_D10_a_max_flow_wait_set_on_a_full_queue_counts_from_the_time_when_the_queue_turned_ON(world):
-    client = world.client().channel()
-    client.declare(arguments=STOP_2)
-    for _ in range(3):
-        client.publish()
+    client = world.client().channel().with_queue(arguments=STOP_2)
+    client.publish(times=3)
     world.now = 7.0
     set_policy(world, max_flow_wait=10)
     tick(world, 9.999)
@@ -282,8 +257,7 @@ def test_D9_a_queue_with_policy_conflate_keeps_only_the_last_message_of_each_key
 
 
 def test_D9_without_a_conflate_key_a_message_replaces_the_last_message_with_the_same_routing_key(world):
-    client = world.client().channel()
-    client.declare(arguments={"x-qflow-policy": "conflate"})
+    client = world.client().channel().with_queue(arguments={"x-qflow-policy": "conflate"})
     bind = commands.Queue.Bind(queue="q", exchange="amq.topic", routing_key="#")
     client.call(1, bind, commands.Queue.BindOk)
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
@@ -292,8 +266,7 @@ def test_D9_without_a_conflate_key_a_message_replaces_the_last_message_with_the_
 
 
 def test_D9_an_unacked_message_is_dropped_only_when_it_is_requeued_after_a_newer_message_with_its_key(world):
-    client = world.client().channel()
-    client.declare(arguments={"x-qflow-policy": "conflate"})
+    client = world.client().channel().with_queue(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
     client.send(1, commands.Basic.Get(queue="q"))
     client.publish(b"2")
@@ -306,8 +279,7 @@ def test_D9_an_unacked_message_is_dropped_only_when_it_is_requeued_after_a_newer
 
 
 def test_D9_an_unacked_message_is_requeued_if_the_newer_message_with_its_key_was_already_consumed(world):
-    client = world.client().channel()
-    client.declare(arguments={"x-qflow-policy": "conflate"})
+    client = world.client().channel().with_queue(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
     client.send(1, commands.Basic.Get(queue="q"))
     client.publish(b"2")
@@ -337,8 +309,7 @@ def test_D9_J6_replacing_older_messages_with_the_same_key_releases_confirms_and_
 
 
 def test_D9_D4_a_queue_whose_policy_changes_to_conflate_keeps_only_the_last_message_of_each_key(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
         keyed(client, key, body)
     set_policy(world, policy="conflate", conflate_key="k")
@@ -355,8 +326,7 @@ WAIT_1: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
 
 
 def test_A4_a_message_to_a_full_queue_with_policy_wait_is_acked_once_there_is_room(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
         client.publish(body)
     assert tags(client) == [(1, False)]
@@ -375,10 +345,8 @@ def test_A4_a_message_to_a_full_queue_with_policy_wait_is_acked_once_there_is_ro
 
 @pytest.mark.parametrize(("now", "nacked"), [(59.999, []), (60.0, [2])])
 def test_A4_a_message_that_has_waited_too_long_for_room_in_its_queue_is_nacked(world, now, nacked):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments=WAIT_1)
-    client.publish()
-    client.publish()
+    client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
+    client.publish(times=2)
     assert settled(client) == ([1], [])
     tick(world, now)
     assert settled(client) == ([], nacked)
@@ -391,12 +359,10 @@ def test_A4_a_message_that_has_waited_too_long_for_room_in_its_queue_is_nacked(w
 
 def test_A4_the_maximum_wait_for_room_in_a_queue_can_be_set(make_world):
     world = make_world(max_producer_flow_control_wait=2)
-    client = world.client().channel(confirms=True)
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
     client.publish()
     world.now = 1.0
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     tick(world, 2.999)
     assert settled(client) == ([1], [])
     tick(world, 3.0)
@@ -404,10 +370,8 @@ def test_A4_the_maximum_wait_for_room_in_a_queue_can_be_set(make_world):
 
 
 def test_A4_without_confirms_a_channel_whose_message_waits_too_long_for_room_is_closed(world):
-    client = world.client().channel()
-    client.declare(arguments=WAIT_1)
-    client.publish()
-    client.publish()
+    client = world.client().channel().with_queue(arguments=WAIT_1)
+    client.publish(times=2)
     tick(world, 60.0)
     close = client.close_of(commands.Channel.Close)
     assert (close.reply_code, close.class_id, close.method_id) == (506, 60, 40)
@@ -417,8 +381,7 @@ def test_A4_without_confirms_a_channel_whose_message_waits_too_long_for_room_is_
 
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_room_gets_no_confirm(world, is_taken):
-    client = world.client().channel()
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel().with_queue(arguments=WAIT_1)
     client.publish()
     client.publish(b"waits")
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
@@ -440,8 +403,7 @@ def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_roo
 
 
 def test_A4_a_message_larger_than_the_maximum_of_the_queue_is_refused_without_waiting(world):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
+    client = world.client().channel(confirms=True).with_queue(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
     client.publish(b"xxx")
     client.publish(b"xxxx")
     client.publish(b"x")
@@ -467,8 +429,7 @@ def test_A4_F4_messages_that_wait_for_room_in_a_queue_are_accepted_in_order_of_a
 
 
 def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_or_by_none(world):
-    client = world.client().channel(confirms=True)
-    client.declare("narrow", arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue("narrow", arguments=WAIT_1)
     client.declare("wide")
     for name in ("narrow", "wide"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
@@ -485,13 +446,11 @@ def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_o
 
 
 def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses_it(world):
-    client = world.client().channel(confirms=True)
-    client.declare("waits", arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue("waits", arguments=WAIT_1)
     client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
     for name in ("waits", "rejects"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
-    client.publish(exchange="amq.fanout")
-    client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=2)
     assert settled(client) == ([1], [2])
     world.queue("rejects").purge()
     client.publish(exchange="amq.fanout")
@@ -507,13 +466,11 @@ def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses
 
 
 def test_A4_a_message_stops_waiting_for_room_in_a_queue_that_is_deleted(world):
-    client = world.client().channel(confirms=True)
-    client.declare("narrow", arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue("narrow", arguments=WAIT_1)
     client.declare("wide")
     for name in ("narrow", "wide"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
-    for _ in range(3):
-        client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout", times=3)
     client.received()
     world.host.delete_queue(world.queue("narrow"))
     assert world.queue("wide").depth == 3
@@ -524,8 +481,7 @@ def test_A4_a_message_stops_waiting_for_room_in_a_queue_that_is_deleted(world):
 def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_the_channel_has_confirms(
     world, confirms
 ):
-    client, other = world.client().channel(confirms=confirms), world.client().channel()
-    client.declare(arguments=WAIT_1)
+    client, other = world.client().channel(confirms=confirms).with_queue(arguments=WAIT_1), world.client().channel()
     for body in (b"1", b"2"):
         client.publish(body)
     client.send(1, commands.Channel.Close(200, "", 0, 0))
@@ -537,8 +493,7 @@ def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_t
 
 
 def test_A4_messages_of_a_closed_channel_that_wait_too_long_for_room_are_dropped_and_counted(world):
-    client = world.client().channel()
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel().with_queue(arguments=WAIT_1)
     client.publish(b"1")
     client.publish(b"2")
     client.send(1, commands.Channel.Close(200, "", 0, 0))
@@ -560,8 +515,7 @@ def test_A4_messages_of_a_closed_channel_that_wait_too_long_for_room_are_dropped
 def test_A4_D4_a_message_that_waits_for_room_is_handled_by_the_new_policy_when_the_policy_changes(
     world, definition, in_queue, outcome
 ):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
         client.publish(body)
     client.received()
@@ -577,11 +531,9 @@ def test_A4_D4_a_message_that_waits_for_room_is_handled_by_the_new_policy_when_t
 
 
 def test_A4_D9_a_commit_for_which_a_queue_has_no_room_is_refused_with_406_and_does_not_wait(world):
-    client = world.client().channel()
-    client.declare(arguments=WAIT_1)
+    client = world.client().channel().with_queue(arguments=WAIT_1)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    client.publish()
-    client.publish()
+    client.publish(times=2)
     client.send(1, commands.Tx.Commit())
     close = client.close_of(commands.Channel.Close)
     assert (close.reply_code, world.queue().depth) == (406, 0)
@@ -604,8 +556,7 @@ def test_A4_a_commit_does_not_overtake_a_message_that_waits_for_room(world):
 
 @pytest.mark.parametrize("policy", ["reject", "wait", "ring_strict"])
 def test_D9_a_commit_for_which_one_queue_has_no_room_is_rolled_back_in_all_queues(world, policy):
-    client = world.client().channel()
-    client.declare("wide")
+    client = world.client().channel().with_queue("wide")
     client.declare(arguments={"x-qflow-policy": policy, "qpid.max_count": 2, "qpid.flow_stop_count": 0})
     client.publish(b"0")
     client.send(1, commands.Basic.Get(queue="q"))

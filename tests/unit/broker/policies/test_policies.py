@@ -279,8 +279,7 @@ def in_force(world, queue="q"):
 
 @pytest.fixture(name="client")
 def _client(world):
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     bind(client, "q", "amq.topic", "orders.new")
     return client
 
@@ -370,8 +369,7 @@ def test_the_policy_with_the_highest_priority_applies_and_the_strictest_if_sever
 
 def test_policies_in_the_broker_settings_apply_to_new_queues(make_world):
     world = make_world(policies=[policy("p", "^q", max_count=5)])
-    client = world.client().channel()
-    client.declare("q1")
+    client = world.client().channel().with_queue("q1")
     client.declare("other")
     assert (in_force(world, "q1"), in_force(world, "other")) == ((5, ("p",)), (None, ()))
     assert [each.name for each in world.rules.policies] == ["p"]

@@ -51,10 +51,8 @@ def test_J4_the_flow_log_shows_which_channel_waits_for_which_queue_and_which_cha
     make_world,
 ) -> None:
     world, lines = _recorded(make_world)
-    one, two = world.client().channel(), world.client().channel()
-    one.declare(arguments=ARGUMENTS)
-    one.publish(b"abc")
-    one.publish(b"abc")
+    one, two = world.client().channel().with_queue(arguments=ARGUMENTS), world.client().channel()
+    one.publish(b"abc", times=2)
     world.now = 1.0
     two.publish(b"ab")
     (on,) = _of(lines, "on")
@@ -75,8 +73,7 @@ def test_J4_the_flow_log_shows_which_channel_waits_for_which_queue_and_which_cha
     (off,) = _of(lines, "off")
     assert (off["since"], off["peak"], off["overshoot"], off["peak_bytes"]) == (1_001_000_000, 3, 1, 8)
     # Messages that are published later do not change the recorded wait.
-    for _ in range(3):
-        two.publish(b"ab")
+    two.publish(b"ab", times=3)
     world.now = 5.0
     _get(two, 3)
     assert _of(lines, "lifted")[-1]["causes"] == {"client-2/p": 1_000_000}
@@ -86,8 +83,7 @@ def test_C5_withheld_confirms_are_recorded_in_the_flow_log_as_a_wait_of_their_ow
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
-    for _ in range(4):
-        client.publish()
+    client.publish(times=4)
     assert [line["reason"] for line in _of(lines, "raised")] == ["completion"]
     world.now = 2.0
     _get(client, 4)
@@ -99,8 +95,7 @@ def test_C5_D4_the_flow_log_records_the_release_of_confirms_by_a_change_of_enfor
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
-    for _ in range(4):
-        client.publish()
+    client.publish(times=4)
     world.now = 1.0
     world.set_policy(Policy("p", PolicyDefinition(enforcement=Enforcement.CHANNEL_FLOW, flow_stop_count=2)))
     assert len(client.names()) == 1
@@ -120,8 +115,7 @@ def test_the_flow_log_records_one_wait_if_two_thresholds_of_one_queue_block_a_ch
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments={**ARGUMENTS, "x-qpid-capacity": 4, "x-qpid-flow-resume-capacity": 0})
-    for _ in range(3):
-        client.publish(b"ab")
+    client.publish(b"ab", times=3)
     world.now = 1.0
     _get(client, 3)
     assert [line["kind"] for line in lines if line.get("reason")] == ["raised", "lifted"]
@@ -129,11 +123,9 @@ def test_the_flow_log_records_one_wait_if_two_thresholds_of_one_queue_block_a_ch
 
 def test_the_recorded_depth_samples_add_up_to_the_messages_that_were_enqueued_and_dequeued(make_world) -> None:
     world, lines = _recorded(make_world)
-    client = world.client().channel()
-    client.declare(arguments=ARGUMENTS)
+    client = world.client().channel().with_queue(arguments=ARGUMENTS)
     for second in range(1, 6):
-        for _ in range(second):
-            client.publish(b"abc")
+        client.publish(b"abc", times=second)
         world.now = float(second)
         _get(client, 2)
         world.host.timers.tick(world.now)
@@ -149,8 +141,7 @@ def test_the_recorded_depth_samples_add_up_to_the_messages_that_were_enqueued_an
 
 def test_no_depth_samples_are_recorded_for_an_empty_idle_queue(make_world) -> None:
     world, lines = _recorded(make_world)
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish()
     _get(client)
     for second in range(1, 6):
@@ -181,8 +172,7 @@ def test_the_flow_log_records_the_end_of_a_wait_when_its_channel_ends_or_its_que
 
 def test_D5_a_channel_stopped_by_an_operator_is_recorded_in_the_flow_log_without_a_queue(make_world) -> None:
     world, lines = _recorded(make_world)
-    client = world.client().channel()
-    client.declare()
+    client = world.client().channel().with_queue()
     client.publish()
     channel = client.session.channels[1]
     channel.flow.block(world.controls.operator)

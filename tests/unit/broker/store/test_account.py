@@ -25,8 +25,7 @@ def test_the_headers_of_a_message_count_for_the_memory_of_the_broker(world):
     world.host.declare_queue("q")
     client = world.client(frame_max=131072).channel()
     large = commands.Basic.Properties(headers={"x": "y" * 100_000})
-    for _ in range(5):
-        client.publish(b"", properties=large)
+    client.publish(b"", properties=large, times=5)
     assert held(world) > 500_000
     world.queue().purge()
     assert held(world) == 0
@@ -74,8 +73,7 @@ def test_the_messages_of_an_open_transaction_count_for_the_memory_of_the_broker(
     world.host.declare_queue("q")
     client = world.client(frame_max=131072).channel()
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    for _ in range(3):
-        client.publish(bytes(100_000))
+    client.publish(bytes(100_000), times=3)
     assert 300_000 < held(world) < 303_000
     client.send(1, commands.Channel.Close(200, "", 0, 0) if end == "Close" else getattr(commands.Tx, end)())
     if end == "Commit":
@@ -87,8 +85,7 @@ def test_the_messages_of_an_open_transaction_count_for_the_memory_of_the_broker(
 def test_messages_that_wait_for_room_in_a_queue_count_for_the_memory_of_the_broker(world):
     world.host.declare_queue("q", arguments={"qpid.max_count": 1, "x-qflow-policy": "wait"})
     client = world.client(frame_max=131072).channel(confirms=True)
-    for _ in range(3):
-        client.publish(bytes(100_000))
+    client.publish(bytes(100_000), times=3)
     assert 300_000 < held(world) < 303_000
     world.host.delete_queue(world.queue())
     assert held(world) == 0

@@ -81,8 +81,7 @@ def test_all_messages_that_arrive_during_a_disk_commit_are_written_by_the_next_c
     client = declared(world, "q")
     client.publish(properties=PERSISTENT)
     world.host.journal.take()
-    for _ in range(50):
-        client.publish(properties=PERSISTENT)
+    client.publish(properties=PERSISTENT, times=50)
     world.host.journal.written_down()
     client.received()
     (batch,) = write(world)
@@ -203,8 +202,7 @@ def test_heartbeats_do_not_wait_for_the_disk(world):
 def test_tx_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    for _ in range(3):
-        client.publish(properties=PERSISTENT)
+    client.publish(properties=PERSISTENT, times=3)
     client.send(1, commands.Tx.Commit())
     assert client.received() == []
     (batch,) = write(world)
@@ -218,16 +216,14 @@ def test_tx_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
 
 
 def test_tx_commit_of_transient_messages_waits_only_for_earlier_changes_to_be_on_disk(world):
-    client = world.client().channel()
-    client.declare("q")
+    client = world.client().channel().with_queue("q")
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     client.publish()
     client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
 
 
 def test_exclusive_queues_and_bindings_to_transient_objects_are_not_written(world):
-    client = world.client().channel()
-    client.declare("mine", durable=True, exclusive=True)
+    client = world.client().channel().with_queue("mine", durable=True, exclusive=True)
     client.declare("transient")
     client.call(1, commands.Exchange.Declare(exchange="e"), commands.Exchange.DeclareOk)
     for queue in ("mine", "transient"):
@@ -357,8 +353,7 @@ def test_many_changes_are_written_in_several_batches_and_each_batch_releases_its
 def test_many_messages_that_waited_for_room_in_a_queue_are_written_to_disk_in_several_batches():
     world = small_batches(1000)
     client = declared(world, "q", arguments={"x-qflow-policy": "wait", "qpid.max_count": 6})
-    for _ in range(12):
-        client.publish(b"x" * 400, properties=PERSISTENT)
+    client.publish(b"x" * 400, properties=PERSISTENT, times=12)
     assert [len(batch.puts) for batch in write(world)] == [3, 3]
     client.send(1, commands.Queue.Purge(queue="q"))
     world.host.timers.tick(world.now)
@@ -419,8 +414,7 @@ def test_a_transaction_is_written_to_disk_in_one_batch_and_the_next_message_in_a
     world = small_batches(10)
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
-    for _ in range(5):
-        client.publish(b"x" * 10, properties=PERSISTENT)
+    client.publish(b"x" * 10, properties=PERSISTENT, times=5)
     client.send(1, commands.Tx.Commit())
     world.host.publish("", "q", b"then", PERSISTENT)
     assert [len(batch.puts) for batch in write(world)] == [5, 1]
@@ -498,8 +492,7 @@ def test_a_transaction_larger_than_the_sqlite_value_limit_is_written_in_smaller_
     with Stored(world) as stored:
         # Instead of 10**9.
         stored.store._file._file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
-        for _ in range(20):
-            client.publish(bytes(20_000), properties=PERSISTENT)
+        client.publish(bytes(20_000), properties=PERSISTENT, times=20)
         client.publish(bytes(80_000), properties=PERSISTENT)
         client.send(1, commands.Tx.Commit())
         stored.write()

@@ -260,12 +260,10 @@ def test_A1_a_message_that_was_requeued_is_still_dropped_as_the_oldest_message(w
 
 
 def test_A1_dropping_a_message_for_memory_unflows_publishers_and_the_message_is_not_dead_lettered(world):
-    client = world.client().channel(confirms=True)
-    client.declare("dead")
+    client = world.client().channel(confirms=True).with_queue("dead")
     letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
     client.declare(arguments=STOP_2 | DROPS | letters)
-    for _ in range(3):
-        client.publish(b"x" * 50)
+    client.publish(b"x" * 50, times=3)
     assert flows(client) == [False]
     world.host.relieve()
     assert world.queue().depth == 2

@@ -24,10 +24,8 @@ def _world():
 
 @pytest.mark.parametrize("channel", [1, 2])
 def test_J3_channel_flow_is_sent_before_earlier_answers_that_wait_for_the_disk(world, channel):
-    client = world.client().channel(1).channel(2)
-    client.declare(arguments=STOP_2)
-    for _ in range(2):
-        client.publish(channel=channel)
+    client = world.client().channel(1).channel(2).with_queue(arguments=STOP_2)
+    client.publish(channel=channel, times=2)
     client.send(1, DECLARE)
     client.publish(channel=channel)
     assert flows(client, channel) == [False]
@@ -64,8 +62,7 @@ def test_a_connection_is_closed_without_waiting_for_answers_that_wait_for_the_di
 
 
 def test_an_answer_that_waits_for_the_disk_does_not_delay_answers_and_confirms_of_other_channels(world):
-    client = world.client().channel(1, confirms=True).channel(2, confirms=True)
-    client.declare()
+    client = world.client().channel(1, confirms=True).channel(2, confirms=True).with_queue()
     client.send(1, DECLARE)
     for channel in (1, 2):
         client.publish(channel=channel)
@@ -83,8 +80,7 @@ def test_channel_flow_is_sent_before_a_get_ok_that_waits_for_the_disk_and_not_be
     it.turn()
     it.client.received()
     it.client.send(1, commands.Basic.Get(queue="q"))
-    for _ in range(3):
-        it.client.publish(routing_key="narrow")
+    it.client.publish(routing_key="narrow", times=3)
     assert it.client.only(commands.Channel.Flow).active is False
     it.turn()
     method, _, content, *_ = (each for _, each in it.client.received())
@@ -93,8 +89,7 @@ def test_channel_flow_is_sent_before_a_get_ok_that_waits_for_the_disk_and_not_be
 
 
 def test_a_channel_whose_answer_waits_for_the_disk_gets_no_deliveries_and_other_channels_do(world):
-    client = world.client().channel(1).channel(2)
-    client.declare()
+    client = world.client().channel(1).channel(2).with_queue()
     client.send(1, DECLARE)
     client.consume(channel=1, no_ack=True)
     world.host.publish("", "q", b"before")
@@ -115,10 +110,7 @@ def test_a_channel_whose_answer_waits_for_the_disk_gets_no_deliveries_and_other_
 
 
 def test_a_client_that_stopped_the_flow_gets_no_delivery_when_answers_that_waited_for_the_disk_are_sent(world):
-    client = world.client().channel()
-    client.declare()
-    client.consume(no_ack=True)
-    client.received()
+    client = world.client().channel().with_queue().with_consumer(no_ack=True)
     client.send(1, commands.Channel.Flow(active=False))
     client.received()
     client.send(1, DECLARE)
