@@ -86,6 +86,32 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
     return written
 
 
+def publish(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, key: str = "q") -> Receipt:
+    """Send a message that must be admitted immediately, write all bytes, and return the receipt."""
+    receipt = send(protocol, payload, now, key)
+    drain(protocol, now)
+    return receipt
+
+
+def publish_many(protocol: ProducerProtocol, count: int) -> list[Receipt]:
+    """Send messages that must be admitted immediately, write them together, and return their receipts."""
+    receipts = [send(protocol) for _ in range(count)]
+    drain(protocol)
+    return receipts
+
+
+def write_and_ack(protocol: ProducerProtocol, tag: int, now: float, *, multiple: bool = False) -> None:
+    """Write all bytes, and then let the broker acknowledge a message, or all messages up to it."""
+    drain(protocol, now)
+    protocol.on_ack(tag, multiple, now)
+
+
+def reconnect(protocol: ProducerProtocol, lost: float = 0.0, opened: float = 0.0) -> None:
+    """Lose the connection at one time, and open a channel on a new connection at another time."""
+    protocol.connection_lost("cut", lost, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, opened)
+
+
 def check_order(protocol: ProducerProtocol) -> None:
     """Check the order of messages: by admission for those not on the wire, and by tag for those on the wire."""
     numbers = [receipt._number for receipt in (*protocol.parts.resending.again, *protocol.admission.unsent)]

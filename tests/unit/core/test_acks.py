@@ -25,7 +25,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from tests.effort import rounds
 
-from .support import CHANNEL, check_order, drain, holds, logged, make, place, returned, send, write
+from .support import CHANNEL, check_order, holds, logged, make, place, publish_many, returned, send, write
 
 
 def ack(tag: int, bits: int = 0, channel: int = CHANNEL) -> bytes:
@@ -137,8 +137,7 @@ def test_bytes_in_the_body_of_a_delivery_that_look_like_acks_go_to_the_library(c
 
 def test_a_range_of_acks_settles_only_those_of_its_messages_that_have_no_answer_yet() -> None:
     protocol = make()
-    receipts = [send(protocol) for _ in range(8)]
-    drain(protocol)
+    receipts = publish_many(protocol, 8)
     assert protocol.waiters.when_flushed("all")
     protocol.on_ack(6, False, 0.0)
     protocol.on_ack(2, True, 0.0)
@@ -153,8 +152,7 @@ def test_acks_that_arrive_in_one_read_settle_messages_in_the_order_of_sending() 
     protocol = make()
     settled: list[Receipt] = []
     protocol.reports.settled = settled
-    receipts = [send(protocol) for _ in range(12)]
-    drain(protocol)
+    receipts = publish_many(protocol, 12)
     # All up to 2; 3 and 4; all up to 6; then 9 and 10 before 7 and 8; and all others.
     protocol.on_acks([(2, 0), (3, 2), (6, 0), (9, 2), (8, 0), (0, 0)], 0.0)
     assert [receipts.index(receipt) + 1 for receipt in settled] == [1, 2, 3, 4, 5, 6, 9, 10, 7, 8, 11, 12]

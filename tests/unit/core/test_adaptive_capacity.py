@@ -7,7 +7,7 @@ import pytest
 from qflow_client import HoldKind, SettingsError
 from qflow_client.core.protocol import ProducerProtocol
 
-from .support import drain, holds, make, send, wait
+from .support import drain, holds, make, publish, wait
 
 
 def fill(protocol: ProducerProtocol, now: float) -> None:
@@ -101,8 +101,7 @@ def test_slow_callbacks_hold_an_adaptive_producer_only_if_more_than_capacity_max
     protocol.reports.settled = []
     for unreported in (50, 101):
         for _ in range(unreported - protocol.parts.unreported.count):
-            send(protocol)
-            drain(protocol)
+            publish(protocol)
             protocol.on_ack(0, True, 0.0)
             protocol.take_settled(0.0)
         assert holds(protocol) == ([] if unreported == 50 else [HoldKind.CAPACITY])

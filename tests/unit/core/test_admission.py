@@ -14,7 +14,23 @@ from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import WeightedLine
 from qflow_client.settings import ProducerSettings
 
-from .support import CHANNEL, FRAME_MAX, MAX_BODY, PREFIX, drain, holds, logged, make, place, send, wait, wire, write
+from .support import (
+    CHANNEL,
+    FRAME_MAX,
+    MAX_BODY,
+    PREFIX,
+    drain,
+    holds,
+    logged,
+    make,
+    place,
+    publish,
+    send,
+    wait,
+    wire,
+    write,
+    write_and_ack,
+)
 
 NO_KEY = "k" * 256
 
@@ -53,8 +69,7 @@ def test_c6_the_bytes_of_unsettled_messages_never_exceed_capacity_bytes() -> Non
     send(protocol, Message(b"c" * 40))
     assert protocol.admission.send(Message(b"d"), "", "q", 0.0) is None
     send(protocol, b""), "nothing always fits"
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert protocol.limits.byte_window is not None
     assert protocol.limits.byte_window.used == 40
     send(protocol, b"e" * 60, now=1.0)
@@ -64,12 +79,10 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a")
     large = wait(protocol, b"b" * 1000)
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert large.receipt is not None
     after = wait(protocol, b"", now=1.0)
-    drain(protocol)
-    protocol.on_ack(2, False, 2.0)
+    write_and_ack(protocol, 2, 2.0)
     assert after.receipt is not None
 
 
@@ -85,8 +98,7 @@ def test_a_message_counts_as_in_flight_from_its_first_written_byte_until_it_is_s
     assert protocol.in_flight == 1
     write(protocol, 1)
     assert protocol.in_flight == 2
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
+    write_and_ack(protocol, 1, 0.0)
     assert (protocol.unsettled, protocol.in_flight) == (1, 1)
     send(protocol, b"3")
     assert (protocol.unsettled, protocol.in_flight) == (2, 1)
@@ -144,8 +156,7 @@ def test_f4_a_producer_with_a_weighted_waiting_line_admits_messages_in_the_order
     for number, source in enumerate(["", "", "", "heavy", "heavy", "heavy", "heavy"]):
         place(protocol, b"x", 0.0, waiter=(source, number), source=source)
     for tag in range(1, 8):
-        drain(protocol)
-        protocol.on_ack(tag, False, 0.0)
+        write_and_ack(protocol, tag, 0.0)
     assert [source for source, _ in protocol.reports.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
@@ -183,22 +194,19 @@ def test_an_admitted_message_can_no_longer_be_withdrawn() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert not protocol.line.give_up(ticket, 1.0)
     assert protocol.unsettled == 1
 
 
 def admitted(protocol: ProducerProtocol, ticket: SendTicket) -> None:
-    drain(protocol)
-    protocol.on_ack(1, True, 1.0)
+    write_and_ack(protocol, 1, 1.0, multiple=True)
     assert ticket.receipt is not None
 
 
 def refused(protocol: ProducerProtocol, ticket: SendTicket) -> None:
     ticket.routing_key = NO_KEY
-    drain(protocol)
-    protocol.on_ack(1, True, 1.0)
+    write_and_ack(protocol, 1, 1.0, multiple=True)
     assert isinstance(ticket.error, ValueError)
 
 
@@ -290,8 +298,7 @@ def test_c6_the_hold_for_a_full_window_ends_when_there_is_room_even_if_no_sender
     protocol.reports.events = []
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 1.0) is None
-    drain(protocol)
-    protocol.on_ack(1, False, 3.0)
+    write_and_ack(protocol, 1, 3.0)
     assert [(event.kind, event.seconds) for event in protocol.reports.events] == [
         (FlowEventKind.FLOWED, 0.0),
         (FlowEventKind.UNFLOWED, 2.0),
@@ -315,8 +322,7 @@ def test_j7_a_message_that_waits_until_its_deadline_times_out_and_is_never_sent(
     assert caught.value.waited == 0.5
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
     assert not protocol.line.give_up(ticket, 11.0), "that was decided"
-    drain(protocol)
-    protocol.on_ack(1, False, 11.0)
+    write_and_ack(protocol, 1, 11.0)
     assert protocol.unsettled == 0
 
 
@@ -324,8 +330,7 @@ def test_a_message_that_is_admitted_exactly_at_its_deadline_does_not_time_out() 
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol, timeout=1.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert protocol.line.look_at(ticket, 1.0) is None
 
 
@@ -442,8 +447,7 @@ def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
     for turn in range(2):
         for _ in range(capacity):
             send(protocol)
-        drain(protocol)
-        protocol.on_ack(0, True, 0.0)
+        write_and_ack(protocol, 0, 0.0, multiple=True)
         assert protocol.gate.is_open == (turn == 0), "more than a whole window is behind"
         assert len(protocol.take_settled(0.0)) == capacity
     return protocol
@@ -481,8 +485,7 @@ def test_a_send_in_a_receipt_callback_does_not_wait_for_slow_callbacks_or_for_se
     assert fifth.receipt is None
     protocol.reported(8, 2.0)
     assert (fifth.receipt, other.receipt) == (None, None)
-    drain(protocol)
-    protocol.on_ack(9, False, 2.0)
+    write_and_ack(protocol, 9, 2.0)
     assert (fifth.receipt is not None, other.receipt) == (True, None), "it was the first"
     protocol.on_ack(10, False, 2.0)
     assert other.receipt is not None
@@ -516,8 +519,7 @@ def test_a_send_in_a_receipt_callback_waits_for_room_in_a_full_window_and_is_adm
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
     assert holds(protocol) == [HoldKind.CAPACITY]
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
+    write_and_ack(protocol, 1, 0.0)
     assert ticket.receipt is not None
 
 
@@ -617,8 +619,7 @@ def test_a_waiting_send_with_headers_too_large_for_a_frame_fails_and_the_next_me
     send(protocol)
     large = place(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), 0.0, waiter="large")
     after = place(protocol, b"y", 0.0, waiter="after")
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert isinstance(large.error, ValueError)
     assert protocol.line.look_at(large, 1.0) is None
     assert not protocol.line.give_up(large, 1.0)
@@ -681,8 +682,7 @@ def test_a_waiting_send_whose_encoding_raises_an_error_fails_and_the_next_messag
     send(protocol)
     bad, after = wait(protocol, MARKED), wait(protocol, b"y")
     protocol.admission.encoder = Fickle()
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert isinstance(bad.error, ZeroDivisionError)
     assert after.receipt is not None
     assert protocol.limits.byte_window is not None
@@ -739,8 +739,7 @@ def test_c6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_
         wait(protocol)
     assert protocol.waiters.when_unflowed("me", 0.0)
     for tag in range(1, 12):
-        drain(protocol)
-        protocol.on_ack(tag, False, 1.0)
+        write_and_ack(protocol, tag, 1.0)
         assert ("me" in protocol.reports.wake) == protocol.gate.is_open == (tag == 11)
     assert [event.kind for event in protocol.reports.events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
     assert protocol.flow_state(2.0).times_flowed == 1
@@ -778,8 +777,7 @@ def test_if_a_hold_by_the_rate_limit_follows_a_hold_by_the_full_window_no_unflow
     protocol.reports.events = []
     send(protocol, now=10.0)
     ticket = wait(protocol, now=10.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 10.5)
+    write_and_ack(protocol, 1, 10.5)
     assert holds(protocol) == [HoldKind.RATE]
     assert FlowEventKind.UNFLOWED not in {event.kind for event in protocol.reports.events}
     protocol.on_timer(11.0)
@@ -806,8 +804,7 @@ def test_the_hold_for_unwritten_bytes_begins_above_max_unwritten_bytes_and_ends_
 
 def test_the_bytes_of_a_waiting_message_count_as_unwritten_only_from_its_admission() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
-    send(protocol)
-    drain(protocol)
+    publish(protocol)
     wait(protocol, bytes(200), 1.0)
     protocol.on_ack(1, False, 9.0)
     assert {hold.kind: hold.since for hold in protocol.gate.holds}["transport"] == 9.0
@@ -908,8 +905,7 @@ def test_wait_unflowed_ends_when_the_last_hold_of_the_producer_ends() -> None:
     send(protocol)
     assert protocol.waiters.when_unflowed("me", 0.0), "a full window is a hold to one who asks"
     protocol.hold(HoldKind.PAUSED, 1.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 2.0)
+    write_and_ack(protocol, 1, 2.0)
     assert protocol.reports.wake == []
     protocol.lift(HoldKind.PAUSED, 3.0)
     assert protocol.reports.wake == ["me"]
@@ -926,8 +922,7 @@ def test_a_caller_that_has_stopped_waiting_is_not_woken() -> None:
     assert protocol.waiters.forget("unflow")
     assert protocol.waiters.forget("flush")
     assert not protocol.waiters.forget("never there")
-    drain(protocol)
-    protocol.on_ack(1, False, 1.0)
+    write_and_ack(protocol, 1, 1.0)
     assert protocol.reports.wake == []
 
 
@@ -939,8 +934,7 @@ def test_a_flush_waits_only_for_messages_admitted_before_it() -> None:
     assert protocol.waiters.when_flushed("three")
     send(protocol)
     assert protocol.waiters.when_flushed("four")
-    drain(protocol)
-    protocol.on_ack(3, False, 1.0)
+    write_and_ack(protocol, 3, 1.0)
     protocol.on_ack(1, False, 1.0)
     assert protocol.reports.wake == []
     protocol.on_nack(2, False, 1.0)
@@ -953,8 +947,7 @@ def test_a_flush_waits_for_the_oldest_message_even_if_later_messages_were_confir
     protocol = make()
     for _ in range(4):
         send(protocol)
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
+    write_and_ack(protocol, 1, 0.0)
     protocol.on_ack(3, False, 0.0)
     assert protocol.waiters.when_flushed("me")
     protocol.on_ack(2, False, 0.0)

@@ -15,7 +15,7 @@ from qflow_client.core.channel import Channel
 from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import EVERY, interrupted
 
-from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, send, write
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, reconnect, send, write
 
 
 class Watch:
@@ -149,8 +149,7 @@ def _flow(protocol: ProducerProtocol) -> None:
 
 
 def _lose(protocol: ProducerProtocol) -> None:
-    protocol.connection_lost("lost", 0.5, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+    reconnect(protocol, 0.5, 0.5)
 
 
 STEPS: dict[str, Callable[[ProducerProtocol], object]] = {

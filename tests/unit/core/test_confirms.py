@@ -19,7 +19,7 @@ from qflow_client.amqp.frames import FrameError, Route
 from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import interrupted
 
-from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, returned, send, wait, wire, write
+from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, publish, returned, send, wait, wire, write
 
 
 def test_a_single_ack_confirms_only_the_message_with_that_delivery_tag() -> None:
@@ -249,8 +249,7 @@ def test_a_message_that_is_returned_twice_settles_as_returned() -> None:
 
 def test_a_message_that_is_returned_and_then_nacked_settles_as_nacked() -> None:
     protocol = make()
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     returned(protocol, receipt.message_id)
     protocol.on_nack(1, False, 0.0)
     assert receipt.outcome is Outcome.NACKED
@@ -280,16 +279,14 @@ def test_without_confirms_a_message_settles_as_sent_once_it_is_fully_written() -
 def test_without_confirms_messages_with_the_same_message_id_each_settle_as_sent() -> None:
     protocol = make(confirms=False)
     for _ in range(3):
-        receipt = send(protocol, Message(b"x", message_id="own"))
-        drain(protocol)
+        receipt = publish(protocol, Message(b"x", message_id="own"))
         assert receipt.outcome is Outcome.SENT
     assert not protocol.parts.returns.by_id
 
 
 def test_without_confirms_a_basic_return_is_reported_as_a_failure_besides_the_outcome_sent() -> None:
     protocol = make(confirms=False)
-    receipt = send(protocol, b"lost")
-    drain(protocol)
+    receipt = publish(protocol, b"lost")
     returned(protocol, receipt.message_id, body=b"lost", key="nowhere")
     (failure,) = protocol.reports.take_failures()
     assert failure.outcome is Outcome.RETURNED
@@ -317,8 +314,7 @@ def test_without_confirms_a_basic_return_with_invalid_names_raises_frame_error()
 def test_without_confirms_a_basic_return_does_not_report_the_receipt_of_the_message_again() -> None:
     protocol = make(confirms=False, max_failed_bytes=1000 * 516)
     protocol.reports.settled = []
-    send(protocol)
-    drain(protocol)
+    publish(protocol)
     assert [receipt.outcome for receipt in protocol.reports.settled] == [Outcome.SENT]
     returned(protocol, "p-000000000001")
     assert len(protocol.reports.settled) == 1
@@ -453,8 +449,7 @@ def test_the_failure_of_a_message_is_kept_until_the_application_reads_it() -> No
 def test_a_producer_that_reports_all_receipts_to_a_callback_keeps_no_list_of_failures() -> None:
     protocol = make()
     protocol.reports.settled = []
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     assert protocol.reports.settled == [receipt]
     assert protocol.reports.take_failures() == []
@@ -464,8 +459,7 @@ def test_failed_messages_that_the_application_has_read_are_not_stored_until_the_
     protocol = make()
     kept: list[Receipt] = []
     for tag in range(1, 1001):
-        receipt = send(protocol)
-        drain(protocol)
+        receipt = publish(protocol)
         protocol.on_nack(tag, False, 0.0)
         if tag % 100 == 0:
             kept.append(receipt)
@@ -479,8 +473,7 @@ def test_a_producer_stores_nothing_about_settled_messages() -> None:
     protocol = make()
     message = Message(b"x", message_id="own")
     before = sys.getrefcount(message)
-    send(protocol, message)
-    drain(protocol)
+    publish(protocol, message)
     protocol.on_ack(1, False, 0.0)
     assert sys.getrefcount(message) == before
 
@@ -507,11 +500,9 @@ def test_a_confirm_that_frees_capacity_admits_no_waiting_message_while_the_produ
 
 def test_E6_a_missing_confirm_keeps_only_its_own_message_in_memory() -> None:
     protocol = make(capacity=10)
-    first = send(protocol, b"first")
-    drain(protocol)
+    first = publish(protocol, b"first")
     for tag in range(2, 1000):
-        send(protocol, b"x")
-        drain(protocol)
+        publish(protocol, b"x")
         protocol.on_ack(tag, False, 0.0)
     assert protocol.parts.unconfirmed.flight == {1: first}
     assert protocol.in_flight == protocol.unsettled == 1
@@ -523,8 +514,7 @@ def test_E6_a_missing_confirm_keeps_only_its_own_message_in_memory() -> None:
 
 
 def nack(protocol: ProducerProtocol, body: bytes) -> Receipt:
-    receipt = send(protocol, body)
-    drain(protocol)
+    receipt = publish(protocol, body)
     protocol.on_nack(0, True, 0.0)
     return receipt
 
@@ -601,8 +591,7 @@ def test_E6_ctrl_c_while_the_oldest_unread_failures_are_dropped_loses_no_other_f
         protocol = make(max_failed_bytes=5 * 612, on_refused="fail")
         for _ in range(5):
             nack(protocol, b"x" * 100)
-        receipt = send(protocol, b"x" * 100)
-        drain(protocol)
+        receipt = publish(protocol, b"x" * 100)
         came = interrupted(lambda: protocol.on_nack(6, False, 0.0), at)  # noqa: B023  # called at once
         protocol.on_timer(0.0)
         if receipt._outcome is None:

@@ -17,7 +17,7 @@ from qflow_client import (
     ProducerClosed,
 )
 
-from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, returned, send, wait, write
+from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, publish, publish_many, returned, send, wait, write
 
 PUBLISH = (60, 40)
 
@@ -51,8 +51,7 @@ def test_a_lost_connection_settles_a_half_written_message_of_many_frames_as_unkn
 
 def test_messages_that_were_acked_or_nacked_before_the_end_of_the_connection_keep_their_outcome() -> None:
     protocol = make()
-    receipts = [send(protocol) for _ in range(3)]
-    drain(protocol)
+    receipts = publish_many(protocol, 3)
     protocol.on_ack(1, False, 0.0)
     protocol.on_nack(2, False, 0.0)
     protocol.connection_lost("reset by peer", 1.0)
@@ -63,8 +62,7 @@ def test_messages_that_were_acked_or_nacked_before_the_end_of_the_connection_kee
 @pytest.mark.parametrize("code", [312, 313, 404])
 def test_a_lost_connection_settles_a_returned_message_without_ack_as_returned(code: int) -> None:
     protocol = make()
-    receipt = send(protocol, Message(b"x", message_id="own"))
-    drain(protocol)
+    receipt = publish(protocol, Message(b"x", message_id="own"))
     returned(protocol, "own", code=code)
     protocol.connection_lost("reset by peer", 1.0)
     assert receipt.outcome is Outcome.RETURNED
@@ -115,8 +113,7 @@ def test_a_second_report_that_the_connection_is_lost_changes_nothing() -> None:
 
 def test_an_ack_that_is_read_after_the_end_of_the_connection_settles_nothing() -> None:
     protocol = make()
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.connection_lost("reset by peer", 1.0)
     settled = protocol.flow_state(2.0)
     protocol.on_ack(1, False, 2.0)
@@ -135,8 +132,7 @@ def test_an_ack_that_is_read_after_the_end_of_the_connection_settles_nothing() -
 
 def test_a_channel_close_caused_by_basic_publish_rejects_the_only_message_in_flight() -> None:
     protocol = make()
-    suspect = send(protocol, key="nowhere")
-    drain(protocol)
+    suspect = publish(protocol, key="nowhere")
     unwritten = send(protocol)
     protocol.channel_closed(404, "NOT_FOUND - no exchange 'nowhere'", PUBLISH, 1.0)
     error = suspect.error()
@@ -159,8 +155,7 @@ def test_with_on_disconnect_fail_no_message_is_resent_on_a_new_channel() -> None
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.UNKNOWN, Outcome.FAILED]
     protocol.channel_opened(1, FRAME_MAX, 2.0)
-    lone = send(protocol)
-    drain(protocol)
+    lone = publish(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)
     assert lone.outcome is Outcome.REJECTED
     assert protocol.wants_channel
@@ -177,16 +172,14 @@ def test_if_a_publish_closes_the_channel_the_only_message_without_an_answer_is_r
 
 def test_a_channel_close_that_basic_publish_did_not_cause_rejects_no_message() -> None:
     protocol = make()
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.channel_closed(406, "PRECONDITION_FAILED", (50, 10), 1.0)
     assert not receipt.done
 
 
 def test_a_channel_close_does_not_reject_a_message_that_the_broker_had_returned() -> None:
     protocol = make()
-    back = send(protocol)
-    drain(protocol)
+    back = publish(protocol)
     returned(protocol, back.message_id)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     error = back.error()
@@ -242,8 +235,7 @@ def test_without_confirms_a_lost_connection_settles_a_half_written_message_as_un
 
 def test_unsettled_receipts_are_listed_in_the_order_of_admission() -> None:
     protocol = make()
-    receipts = [send(protocol) for _ in range(4)]
-    drain(protocol)
+    receipts = publish_many(protocol, 4)
     protocol.on_ack(2, False, 0.0)
     assert protocol.unsettled_receipts == (receipts[0], receipts[2], receipts[3])
 
@@ -307,9 +299,7 @@ def test_the_error_of_a_message_that_failed_with_the_channel_contains_the_reason
 
 def test_the_count_of_settled_messages_never_decreases() -> None:
     protocol = make()
-    for _ in range(3):
-        send(protocol)
-    drain(protocol)
+    publish_many(protocol, 3)
     protocol.on_ack(2, False, 0.0)
     assert protocol.settled_so_far == 1
     protocol.connection_lost("cut", 1.0, reconnects=True)

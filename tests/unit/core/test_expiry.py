@@ -13,7 +13,7 @@ from qflow_client.core.expiry import Expiry
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.recovery import Backoff
 
-from .support import CHANNEL, FRAME_MAX, Wire, drain, make, returned, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, Wire, drain, make, publish, reconnect, returned, send, wait, wire, write
 
 TIMEOUT = 10.0
 
@@ -92,8 +92,7 @@ def test_E16_at_the_delivery_timeout_a_written_message_settles_as_unknown_and_an
 
 def test_E16_a_message_is_sent_if_it_is_not_older_than_the_delivery_timeout() -> None:
     protocol = expiring()
-    old = send(protocol, b"old")
-    drain(protocol)
+    old = publish(protocol, b"old")
     run_until(protocol, 5.0)
     young = send(protocol, b"young", now=5.0)
     run_until(protocol, 10.3, 5.0)
@@ -105,11 +104,9 @@ def test_E16_a_message_is_sent_if_it_is_not_older_than_the_delivery_timeout() ->
 
 def test_E16_a_message_that_has_exceeded_the_delivery_timeout_is_not_resent_after_a_lost_connection() -> None:
     protocol = expiring()
-    written = send(protocol, b"written")
-    drain(protocol)
+    written = publish(protocol, b"written")
     protocol.on_timer(0.5)
-    protocol.connection_lost("lost", 1.0, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 11.0)
+    reconnect(protocol, 1.0, 11.0)
     assert written.outcome is Outcome.UNKNOWN
     assert drain(protocol, 11.0) == b""
     assert protocol.gate.is_open
@@ -136,8 +133,7 @@ def test_E16_a_nacked_message_that_expires_settles_as_nacked_or_as_unknown_if_it
 
 def test_E16_messages_that_exceed_the_delivery_timeout_make_room_for_waiting_senders() -> None:
     protocol = expiring(capacity=1)
-    send(protocol, b"old")
-    drain(protocol)
+    publish(protocol, b"old")
     ticket = wait(protocol, b"next", now=1.0, waiter="me")
     assert protocol.waiters.when_flushed("flush")
     run_until(protocol, 10.5)
@@ -163,11 +159,9 @@ def test_E7_the_delivery_deadlines_of_any_number_of_messages_are_stored_in_about
 
 def test_E16_a_channel_close_rejects_no_message_if_an_expired_message_may_have_caused_it() -> None:
     protocol = expiring()
-    culprit = send(protocol, b"culprit")
-    drain(protocol)
+    culprit = publish(protocol, b"culprit")
     run_until(protocol, 5.0)
-    innocent = send(protocol, b"innocent", now=5.0)
-    drain(protocol, 5.0)
+    innocent = publish(protocol, b"innocent", now=5.0)
     run_until(protocol, 10.5, 5.0)
     assert outcomes([culprit, innocent]) == [Outcome.UNKNOWN, None]
     protocol.channel_closed(404, "NOT_FOUND", (60, 40), 10.6)
@@ -180,11 +174,9 @@ def test_E16_a_channel_close_rejects_no_message_if_an_expired_message_may_have_c
 
 def test_E16_a_message_alone_in_flight_at_two_channel_closes_is_rejected_even_after_another_has_expired() -> None:
     protocol = expiring()
-    send(protocol, b"expires")
-    drain(protocol)
+    publish(protocol, b"expires")
     run_until(protocol, 5.0)
-    culprit = send(protocol, b"culprit", now=5.0)
-    drain(protocol, 5.0)
+    culprit = publish(protocol, b"culprit", now=5.0)
     run_until(protocol, 10.5, 5.0)
     for now in (10.6, 10.8):
         assert culprit.outcome is None
@@ -196,11 +188,9 @@ def test_E16_a_message_alone_in_flight_at_two_channel_closes_is_rejected_even_af
 
 def test_E16_a_close_for_lack_of_room_is_no_proof_of_a_nack_if_an_expired_message_may_have_caused_it() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
-    send(protocol, b"expires")
-    drain(protocol)
+    publish(protocol, b"expires")
     run_until(protocol, 5.0)
-    other = send(protocol, b"other", now=5.0)
-    drain(protocol, 5.0)
+    other = publish(protocol, b"other", now=5.0)
     run_until(protocol, 10.5, 5.0)
     protocol.channel_closed(506, "no room", (60, 40), 10.6)
     protocol.connection_lost("gone", 10.7)

@@ -19,13 +19,14 @@ from tests.interrupting import EVERY, interrupted
 
 from .support import (
     CHANNEL,
-    FRAME_MAX,
     MAX_BODY,
     Wire,
     check_order,
     drain,
     make,
     place,
+    publish,
+    reconnect,
     returned,
     send,
     wait,
@@ -622,8 +623,7 @@ def test_a_producer_method_that_raises_memory_error_leaves_no_message_lost_or_re
     for body in BODIES[:4]:
         send(protocol, body)
     write(protocol, 300)
-    protocol.connection_lost("cut", 0.0, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    reconnect(protocol)
     for body in BODIES[4:]:
         send(protocol, body)
     # On the wire are two second copies. One of them has begun.
@@ -666,8 +666,7 @@ def test_messages_too_large_for_a_new_channel_end_as_failed_or_unknown_even_if_c
         protocol = make()
         protocol.reports.settled = []
         large = Message(b"large", headers={"k": "x" * 1000})
-        written = send(protocol, large)
-        drain(protocol)
+        written = publish(protocol, large)
         unwritten = [send(protocol, large), send(protocol, b"small")]
         protocol.connection_lost("gone", 1.0, reconnects=True)
         come = interrupted(lambda: protocol.channel_opened(CHANNEL, 512, 2.0), at)  # noqa: B023  # called at once

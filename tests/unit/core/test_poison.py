@@ -11,7 +11,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.suspects import narrow_down
 from qflow_client.message import REPUBLISHED
 
-from .support import CHANNEL, FRAME_MAX, Published, Wire, drain, holds, make, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, Published, Wire, drain, holds, make, publish, send, wait, wire, write
 
 PUBLISH = (60, 40)
 
@@ -119,8 +119,7 @@ def test_a_channel_close_text_is_not_trusted_after_a_message_that_it_named_was_c
 
 def test_the_second_channel_close_without_a_method_rejects_the_only_message_in_flight() -> None:
     protocol = make()
-    receipt = send(protocol, b"1")
-    drain(protocol)
+    receipt = publish(protocol, b"1")
     close(protocol, "closed by the operator", (0, 0))
     assert not receipt.done
     assert reopen(protocol) == [b"1"]

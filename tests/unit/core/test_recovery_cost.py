@@ -13,7 +13,7 @@ import pytest
 from qflow_client import Message, ProducerSettings
 from qflow_client.recovery import retries
 
-from .support import drain, make, send
+from .support import drain, make, publish
 
 MESSAGES = 50
 # All settings for the handling of failures, and none of them.
@@ -28,8 +28,7 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
     protocol = make(retries=pauses, capacity=1000, **settings)
     if came_back:
         # An earlier loss of the connection, and the messages that were unsettled then, are over.
-        send(protocol)
-        drain(protocol)
+        publish(protocol)
         protocol.connection_lost("cut", 0.0, reconnects=True)
         protocol.channel_opened(1, 4096, 0.0)
     # Work that is done once for a channel does not count.

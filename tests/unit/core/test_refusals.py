@@ -27,11 +27,15 @@ from .support import (
     holds,
     logged,
     make,
+    publish,
+    publish_many,
+    reconnect,
     returned,
     send,
     wait,
     wire,
     write,
+    write_and_ack,
 )
 
 PUBLISH = (60, 40)
@@ -156,8 +160,7 @@ def test_waiting_senders_are_admitted_after_all_nacked_messages_were_retried() -
     waiting = wait(protocol, b"4")
     protocol.on_nack(3, True, 0.0)
     protocol.on_timer(1.0)
-    drain(protocol)
-    protocol.on_ack(4, False, 1.0)
+    write_and_ack(protocol, 4, 1.0)
     assert waiting.receipt is not None
     assert left(protocol) == [b"2", b"3", b"4"]
 
@@ -170,8 +173,7 @@ def test_a_flush_waits_for_nacked_messages_that_will_be_retried() -> None:
     protocol.on_ack(3, True, 0.0)
     assert protocol.reports.wake == []
     protocol.on_timer(1.0)
-    drain(protocol)
-    protocol.on_ack(4, False, 1.0)
+    write_and_ack(protocol, 4, 1.0)
     assert protocol.reports.wake == ["me"]
 
 
@@ -238,8 +240,7 @@ def test_a_channel_close_for_lack_of_room_has_the_effect_of_a_nack_and_rejects_n
 
 def test_a_channel_close_for_lack_of_room_after_retry_for_is_over_leaves_no_hold() -> None:
     protocol = patient(retry_for=0)
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.channel_closed(506, "RESOURCE_ERROR", PUBLISH, 0.0)
     assert receipt.outcome is Outcome.REJECTED
     assert "506" in str(receipt.error())
@@ -249,8 +250,7 @@ def test_a_channel_close_for_lack_of_room_after_retry_for_is_over_leaves_no_hold
 
 def test_without_retries_messages_in_flight_that_did_not_cause_a_channel_close_for_lack_of_room_are_resent() -> None:
     protocol = patient(retry_for=0)
-    refused = send(protocol, b"1")
-    drain(protocol)
+    refused = publish(protocol, b"1")
     late = [send(protocol, b"2"), send(protocol, b"3")]
     protocol.channel_closed(506, "RESOURCE_ERROR", PUBLISH, 0.0)
     assert refused.outcome is Outcome.REJECTED
@@ -267,8 +267,7 @@ def test_a_connection_lost_during_the_retry_delay_of_a_nacked_message_does_not_e
     protocol = patient()
     three(protocol)
     protocol.on_nack(1, False, 0.0)
-    protocol.connection_lost("cut", 0.5, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
+    reconnect(protocol, 0.5, 0.6)
     assert left(protocol) == []
     protocol.on_timer(1.0)
     assert left(protocol) == [b"1"]
@@ -284,8 +283,7 @@ def test_E1_nacked_messages_are_resent_before_younger_messages_that_were_lost_wi
     drain(protocol)
     assert protocol.waiters.when_flushed("me")
     protocol.on_nack(5, True, 0.0)
-    protocol.connection_lost("cut", 0.5, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
+    reconnect(protocol, 0.5, 0.6)
     protocol.on_timer(1.0)
     assert left(protocol) == bodies[:1]
     protocol.on_ack(1, False, 1.0)
@@ -302,8 +300,7 @@ def test_a_flush_waits_for_a_nacked_message_and_for_younger_messages_that_are_re
     three(protocol)
     protocol.on_nack(1, False, 0.0)
     assert protocol.waiters.when_flushed("me")
-    protocol.connection_lost("cut", 0.5, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
+    reconnect(protocol, 0.5, 1.0)
     assert left(protocol, 1.0) == [b"1"]
     protocol.on_ack(1, False, 1.0)
     assert left(protocol) == [b"2", b"3"]
@@ -323,8 +320,7 @@ def test_a_message_that_is_resent_counts_only_once_as_admitted() -> None:
     protocol.on_nack(4, False, 1.0)
     assert (protocol.admission.admitted, protocol.settled_so_far) == (3, 0)
     protocol.on_timer(3.0)
-    drain(protocol)
-    protocol.on_ack(5, False, 3.0)
+    write_and_ack(protocol, 5, 3.0)
     assert (protocol.admission.admitted, protocol.settled_so_far) == (3, 1)
     assert {event.admitted for event in protocol.reports.events} == {3}
 
@@ -426,10 +422,8 @@ def test_a_multiple_nack_does_not_affect_messages_that_are_already_settled() -> 
     protocol.on_ack(2, False, 0.0)
     protocol.on_nack(3, True, 0.0)
     protocol.on_timer(1.0)
-    drain(protocol)
-    protocol.on_ack(4, False, 1.0)
-    drain(protocol)
-    protocol.on_ack(5, False, 1.0)
+    write_and_ack(protocol, 4, 1.0)
+    write_and_ack(protocol, 5, 1.0)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
@@ -547,14 +541,12 @@ def test_E6_messages_that_are_settled_during_a_flush_are_freed_even_if_an_older_
     drain(protocol)
     protocol.on_nack(2, True, 0.0)
     protocol.on_timer(1.0)
-    drain(protocol, 1.0)
-    protocol.on_ack(4, False, 1.0)
+    write_and_ack(protocol, 4, 1.0)
     # This copy is written after the younger message, and is not answered yet.
     assert left(protocol, 1.0) == [b"2"]
     assert protocol.waiters.when_flushed("flush")
     for tag in range(6, 1000):
-        send(protocol, b"x", now=1.0)
-        drain(protocol, 1.0)
+        publish(protocol, b"x", now=1.0)
         protocol.on_ack(tag, False, 1.0)
     assert [one.outcome, two.outcome, three.outcome] == ["confirmed", None, None]
     assert len(protocol.parts.unconfirmed._by_number) < 100
@@ -583,8 +575,7 @@ def test_a_nack_of_a_retried_message_after_retry_for_does_not_end_the_hold_for_t
 def test_E6_nothing_is_stored_about_nacked_messages_after_they_are_settled(retry_for: float) -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=retry_for, mandatory=True)
     for tag in range(1, 101):
-        send(protocol, Message(b"x", message_id=str(tag)))
-        drain(protocol)
+        publish(protocol, Message(b"x", message_id=str(tag)))
         # Broker-J nacks messages that it has returned.
         returned(protocol, str(tag))
         protocol.on_nack(tag, False, 0.0)
@@ -594,8 +585,7 @@ def test_E6_nothing_is_stored_about_nacked_messages_after_they_are_settled(retry
 
 def test_E7_no_retry_timer_runs_while_channel_flow_stops_the_channel() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=60.0)
-    send(protocol, b"refused")
-    drain(protocol)
+    publish(protocol, b"refused")
     protocol.on_nack(1, False, 0.0)
     assert protocol.next_timer(0.0) == 1.0
     protocol.on_flow(False, 0.5)
@@ -623,8 +613,7 @@ def test_the_hold_for_unwritten_bytes_ends_when_the_unwritten_messages_are_settl
         receipts.append(send(protocol, bytes(100)))
         drain(protocol)
     protocol.on_nack(20, True, 0.0)
-    protocol.connection_lost("gone", 0.1, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.1)
+    reconnect(protocol, 0.1, 0.1)
     assert "transport" in holds(protocol)
     protocol.on_timer(1.0)
     assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
@@ -634,8 +623,7 @@ def test_the_hold_for_unwritten_bytes_ends_when_the_unwritten_messages_are_settl
 @pytest.mark.parametrize("end", ["closed", "too late"])
 def test_a_nacked_message_whose_second_copy_may_have_arrived_settles_as_unknown(end: str) -> None:
     protocol = patient(retry_for=5.0)
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
     assert left(protocol, 1.0)
@@ -650,13 +638,11 @@ def test_a_nacked_message_whose_second_copy_may_have_arrived_settles_as_unknown(
 
 def test_a_nacked_message_whose_second_copy_is_also_nacked_settles_as_nacked() -> None:
     protocol = patient(retry_for=5.0)
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
     assert left(protocol, 1.0)
-    protocol.connection_lost("gone", 1.1, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.2)
+    reconnect(protocol, 1.1, 1.2)
     assert left(protocol, 1.2)
     protocol.on_nack(1, False, 1.3)
     protocol.connection_lost("gone", 1.4)
@@ -668,8 +654,7 @@ def test_a_channel_close_for_lack_of_room_means_a_nack_only_for_a_message_alone_
     count: int, outcome: Outcome
 ) -> None:
     protocol = patient(retry_for=5.0)
-    receipts = [send(protocol) for _ in range(count)]
-    drain(protocol)
+    receipts = publish_many(protocol, count)
     protocol.channel_closed(506, "no room", PUBLISH, 0.0)
     protocol.connection_lost("gone", 0.1)
     assert {receipt.outcome for receipt in receipts} == {outcome}
@@ -678,8 +663,7 @@ def test_a_channel_close_for_lack_of_room_means_a_nack_only_for_a_message_alone_
 @pytest.mark.parametrize("end", ["closed", "too late"])
 def test_a_nacked_message_settles_as_nacked_if_no_byte_of_its_second_copy_was_written(end: str) -> None:
     protocol = patient(retry_for=5.0)
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
     # The frames of the retry are made, but the socket accepts none of them.
@@ -699,8 +683,7 @@ def test_several_messages_whose_retry_for_is_over_at_a_channel_close_for_lack_of
     drain(protocol)
     protocol.on_nack(3, True, 0.0)
     protocol.on_timer(9.0)
-    drain(protocol, 9.0)
-    protocol.on_ack(4, False, 9.0)
+    write_and_ack(protocol, 4, 9.0)
     drain(protocol, 9.0)
     protocol.channel_closed(506, "no room", PUBLISH, 11.0)
     assert [each.outcome for each in (one, two, three)] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
@@ -708,8 +691,7 @@ def test_several_messages_whose_retry_for_is_over_at_a_channel_close_for_lack_of
 
 def test_a_nacked_message_that_is_too_large_for_the_next_channel_settles_as_nacked() -> None:
     protocol = patient()
-    receipt = send(protocol, Message(b"x", headers={"k": "x" * 3000}))
-    drain(protocol)
+    receipt = publish(protocol, Message(b"x", headers={"k": "x" * 3000}))
     protocol.on_nack(1, False, 0.0)
     protocol.connection_lost("gone", 0.1, reconnects=True)
     protocol.channel_opened(CHANNEL, 2048, 0.2)
@@ -740,8 +722,7 @@ def test_a_retry_that_fails_because_of_its_size_does_not_end_the_hold_for_the_ot
 
 def test_nacked_messages_settle_when_retry_for_is_over_even_if_the_retried_message_gets_no_answer() -> None:
     protocol = patient(retry_for=10.0)
-    receipts = [send(protocol) for _ in range(3)]
-    drain(protocol)
+    receipts = publish_many(protocol, 3)
     for tag, now in ((1, 0.0), (2, 2.0), (3, 4.0)):
         protocol.on_nack(tag, False, now)
     protocol.on_timer(5.0)

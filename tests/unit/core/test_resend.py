@@ -21,11 +21,15 @@ from .support import (
     holds,
     logged,
     make,
+    publish,
+    publish_many,
+    reconnect,
     returned,
     send,
     wait,
     wire,
     write,
+    write_and_ack,
 )
 
 
@@ -47,8 +51,7 @@ def test_unsettled_messages_are_resent_in_order_before_new_messages() -> None:
     protocol = make(capacity=4)
     receipts = [send(protocol, body) for body in (b"1", b"2", b"3", b"4")]
     waiting = wait(protocol, b"5", waiter="me")
-    drain(protocol)
-    protocol.on_ack(2, False, 0.5)
+    write_and_ack(protocol, 2, 0.5)
     assert waiting.receipt is not None
     lose(protocol)
     assert "disconnected" in holds(protocol)
@@ -82,8 +85,7 @@ def test_only_resent_messages_that_may_have_arrived_are_marked_as_second_copies_
 
 def test_a_message_stays_marked_as_a_second_copy_if_the_connection_is_lost_again_before_it_is_resent() -> None:
     protocol = make()
-    receipt = send(protocol, Message(b"x", headers={"k": 1}))
-    drain(protocol)
+    receipt = publish(protocol, Message(b"x", headers={"k": 1}))
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     lose(protocol, 3.0)
@@ -95,8 +97,7 @@ def test_a_message_stays_marked_as_a_second_copy_if_the_connection_is_lost_again
 
 def test_without_a_reconnect_written_messages_settle_as_unknown_and_unwritten_messages_as_failed() -> None:
     protocol = make()
-    written = send(protocol)
-    drain(protocol)
+    written = publish(protocol)
     unwritten = send(protocol)
     lose(protocol)
     protocol.connection_lost("given up", 2.0)
@@ -106,8 +107,7 @@ def test_without_a_reconnect_written_messages_settle_as_unknown_and_unwritten_me
 
 def test_a_closing_producer_resends_unsettled_messages_and_then_needs_no_connection() -> None:
     protocol = make()
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.close("the producer is closed", 1.0)
     lose(protocol, 2.0)
     assert holds(protocol) == ["disconnected"]
@@ -120,8 +120,7 @@ def test_a_closing_producer_resends_unsettled_messages_and_then_needs_no_connect
 
 def test_with_on_disconnect_fail_a_lost_connection_settles_all_messages_and_the_producer_continues() -> None:
     protocol = make(on_disconnect="fail", capacity=3)
-    written = send(protocol)
-    drain(protocol)
+    written = publish(protocol)
     unwritten = send(protocol)
     again = send(protocol)
     waiting = wait(protocol, b"new")
@@ -144,8 +143,7 @@ def test_with_on_disconnect_fail_a_lost_connection_settles_all_messages_and_the_
 
 def test_with_on_disconnect_fail_a_closed_producer_needs_no_connection() -> None:
     protocol = make(on_disconnect="fail")
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     protocol.close("the producer is closed", 1.0)
     assert not protocol.connection_lost("cut", 2.0, reconnects=True)
     assert receipt.outcome is Outcome.UNKNOWN
@@ -181,8 +179,7 @@ def test_a_basic_return_finds_a_resent_message_as_soon_as_that_message_is_writte
     first = send(protocol)
     settled = send(protocol)
     receipt = send(protocol, Message(b"x", message_id=own_id))
-    drain(protocol)
-    protocol.on_ack(2, False, 0.5)
+    write_and_ack(protocol, 2, 0.5)
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     returned(protocol, receipt.message_id)
@@ -197,9 +194,7 @@ def test_a_basic_return_finds_a_resent_message_as_soon_as_that_message_is_writte
 
 def test_a_flush_after_a_lost_connection_waits_only_for_messages_admitted_before_the_flush() -> None:
     protocol = make()
-    for _ in range(3):
-        send(protocol)
-    drain(protocol)
+    publish_many(protocol, 3)
     assert protocol.waiters.when_flushed("all three")
     send(protocol)
     protocol.on_ack(2, False, 0.5)
@@ -214,8 +209,7 @@ def test_a_flush_after_a_lost_connection_waits_only_for_messages_admitted_before
 
 def test_a_flush_ends_when_the_end_of_the_connection_settles_its_last_message() -> None:
     protocol = make()
-    receipt = send(protocol)
-    drain(protocol)
+    receipt = publish(protocol)
     returned(protocol, receipt.message_id)
     assert protocol.waiters.when_flushed("me")
     lose(protocol)
@@ -240,8 +234,7 @@ def test_a_resent_message_with_headers_too_large_for_the_new_broker_is_settled_a
 
 def test_too_many_bytes_to_resend_cause_a_hold_for_unwritten_bytes_until_half_are_written() -> None:
     protocol = make(max_unwritten_bytes=1000)
-    send(protocol, bytes(3000))
-    drain(protocol)
+    publish(protocol, bytes(3000))
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     assert holds(protocol) == ["transport"]
@@ -251,8 +244,7 @@ def test_too_many_bytes_to_resend_cause_a_hold_for_unwritten_bytes_until_half_ar
 
 def test_channel_flow_on_the_new_channel_holds_the_messages_to_resend() -> None:
     protocol = make()
-    send(protocol, b"1")
-    drain(protocol)
+    publish(protocol, b"1")
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     protocol.on_flow(False, 2.0)
@@ -275,8 +267,7 @@ def test_without_confirms_messages_that_were_not_fully_written_are_resent() -> N
 
 def test_messages_without_a_message_id_are_resent_after_a_lost_connection() -> None:
     protocol = make(message_ids=False)
-    receipt = send(protocol, b"x")
-    drain(protocol)
+    receipt = publish(protocol, b"x")
     lose(protocol)
     (message,) = reopen(protocol)
     assert (message.body, message.properties.message_id, is_marked(message)) == (b"x", None, True)
@@ -345,11 +336,9 @@ def test_the_receipt_of_a_resent_message_has_the_delivery_tag_of_the_last_channe
     drain(protocol)
     assert [receipt._tag for receipt in receipts] == [1, 2, 3]
     protocol.on_ack(1, False, 0.0)
-    protocol.connection_lost("cut", 1.0, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    reconnect(protocol, 1.0, 2.0)
     receipts.append(send(protocol, b"new", 2.0))
-    drain(protocol)
-    protocol.on_ack(0, True, 3.0)
+    write_and_ack(protocol, 0, 3.0, multiple=True)
     assert [receipt._tag for receipt in receipts[1:]] == [1, 2, 3]
 
 
@@ -377,8 +366,7 @@ def test_resent_messages_are_encoded_only_as_fast_as_the_socket_accepts_them() -
 
 def test_while_the_topology_is_redeclared_only_flow_ok_frames_are_written_and_no_messages() -> None:
     protocol = make()
-    send(protocol, b"written")
-    drain(protocol)
+    publish(protocol, b"written")
     send(protocol, b"never written")
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -399,8 +387,7 @@ def test_while_the_topology_is_redeclared_only_flow_ok_frames_are_written_and_no
 
 def test_if_a_channel_is_lost_while_the_topology_is_redeclared_the_next_channel_sends_all_messages() -> None:
     protocol = make()
-    send(protocol, b"1")
-    drain(protocol)
+    publish(protocol, b"1")
     for now in (1.0, 3.0):
         lose(protocol, now)
         protocol.channel_opened(CHANNEL, FRAME_MAX, now + 1.0, restores=True)

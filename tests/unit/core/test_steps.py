@@ -18,7 +18,7 @@ from qflow_client.recovery import Backoff
 from tests.effort import EFFORT
 from tests.interrupting import EVERY, interrupted
 
-from .support import CHANNEL, FRAME_MAX, Wire, drain, make, returned, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, Wire, drain, make, publish, reconnect, returned, send, wait, wire, write
 
 
 class Store:
@@ -336,8 +336,7 @@ def test_E2_a_retry_that_ctrl_c_interrupts_before_it_is_written_is_written_by_th
         raise KeyboardInterrupt
 
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
-    send(protocol, b"refused")
-    drain(protocol)
+    publish(protocol, b"refused")
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
     with monkeypatch.context() as patched:
@@ -405,8 +404,7 @@ def test_E2_ctrl_c_leaves_no_hold_for_receipt_callbacks_that_have_finished() -> 
         protocol = make(capacity=2)
         protocol.reports.settled = []
         for tag in (1, 2, 3):
-            send(protocol)
-            drain(protocol)
+            publish(protocol)
             protocol.on_ack(tag, False, 0.0)
         assert len(protocol.take_settled(0.0)) == 3
         assert protocol.gate.is_held_by("capacity")
@@ -453,8 +451,7 @@ def test_E2_a_withdrawal_that_ctrl_c_interrupts_is_completed_by_a_second_call() 
 def test_E2_even_if_ctrl_c_interrupts_its_end_the_time_of_a_block_does_not_count_for_retry_for() -> None:
     for at in range(1, 1000):
         protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=15.0)
-        receipt = send(protocol)
-        drain(protocol)
+        receipt = publish(protocol)
         protocol.on_nack(1, False, 0.0)
         protocol.on_blocked("memory", 1.0)
         come = interrupted(lambda: protocol.on_unblocked(100.0), at)  # noqa: B023  # called at once
@@ -475,8 +472,7 @@ def test_E2_ctrl_c_while_a_nack_is_handled_loses_no_message() -> None:
         drain(protocol)
         come = interrupted(lambda: protocol.on_nack(3, True, 0.0), at)  # noqa: B023  # called at once
         # A skin ends the connection, because the answer may be lost.
-        protocol.connection_lost("interrupted", 0.0, reconnects=True)
-        protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+        reconnect(protocol)
         for now in range(1, 20):
             due = protocol.next_timer(float(now))
             if due is not None and due <= now:
@@ -537,8 +533,7 @@ def test_E2_a_first_channel_whose_opening_ctrl_c_interrupts_counts_as_opened_onl
 def test_no_retry_timer_is_set_while_a_nacked_message_waits_for_the_disk() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=2.0)
     store = Store(protocol)
-    refused = send(protocol)
-    drain(protocol)
+    refused = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     # As for messages that were on their way to the disk.
     protocol.lift("refused", 0.0)

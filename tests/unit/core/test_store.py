@@ -13,7 +13,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import Limiter, WeightedLine, WindowLimiter
 from qflow_client.receipt import Outcome
 
-from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait, wire
+from .support import FRAME_MAX, PREFIX, drain, holds, make, publish, send, wait, wire
 
 
 class NoRoom(Exception):
@@ -153,8 +153,7 @@ def test_E13_a_message_that_is_not_yet_on_disk_and_all_later_messages_are_not_wr
 
 def test_E13_messages_that_were_written_are_resent_before_messages_that_are_not_yet_on_disk() -> None:
     protocol, store = attached()
-    send(protocol, b"1")
-    drain(protocol)
+    publish(protocol, b"1")
     store.kept_back = send(protocol, b"2")._number
     protocol.connection_lost("cut", 1.0, reconnects=True)
     protocol.channel_opened(1, FRAME_MAX, 2.0)

@@ -33,7 +33,7 @@ from tests.effort import rounds
 from tests.interrupting import interrupted
 from tests.unit.messages import WritingChannel
 
-from .support import Wire, drain, holds, make, place, send, wire
+from .support import Wire, drain, holds, make, place, publish_many, send, wire
 
 Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp.commands.Connection
 
@@ -904,8 +904,7 @@ def test_E2_after_an_interrupted_read_the_connection_accepts_no_input_because_ac
     missed = 0
     for at in range(1, 1000):
         protocol = make()
-        receipts = [send(protocol) for _ in range(9)]
-        drain(protocol)
+        receipts = publish_many(protocol, 9)
         tap = Tap()
         tap.attach(1, protocol, 0.0)
         assert tap.received(data[:cut], 0.0) == b""

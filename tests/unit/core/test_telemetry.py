@@ -11,7 +11,7 @@ from qflow_client import Message, Outcome, ProducerClosed, ProducerSettings, tel
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.telemetry import Observer
 
-from .support import CHANNEL, FRAME_MAX, drain, make, returned, send, wait
+from .support import CHANNEL, FRAME_MAX, drain, make, publish, returned, send, wait, write_and_ack
 
 
 class Recorded(list[tuple[float, dict[str, Any]]]):
@@ -43,8 +43,7 @@ def test_telemetry_records_messages_settled_together_with_the_duration_of_the_ol
     observer = observe(protocol, recorded)
     for at in range(5):
         send(protocol, now=10.0 + at)
-    drain(protocol)
-    protocol.on_ack(3, True, 20.0)
+    write_and_ack(protocol, 3, 20.0, multiple=True)
     observer.record(now=20.0)
     assert seconds(recorded) == [10.0]
     protocol.on_ack(5, False, 21.0)
@@ -78,8 +77,7 @@ def test_telemetry_counts_each_message_once_even_if_it_is_resent_on_a_second_con
     assert observer.counts == {("q", Outcome.RETURNED): 1}
     protocol.channel_opened(CHANNEL, 1024, 6.0)
     assert observer.counts == {("q", Outcome.RETURNED): 1, ("q", Outcome.UNKNOWN): 1}
-    drain(protocol)
-    protocol.on_ack(1, False, 7.0)
+    write_and_ack(protocol, 1, 7.0)
     assert observer.counts == {("q", Outcome.RETURNED): 1, ("q", Outcome.UNKNOWN): 1, ("q", Outcome.CONFIRMED): 1}
     assert observer.began == {}
     observer.record()
@@ -121,8 +119,7 @@ def test_the_recorded_duration_of_a_send_includes_the_wait_for_admission(recorde
     protocol.hold("paused", 0.0)
     wait(protocol, now=1.0)
     protocol.lift("paused", 5.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 7.0)
+    write_and_ack(protocol, 1, 7.0)
     observer.record()
     assert seconds(recorded) == [6.0]
 
@@ -131,8 +128,7 @@ def test_messages_sent_before_telemetry_began_are_counted_without_a_duration(rec
     protocol = make()
     send(protocol)
     observer = observe(protocol, recorded)
-    drain(protocol)
-    protocol.on_ack(1, False, 7.0)
+    write_and_ack(protocol, 1, 7.0)
     observer.record()
     assert seconds(recorded) == []
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
@@ -175,8 +171,7 @@ def test_telemetry_counts_undelivered_messages_in_the_outbox_with_the_reason_of_
 def test_messages_that_a_lost_connection_settles_are_reported_to_telemetry(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
-    send(protocol)
-    drain(protocol)
+    publish(protocol)
     protocol.parts.unconfirmed.outbound.stopped = True
     send(protocol)
     protocol.connection_lost("gone", 2.0)

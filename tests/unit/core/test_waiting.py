@@ -13,7 +13,7 @@ from qflow_client.core.calls import CannotWait, resume
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 
-from .support import drain, make, send
+from .support import drain, make, publish, send
 
 INF = float("inf")
 
@@ -21,8 +21,7 @@ INF = float("inf")
 def full(**settings: Any) -> ProducerProtocol:
     """Return a producer without room, whose message is written."""
     protocol = make(capacity=1, **settings)
-    send(protocol, b"before")
-    drain(protocol)
+    publish(protocol, b"before")
     return protocol
 
 
