@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from pathlib import Path
@@ -129,3 +129,28 @@ def interrupted(
         frames.clear()
         gc.enable()
     return (points >= at) + (0 < again <= points - at)
+
+
+def each_interrupt(*, least: int, every: int = 1) -> Iterator[Callable[[Callable[[], Any]], int]]:
+    """Yield functions that call a function and simulate Ctrl-C at one point of it, each at a later point.
+
+    The last function does not interrupt its call, because the call has fewer points.
+
+    Args:
+        least: number of points that the call must have at least.
+        every: distance between two points.
+    """
+    for at in range(1, 5000, every):
+        counts: list[int] = []
+
+        def interrupt(call: Callable[[], Any], at: int = at, counts: list[int] = counts) -> int:
+            """Return how often Ctrl-C came, as `interrupted` does."""
+            counts.append(interrupted(call, at))
+            return counts[-1]
+
+        yield interrupt
+        if not any(counts):
+            assert counts, "the function was not called"
+            assert at > least
+            return
+    raise AssertionError("the call has too many points")
