@@ -64,6 +64,13 @@ class Client:
         assert number == channel
         return received
 
+    def check_close(self, kind, code, *texts):
+        """Check the only frame that came. It must close channel 1 or the connection with this code and these texts."""
+        close = self.only(kind, 1 if kind is commands.Channel.Close else 0)
+        assert close.reply_code == code, close.reply_text
+        for text in texts:
+            assert text in close.reply_text
+
     def call(self, channel, method, reply):
         self.send(channel, method)
         return self.only(reply, channel)
@@ -107,6 +114,15 @@ class Client:
             )
             if content:
                 self.send(channel, body.ContentBody(content))
+
+    def publish_each(self, *contents):
+        """Publish one message to `q` for each of the bodies."""
+        for content in contents:
+            self.publish(content)
+
+    def bind_to_fanout(self, *queues):
+        for queue in queues:
+            self.call(1, commands.Queue.Bind(queue=queue, exchange="amq.fanout"), commands.Queue.BindOk)
 
     def consume(self, queue="q", *, channel=1, tag="c", **options):
         self.send(channel, commands.Basic.Consume(queue=queue, consumer_tag=tag, **options))

@@ -81,8 +81,7 @@ def test_a_message_larger_than_the_broker_accepts_closes_the_channel_with_406(ma
     client.publish(b"x" * 10)
     assert world.queue().depth == 1
     client.publish(b"x" * 11)
-    close = client.only(CHANNEL_CLOSE)
-    assert (close.reply_code, "11" in close.reply_text, "10" in close.reply_text) == (406, True, True)
+    client.check_close(CHANNEL_CLOSE, 406, "11", "10")
 
 
 def test_publishing_with_the_user_id_of_a_different_user_is_refused_with_406(world):
@@ -151,16 +150,14 @@ def test_a_full_queue_nacks_the_message_or_closes_the_channel_with_506(world, co
     if confirms:
         assert client.only(Basic.Nack).delivery_tag == 2
     else:
-        close = client.only(CHANNEL_CLOSE)
-        assert (close.reply_code, "'q' is full" in close.reply_text) == (506, True)
+        client.check_close(CHANNEL_CLOSE, 506, "'q' is full")
     assert bodies(world.queue()) == [b"in"]
 
 
 def test_a_message_that_one_of_its_queues_refuses_is_enqueued_in_none_of_them(world):
     client = world.client().channel(confirms=True).with_queue("a")
     client.declare("b", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
-    for name in ("a", "b"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("a", "b")
     client.publish(exchange="amq.fanout", times=2)
     assert (world.queue("a").depth, world.queue("b").depth) == (1, 1)
     assert client.names() == ["Basic.Nack", "Basic.Ack"]
@@ -267,8 +264,7 @@ def test_acking_an_unknown_delivery_tag_closes_the_channel_with_406(world, settl
     client.send(1, Basic.Ack(1))
     client.received()
     client.send(1, settle)
-    close = client.only(CHANNEL_CLOSE)
-    assert (close.reply_code, f"tag {settle.delivery_tag}" in close.reply_text) == (406, True)
+    client.check_close(CHANNEL_CLOSE, 406, f"tag {settle.delivery_tag}")
 
 
 @pytest.mark.parametrize("settle", [Basic.Nack(1, requeue=True), Basic.Reject(1, requeue=True)])
@@ -276,8 +272,7 @@ def test_a_requeued_message_returns_to_its_old_position_in_the_queue(world, sett
     client = world.client().channel().with_queue()
     client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
     client.consume()
-    for content in (b"1", b"2"):
-        client.publish(content)
+    client.publish_each(b"1", b"2")
     client.received()
     client.send(1, settle)
     assert client.deliveries() == [(2, b"1", True)]
@@ -287,8 +282,7 @@ def test_a_requeued_message_returns_to_its_old_position_in_the_queue(world, sett
 
 def test_recover_with_requeue_requeues_all_deliveries(world):
     client, other = world.client().channel().with_queue(), world.client().channel()
-    client.publish(b"1")
-    client.publish(b"2")
+    client.publish_each(b"1", b"2")
     client.send(1, Basic.Get(queue="q"))
     client.received()
     client.call(1, Basic.Recover(requeue=True), Basic.RecoverOk)
@@ -417,8 +411,7 @@ class TestTransactions:
         return client
 
     def test_messages_published_in_a_transaction_are_enqueued_at_commit(self, world, client):
-        client.publish(b"1")
-        client.publish(b"2")
+        client.publish_each(b"1", b"2")
         assert world.queue().depth == 0
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue()) == [b"1", b"2"]
@@ -479,8 +472,7 @@ class TestTransactions:
         for name in ("q", "small", "small", "small"):
             client.publish(routing_key=name)
         client.send(1, commands.Tx.Commit())
-        close = client.only(CHANNEL_CLOSE)
-        assert (close.reply_code, "queue full" in close.reply_text) == (406, True)
+        client.check_close(CHANNEL_CLOSE, 406, "queue full")
         assert (world.queue().depth, world.queue("small").depth) == (0, 0)
 
     def test_acks_of_a_transaction_make_room_for_the_messages_that_it_publishes(self, world, client):
@@ -498,8 +490,7 @@ class TestTransactions:
         client.publish(b"x", "ring")
         client.publish(b"y" * 11, "ring")
         client.send(1, commands.Tx.Commit())
-        close = client.only(CHANNEL_CLOSE)
-        assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
+        client.check_close(CHANNEL_CLOSE, 406, "11 bytes")
         assert world.queue("ring").size == 0
 
     def test_a_transaction_whose_messages_each_fit_a_ring_queue_is_accepted_whatever_the_total_size(

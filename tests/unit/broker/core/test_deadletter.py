@@ -115,8 +115,7 @@ def test_an_acked_message_is_not_dead_lettered(world, client):
 @pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
 def test_a_message_that_a_full_queue_drops_to_make_room_is_dead_lettered(world, client, policy):
     client.declare(arguments={**DLX, **policy})
-    client.publish(b"1")
-    client.publish(b"2")
+    client.publish_each(b"1", b"2")
     assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"2"], [b"1"])
     assert headers(world.queue("dead"))["x-first-death-reason"] == "maxlen"
 
@@ -133,11 +132,9 @@ def test_a_dead_letter_that_overfills_a_queue_is_enqueued_and_flows_no_channel(w
 
 def test_a_full_queue_drops_and_counts_the_dead_letters_for_which_it_has_no_room(world, client):
     client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
-    client.call(1, commands.Queue.Bind(queue="small", exchange="amq.fanout"), commands.Queue.BindOk)
-    client.call(1, commands.Queue.Bind(queue="dead", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("small", "dead")
     client.declare(arguments={"x-dead-letter-exchange": "amq.fanout", "x-max-length": 1})
-    for body in (b"1", b"2", b"3"):
-        client.publish(body)
+    client.publish_each(b"1", b"2", b"3")
     assert (bodies(world.queue("small")), world.queue("small").contents.drops) == ([b"1"], {DropReason.REFUSED: 1})
     assert bodies(world.queue("dead")) == [b"1", b"2"]
 
@@ -240,7 +237,7 @@ def test_E7_a_message_rejected_by_a_consumer_may_pass_again_through_queues_that_
 ):
     queues = make_web(world, client, 3, **{"x-max-length": 0})
     client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
-    client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("work")
     client.publish(routing_key="q0")
     before = sum(queue.contents.published for queue in queues)
     copies = world.queue("work").depth
@@ -300,8 +297,7 @@ def test_a_message_that_is_dead_lettered_on_two_paths_to_a_queue_arrives_there_t
     for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
         client.declare(name, arguments=arguments | ({} if to else {"x-dead-letter-routing-key": "dead"}))
-    for name in ("b", "c"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("b", "c")
     client.publish(routing_key="a")
     assert bodies(world.queue("dead")) == [b"x"] * 2
 
@@ -348,8 +344,7 @@ def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_messa
     client.publish(b"1", routing_key="a")
     if publish == "after a wait":
         client.publish(b"2", routing_key="b")
-    for name in ("a", "b"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("a", "b")
     if publish == "from inside":
         world.host.publish("amq.fanout", "", b"")
     else:
@@ -364,8 +359,7 @@ def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_messa
 def test_a_full_queue_enqueues_the_new_message_before_it_dead_letters_the_message_that_it_drops(world, client):
     client.declare("b", arguments={"x-max-length": 1})
     client.declare("a", arguments=FULL)
-    for name in ("a", "b"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("a", "b")
     for body in (b"1", b"2"):
         client.publish(body, exchange="amq.fanout")
     assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"1"])
@@ -374,16 +368,14 @@ def test_a_full_queue_enqueues_the_new_message_before_it_dead_letters_the_messag
 def test_a_full_queue_with_reject_publish_dlx_dead_letters_the_messages_that_it_refuses(world, client):
     client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
-    client.publish(b"1")
-    client.publish(b"2")
+    client.publish_each(b"1", b"2")
     assert sorted(client.names()) == ["Basic.Ack", "Basic.Nack"]
     assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
 
 
 def test_a_full_queue_with_reject_publish_counts_the_messages_that_it_refuses_even_without_confirms(world, client):
     client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
-    client.publish(b"1")
-    client.publish(b"2")
+    client.publish_each(b"1", b"2")
     assert client.received() == []
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"1"], {DropReason.REFUSED: 1})
 

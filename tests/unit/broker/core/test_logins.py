@@ -44,9 +44,7 @@ def test_an_AMQPLAIN_login_succeeds_only_with_the_right_password(world, password
         client.only(commands.Connection.Tune, 0)
         assert client.session.handshake.user == "guest"
     else:
-        close = client.only(CLOSE, 0)
-        assert close.reply_code == 403
-        assert "using AMQPLAIN" in close.reply_text
+        client.check_close(CLOSE, 403, "using AMQPLAIN")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ CHANNEL_CLOSE = commands.Channel.Close
 
 
 def refused(client, setting, limit):
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert f"is reached ({setting}={limit})" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, f"is reached ({setting}={limit})")
     client.send(1, commands.Channel.CloseOk())
     client.channel()
 
@@ -71,9 +69,7 @@ def test_the_number_of_open_connections_is_limited_and_a_closed_connection_makes
     client.start()
     client.only(commands.Connection.Tune, 0)
     client.send(0, commands.Connection.TuneOk(0, 0, 0), commands.Connection.Open("/"))
-    close = client.only(commands.Connection.Close, 0)
-    assert close.reply_code == 530
-    assert "is reached (max_connections=2)" in close.reply_text
+    client.check_close(commands.Connection.Close, 530, "is reached (max_connections=2)")
     client.session.end()
     clients[0].session.end()
     clients[0].session.lost()
@@ -84,9 +80,7 @@ def test_the_number_of_open_connections_is_limited_and_a_closed_connection_makes
 def test_the_number_of_channels_of_a_connection_is_limited(make_world):
     client = make_world(channel_max=2).client().channel().channel(2)
     client.send(3, commands.Channel.Open())
-    close = client.only(commands.Connection.Close, 0)
-    assert close.reply_code == 530
-    assert "channel_max 2" in close.reply_text
+    client.check_close(commands.Connection.Close, 530, "channel_max 2")
 
 
 def test_queues_restored_from_a_store_count_for_max_queues_and_are_accepted_even_beyond_that_limit():

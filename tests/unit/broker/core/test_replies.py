@@ -64,25 +64,19 @@ def test_with_direct_reply_to_each_channel_gets_only_replies_to_its_own_requests
 
 def test_a_direct_reply_to_consumer_without_no_ack_is_refused_with_406_as_on_rabbitmq(world, client):
     client.send(1, Basic.Consume(queue=REPLY_TO))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "reply consumer cannot acknowledge" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "reply consumer cannot acknowledge")
     assert list(world.host.queues) == ["requests"]
 
 
 def test_a_second_direct_reply_to_consumer_on_a_channel_is_refused_with_406_as_on_rabbitmq(client):
     listen(client)
     client.send(1, Basic.Consume(queue=REPLY_TO, consumer_tag="b", no_ack=True))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "reply consumer already set" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "reply consumer already set")
 
 
 def test_a_request_with_direct_reply_to_is_refused_with_406_if_no_consumer_waits_for_the_reply(world, client):
     request(client)
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "fast reply consumer does not exist" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "fast reply consumer does not exist")
     assert world.queue("requests").depth == 0
     with pytest.raises(ChannelException, match="fast reply consumer does not exist"):
         world.host.publish("", "requests", b"", Basic.Properties(reply_to=REPLY_TO))

@@ -103,9 +103,7 @@ def test_unroutable_dead_letters_go_to_the_alternate_exchange(world, client):
 @pytest.mark.parametrize("value", [1, True, bytearray(b"\xff"), ["x"]])
 def test_an_alternate_exchange_argument_that_is_not_a_name_is_refused(client, value):
     client.send(1, Exchange.Declare(exchange="e", arguments={"alternate-exchange": value}))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "alternate-exchange" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "alternate-exchange")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +113,7 @@ def test_an_exchange_can_be_redeclared_only_with_the_same_arguments(client, agai
     exchange(client, "e", to="amq.fanout")
     exchange(client, "e", to="amq.fanout")
     client.send(1, Exchange.Declare(exchange="e", arguments=again))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "arguments" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "arguments")
 
 
 @pytest.mark.parametrize(

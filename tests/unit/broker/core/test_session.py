@@ -100,9 +100,7 @@ def test_connection_start_announces_the_capabilities_of_the_broker(world):
 def test_a_wrong_login_is_refused_with_403_if_the_client_supports_it(world, user, password):
     client = world.stranger()
     client.start(user=user, password=password)
-    close = client.only(CLOSE, 0)
-    assert close.reply_code == 403
-    assert repr(user)[1:-1] in close.reply_text
+    client.check_close(CLOSE, 403, repr(user)[1:-1])
 
 
 def test_a_wrong_login_ends_the_tcp_connection_if_the_client_does_not_support_403(world):
@@ -123,8 +121,7 @@ def test_an_unknown_vhost_is_refused_with_530(world):
     client.start()
     client.received()
     client.send(0, commands.Connection.TuneOk(0, 0, 0), commands.Connection.Open("elsewhere"))
-    close = client.only(CLOSE, 0)
-    assert (close.reply_code, "elsewhere" in close.reply_text) == (530, True)
+    client.check_close(CLOSE, 530, "elsewhere")
 
 
 @pytest.mark.parametrize("tune", [(0, 4095, 0), (0, 131073, 0), (2048, 0, 0)])

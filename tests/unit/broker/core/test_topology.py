@@ -267,10 +267,7 @@ def test_an_invalid_declaration_closes_the_channel_with_the_reply_code_of_the_st
 def test_C2_a_stop_threshold_below_the_resume_threshold_is_refused_with_406_and_the_error_shows_both(world):
     client = world.client().channel()
     client.send(1, Queue.Declare(queue="q", arguments={"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 6}))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "qpid.flow_stop_count=5" in close.reply_text
-    assert "qpid.flow_resume_count=6" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "qpid.flow_stop_count=5", "qpid.flow_resume_count=6")
 
 
 def test_an_unknown_exchange_type_closes_the_connection_with_503(world):

@@ -17,9 +17,7 @@ def _client(world):
 @pytest.mark.parametrize("value", [1, 10, 255, False, True, "x", None])
 def test_declaring_a_queue_with_x_max_priority_is_refused_with_406(world, client, value):
     client.send(1, Queue.Declare(queue="q", arguments={"x-max-priority": value}))
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "queue 'q': x-max-priority" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "queue 'q': x-max-priority")
     assert world.host.queues == {}
 
 
@@ -27,9 +25,7 @@ def test_declaring_a_queue_with_x_max_priority_is_refused_with_406(world, client
 def test_a_consumer_priority_is_refused_with_406(world, client, value):
     client.declare()
     client.consume(arguments={"x-priority": value})
-    close = client.only(CHANNEL_CLOSE)
-    assert close.reply_code == 406
-    assert "consumer of queue 'q': x-priority" in close.reply_text
+    client.check_close(CHANNEL_CLOSE, 406, "consumer of queue 'q': x-priority")
     assert not world.queue().dispatcher.consumers
 
 

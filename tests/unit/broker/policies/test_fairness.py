@@ -158,7 +158,7 @@ def test_F4_publishers_that_are_unflowed_in_turn_publish_equal_shares_and_overfi
 @pytest.fixture(name="client")
 def _client(world):
     client = world.client().channel().with_queue()
-    client.call(1, commands.Queue.Bind(queue="q", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("q")
     return client
 
 

@@ -102,8 +102,7 @@ def test_D4_the_enforcement_of_a_queue_can_be_changed_while_publishers_are_flowe
 @pytest.mark.parametrize(("maximum", "left"), [(1, [b"3"]), (2, [b"2", b"3"]), (3, [b"1", b"2", b"3"])])
 def test_D4_lowering_the_maximum_of_a_ring_queue_drops_the_oldest_messages_immediately(world, maximum, left):
     client = world.client().channel().with_queue()
-    for body in (b"1", b"2", b"3"):
-        client.publish(body)
+    client.publish_each(b"1", b"2", b"3")
     set_policy(world, policy="ring", max_count=maximum)
     assert bodies(world.queue()) == left
     assert world.queue().contents.dropped == 3 - len(left)
@@ -181,12 +180,10 @@ def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_until_it_has_dr
 def test_D10_after_max_flow_wait_a_queue_that_becomes_a_ring_drops_the_oldest_messages_and_flows_no_publisher(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
-    for body in (b"1", b"2", b"3"):
-        client.publish(body)
+    client.publish_each(b"1", b"2", b"3")
     tick(world, 10.0)
     client.received()
-    client.publish(b"4")
-    client.publish(b"5")
+    client.publish_each(b"4", b"5")
     assert tags(client) == [(5, True)]
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
 
@@ -208,8 +205,7 @@ def test_D10_max_flow_wait_counts_from_zero_each_time_the_queue_turns_ON(world):
 def test_D10_a_full_queue_without_consumers_stops_publishers_of_its_exchange_only_for_max_flow_wait(world):
     client = world.client().channel(confirms=True).with_queue("dead")
     client.declare("alive")
-    for name in ("dead", "alive"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("dead", "alive")
     world.set_policy(
         Policy("p", PolicyDefinition.from_mapping({"flow_stop_count": 2, "max_flow_wait": 10, "then": "ring"}), "^dead")
     )
@@ -327,8 +323,7 @@ WAIT_1: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
 
 def test_A4_a_message_to_a_full_queue_with_policy_wait_is_acked_once_there_is_room(world):
     client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
-    for body in (b"1", b"2", b"3"):
-        client.publish(body)
+    client.publish_each(b"1", b"2", b"3")
     assert tags(client) == [(1, False)]
     assert (bodies(world.queue()), world.queue().contents.published) == ([b"1"], 1)
     assert queue_snapshot(world.queue()).waiting == 2
@@ -404,9 +399,7 @@ def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_roo
 
 def test_A4_a_message_larger_than_the_maximum_of_the_queue_is_refused_without_waiting(world):
     client = world.client().channel(confirms=True).with_queue(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
-    client.publish(b"xxx")
-    client.publish(b"xxxx")
-    client.publish(b"x")
+    client.publish_each(b"xxx", b"xxxx", b"x")
     assert settled(client) == ([1], [2])
     assert queue_snapshot(world.queue()).waiting == 1
 
@@ -414,8 +407,7 @@ def test_A4_a_message_larger_than_the_maximum_of_the_queue_is_refused_without_wa
 def test_A4_F4_messages_that_wait_for_room_in_a_queue_are_accepted_in_order_of_arrival(world):
     first, second = world.client().channel(confirms=True), world.client().channel(confirms=True)
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
-    first.publish(b"4444")
-    first.publish(b"333")
+    first.publish_each(b"4444", b"333")
     second.publish(b"1")
     world.queue().take(no_ack=True)
     # There is room for this message, but an older message waits.
@@ -431,8 +423,7 @@ def test_A4_F4_messages_that_wait_for_room_in_a_queue_are_accepted_in_order_of_a
 def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_or_by_none(world):
     client = world.client().channel(confirms=True).with_queue("narrow", arguments=WAIT_1)
     client.declare("wide")
-    for name in ("narrow", "wide"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("narrow", "wide")
     client.publish(b"1", exchange="amq.fanout")
     client.publish(b"2", exchange="amq.fanout")
     client.publish(b"3", routing_key="wide")
@@ -448,8 +439,7 @@ def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_o
 def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses_it(world):
     client = world.client().channel(confirms=True).with_queue("waits", arguments=WAIT_1)
     client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
-    for name in ("waits", "rejects"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("waits", "rejects")
     client.publish(exchange="amq.fanout", times=2)
     assert settled(client) == ([1], [2])
     world.queue("rejects").purge()
@@ -468,8 +458,7 @@ def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses
 def test_A4_a_message_stops_waiting_for_room_in_a_queue_that_is_deleted(world):
     client = world.client().channel(confirms=True).with_queue("narrow", arguments=WAIT_1)
     client.declare("wide")
-    for name in ("narrow", "wide"):
-        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.bind_to_fanout("narrow", "wide")
     client.publish(exchange="amq.fanout", times=3)
     client.received()
     world.host.delete_queue(world.queue("narrow"))
@@ -482,8 +471,7 @@ def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_t
     world, confirms
 ):
     client, other = world.client().channel(confirms=confirms).with_queue(arguments=WAIT_1), world.client().channel()
-    for body in (b"1", b"2"):
-        client.publish(body)
+    client.publish_each(b"1", b"2")
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     other.publish(b"3")
     world.queue().purge()
@@ -494,8 +482,7 @@ def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_t
 
 def test_A4_messages_of_a_closed_channel_that_wait_too_long_for_room_are_dropped_and_counted(world):
     client = world.client().channel().with_queue(arguments=WAIT_1)
-    client.publish(b"1")
-    client.publish(b"2")
+    client.publish_each(b"1", b"2")
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     tick(world, 60.0)
     assert world.queue().contents.drops == {DropReason.REFUSED: 1}
@@ -516,8 +503,7 @@ def test_A4_D4_a_message_that_waits_for_room_is_handled_by_the_new_policy_when_t
     world, definition, in_queue, outcome
 ):
     client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
-    for body in (b"1", b"2", b"3"):
-        client.publish(body)
+    client.publish_each(b"1", b"2", b"3")
     client.received()
     set_policy(world, **definition)
     tick(world, 0.0)
@@ -543,8 +529,7 @@ def test_A4_D9_a_commit_for_which_a_queue_has_no_room_is_refused_with_406_and_do
 def test_A4_a_commit_does_not_overtake_a_message_that_waits_for_room(world):
     first, second = world.client().channel(confirms=True), world.client().channel()
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
-    first.publish(b"4444")
-    first.publish(b"333")
+    first.publish_each(b"4444", b"333")
     world.queue().take(no_ack=True)
     second.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     second.publish(b"1")

@@ -240,9 +240,7 @@ def test_a_durable_queue_or_exchange_that_cannot_be_stored_is_refused(world):
     client = world.client().channel()
     arguments: dict[str, Any] = {"strange": float("inf")}
     client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
-    close = client.only(commands.Channel.Close)
-    assert close.reply_code == 406
-    assert "strange" in close.reply_text
+    client.check_close(commands.Channel.Close, 406, "strange")
     assert world.host.queues == {}
     for declare in (
         lambda: world.host.topology.declare_exchange("e", "direct", durable=True, arguments=arguments),
