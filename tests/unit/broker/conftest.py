@@ -98,6 +98,11 @@ class Client:
     def declare(self, queue="q", *, channel=1, **options):
         return self.call(channel, commands.Queue.Declare(queue=queue, **options), commands.Queue.DeclareOk)
 
+    def tick(self, at):
+        """Set the time, and run the timer of the session."""
+        self.world.now = at
+        self.session.tick(at)
+
     def with_queue(self, queue="q", *, channel=1, **options):
         """Declare a queue on an open channel, and return the client."""
         self.declare(queue, channel=channel, **options)
@@ -229,6 +234,11 @@ class World:
 
     def wall_clock(self):
         return self.epoch + self.now
+
+    def tick(self, at):
+        """Set the time, and run the timers that are due."""
+        self.now = at
+        self.host.timers.tick(at)
 
     def set_policy(self, policy):
         self.rules.set_policy(policy, self.host)

@@ -27,8 +27,7 @@ def headers(queue):
 @pytest.fixture(name="client")
 def _client(world):
     world.epoch = 1_000_000.9
-    client = world.client().channel().with_queue("dead")
-    return client
+    return world.client().channel().with_queue("dead")
 
 
 def test_a_rejected_message_is_dead_lettered_with_all_its_properties(world, client):
@@ -43,8 +42,7 @@ def test_a_rejected_message_is_dead_lettered_with_all_its_properties(world, clie
         app_id="app",
     )
     client.publish(b"1", properties=properties)
-    client.send(1, commands.Basic.Get(queue="q"))
-    client.send(1, commands.Basic.Reject(1, requeue=False))
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     assert (world.queue().depth, world.queue().contents.drops) == (0, {DropReason.REJECTED: 1})
     assert bodies(world.queue("dead")) == [b"1"]
     (entry,) = world.queue("dead").contents.oldest_first()
@@ -90,8 +88,7 @@ def test_a_channel_that_ends_requeues_all_unacked_messages_before_expired_messag
 def test_without_a_dead_letter_exchange_a_rejected_message_is_removed_and_counted(world, client):
     client.declare()
     client.publish()
-    client.send(1, commands.Basic.Get(queue="q"))
-    client.send(1, commands.Basic.Reject(1, requeue=False))
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     assert (world.queue().contents.drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
 
 
@@ -172,10 +169,8 @@ def test_a_message_passes_a_dead_letter_cycle_as_often_as_consumers_reject_it(wo
     client.declare("b", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "a"})
     client.publish(routing_key="a")
     for number in range(1, 4):
-        client.send(1, commands.Basic.Get(queue="a"))
-        client.send(1, commands.Basic.Reject(number, requeue=False))
-        world.now += 0.01
-        world.host.timers.tick(world.now)
+        client.send(1, commands.Basic.Get(queue="a"), commands.Basic.Reject(number, requeue=False))
+        world.tick(world.now + 0.01)
     assert [(death["reason"], death["count"]) for death in headers(world.queue("a"))["x-death"]] == [
         ("expired", 3),
         ("rejected", 3),
@@ -185,8 +180,7 @@ def test_a_message_passes_a_dead_letter_cycle_as_often_as_consumers_reject_it(wo
 def test_a_dead_letter_cycle_in_which_no_consumer_rejects_the_message_ends(world, client):
     client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
     client.publish(routing_key="a")
-    world.now = 0.01
-    world.host.timers.tick(world.now)
+    world.tick(0.01)
     drops = {DropReason.EXPIRED: 1, DropReason.CYCLE: 1}
     assert (world.queue("a").depth, world.queue("a").contents.drops) == (0, drops)
 
@@ -227,8 +221,7 @@ def test_E7_a_message_that_expires_in_queues_that_dead_letter_to_each_other_has_
     queues = make_web(world, client, count, **{"x-message-ttl": 1})
     client.publish(routing_key="q0")
     while any(queue.depth for queue in queues):
-        world.now += 0.001
-        world.host.timers.tick(world.now)
+        world.tick(world.now + 0.001)
     assert sum(queue.contents.published for queue in queues) <= count * count
 
 
@@ -241,8 +234,7 @@ def test_E7_a_message_rejected_by_a_consumer_may_pass_again_through_queues_that_
     client.publish(routing_key="q0")
     before = sum(queue.contents.published for queue in queues)
     copies = world.queue("work").depth
-    client.send(1, commands.Basic.Get(queue="work"))
-    client.send(1, commands.Basic.Reject(1, requeue=False))
+    client.send(1, commands.Basic.Get(queue="work"), commands.Basic.Reject(1, requeue=False))
     assert sum(queue.contents.published for queue in queues) > before
     assert world.queue("work").depth > copies
 
@@ -268,8 +260,7 @@ def test_copies_of_a_message_with_different_routing_keys_all_pass_through_a_shar
         client.call(1, bind, commands.Queue.BindOk)
     client.publish(exchange="amq.fanout")
     for _ in range(10):
-        world.now += 0.001
-        world.host.timers.tick(world.now)
+        world.tick(world.now + 0.001)
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
@@ -284,8 +275,7 @@ def test_equal_copies_of_a_message_that_expire_in_one_queue_are_dead_lettered_on
     for published in (1, 2):
         client.publish(exchange="amq.fanout")
         for _ in range(10):
-            world.now += 0.001
-            world.host.timers.tick(world.now)
+            world.tick(world.now + 0.001)
         delay = world.queue("delay")
         assert len(bodies(world.queue("archive"))) == published
         assert delay.contents.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}
@@ -317,8 +307,7 @@ def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, ca
 def test_a_malformed_x_death_header_from_a_client_does_not_prevent_dead_lettering(world, client, forged):
     client.declare(arguments=DLX)
     client.publish(properties=commands.Basic.Properties(headers={"x-death": forged}))
-    client.send(1, commands.Basic.Get(queue="q"))
-    client.send(1, commands.Basic.Reject(1, requeue=False))
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     deaths = headers(world.queue("dead"))["x-death"]
     assert deaths[0]["queue"] == "q"
     assert deaths[0]["count"] == 1
@@ -450,8 +439,7 @@ def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
     client.declare("back", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q"})
     client.publish(b"1", routing_key="back")
     for round_ in (1, 2, 3):
-        client.send(1, commands.Basic.Get(queue="back"))
-        client.send(1, commands.Basic.Reject(2 * round_ - 1, requeue=False))
+        client.send(1, commands.Basic.Get(queue="back"), commands.Basic.Reject(2 * round_ - 1, requeue=False))
         client.send(1, commands.Basic.Get(queue="q"))
         world.queue("q").options = world.queue("back").options
         client.send(1, commands.Basic.Reject(2 * round_, requeue=False))
@@ -469,8 +457,7 @@ def test_an_invalid_count_in_an_x_death_header_from_a_client_restarts_at_1(world
     client.declare(arguments=DLX)
     forged: Any = [{"count": count, "queue": "q", "reason": "rejected"}]
     client.publish(b"1", properties=commands.Basic.Properties(headers={"x-death": forged}))
-    client.send(1, commands.Basic.Get(queue="q"))
-    client.send(1, commands.Basic.Reject(1, requeue=False))
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     assert raw_counts(world.queue("dead")) == [b"l" + (1).to_bytes(8, "big")]
 
 

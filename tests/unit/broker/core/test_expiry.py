@@ -142,8 +142,7 @@ def test_J6_the_expiry_of_messages_unflows_channels_and_releases_withheld_confir
     names = client.names()
     assert sorted(set(names)) == ["Basic.Ack", "Channel.Flow"]
     assert world.queue().flows.held_confirms == 1
-    world.now = world.host.timers.next_tick
-    world.host.timers.tick(world.now)
+    world.tick(world.host.timers.next_tick)
     assert world.now == 1.0
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
     assert (world.queue().flows.held_confirms, world.queue().flows.is_on, world.queue().depth) == (0, False, 0)
@@ -156,8 +155,7 @@ def test_J6_publishers_are_unflowed_as_soon_as_expired_messages_have_made_enough
     assert flows(client) == [False]
     for now, told in ((0.1, []), (0.2, [True]), (0.3, [])):
         assert world.host.timers.next_tick == now
-        world.now = now
-        world.host.timers.tick(now)
+        world.tick(now)
         assert flows(client) == told
     assert world.host.timers.next_tick == float("inf")
 
@@ -225,16 +223,14 @@ def test_get_declare_and_consumers_count_as_use_of_a_queue_with_x_expires(world,
         client.send(1, commands.Queue.Declare(queue="q", passive="passively" in use, arguments=arguments))
     client.received()
     for now, there in ((1.0, True), (1.7, True), (1.8, False)):
-        world.now = now
-        world.host.timers.tick(now)
+        world.tick(now)
         assert ("q" in world.host.queues) is there
 
 
 def test_a_queue_with_x_expires_is_not_deleted_while_it_has_a_consumer(world):
     client = world.client().channel().with_queue(arguments={"x-expires": 1000})
     client.consume()
-    world.now = 1000.0
-    world.host.timers.tick(world.now)
+    world.tick(1000.0)
     assert world.queue().dispatcher.consumers
     assert world.host.timers.next_tick == float("inf")
 
@@ -243,8 +239,7 @@ def test_a_deleted_queue_and_its_messages_no_longer_expire(world):
     client = world.client().channel().with_queue(arguments={"x-expires": 1000, "x-message-ttl": 100})
     client.publish()
     client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
-    world.now = 2.0
-    world.host.timers.tick(2.0)
+    world.tick(2.0)
     assert client.received() == []
 
 

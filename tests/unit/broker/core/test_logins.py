@@ -102,17 +102,14 @@ def test_after_many_failed_logins_from_an_address_even_a_login_with_the_right_pa
     right, wrong = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "wrong")
     assert (right.received(), wrong.received()) == ([], [])
     assert right.session.deadlines.at == wrong.session.deadlines.at == 1.0
-    world.now = 0.9
-    right.session.tick(world.now)
+    right.tick(0.9)
     assert right.received() == []
-    world.now = 1.0
-    wrong.session.tick(world.now)
+    wrong.tick(1.0)
     assert wrong.only(CLOSE, 0).reply_code == 403
     right.session.tick(world.now)
     assert right.received() == []
-    world.now = right.session.deadlines.at
-    assert world.now == 2.0
-    right.session.tick(world.now)
+    assert right.session.deadlines.at == 2.0
+    right.tick(2.0)
     right.only(commands.Connection.Tune, 0)
     assert right.session.state is State.TUNE_OK
 
@@ -140,12 +137,10 @@ def logged_in(world, password):
 def test_a_connection_is_closed_when_its_credentials_have_expired(make_world):
     world = make_world(authenticate=authenticate, heartbeat=0)
     client, other = logged_in(world, "once"), logged_in(world, "ever")
-    world.now = 9.9
-    client.session.tick(world.now)
+    client.tick(9.9)
     assert client.received() == []
-    world.now = client.session.deadlines.at
-    assert world.now == 10.0
-    client.session.tick(world.now)
+    assert client.session.deadlines.at == 10.0
+    client.tick(10.0)
     other.session.tick(world.now)
     assert other.received() == []
     close = client.only(CLOSE, 0)
@@ -160,8 +155,7 @@ def test_update_secret_with_a_right_secret_extends_the_connection_and_with_a_wro
     client = logged_in(world, "once")
     world.now = 8.0
     client.call(0, commands.Connection.UpdateSecret("once", ""), commands.Connection.UpdateSecretOk)
-    world.now = 10.0
-    client.session.tick(world.now)
+    client.tick(10.0)
     assert client.received() == []
     assert client.session.deadlines.at == 18.0
     client.send(0, commands.Connection.UpdateSecret("wrong", ""))
@@ -189,8 +183,7 @@ def test_a_client_whose_login_is_delayed_must_wait_and_then_has_the_usual_time_f
     slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
     loud.send(0, commands.Connection.TuneOk(0, 0, 0))
     assert loud.only(CLOSE, 0).reply_code == 503
-    world.now = slow.session.deadlines.at
-    slow.session.tick(world.now)
+    slow.tick(slow.session.deadlines.at)
     assert (world.now, slow.session.state) == (0.5, State.ENDED)
 
 

@@ -236,8 +236,7 @@ def test_a_client_that_does_not_answer_connection_close_is_disconnected(make_wor
     client.feed(raw(8, 1, b""))
     assert client.session.deadlines.at == 5
     for now, state in ((4.9, State.CLOSE_OK), (5.0, State.ENDED)):
-        world.now = now
-        client.session.tick(now)
+        client.tick(now)
         assert client.session.state is state
 
 
@@ -260,8 +259,7 @@ def test_a_connection_that_is_not_opened_in_time_is_closed(make_world, steps):
         client.send(0, commands.Connection.TuneOk(0, 0, 0))
     assert client.session.deadlines.at == 10
     for now, ended in ((9.9, False), (10.0, True)):
-        world.now = now
-        client.session.tick(now)
+        client.tick(now)
         assert (client.session.state is State.ENDED) is ended
 
 
@@ -271,8 +269,7 @@ def test_a_peer_silent_for_two_heartbeat_intervals_is_disconnected(world):
     client.feed(HEARTBEAT)
     beats = 0
     while client.session.state is State.RUNNING:
-        world.now = client.session.deadlines.at
-        client.session.tick(world.now)
+        client.tick(client.session.deadlines.at)
         beats += client.raw_output().count(HEARTBEAT)
     assert world.now == 3.0 + 2 * 4
     # One heartbeat in each half interval: at 2, 4, 6, 8 and 10 s.
@@ -419,8 +416,7 @@ def test_E9_a_connection_that_is_not_open_in_time_is_ended_even_during_its_close
     stranger.start(password="wrong")
     assert isinstance(stranger.received()[-1][1], commands.Connection.Close)
     assert stranger.session.deadlines.at == 10
-    world.now = 10.0
-    stranger.session.tick(10.0)
+    stranger.tick(10.0)
     assert stranger.session.state is State.ENDED
 
 
@@ -441,8 +437,7 @@ def test_names_chosen_by_clients_are_logged_without_control_characters(make_worl
         declare = b"\0\x32\0\x0a\0\0" + bytes((len(name),)) + name + b"\1\0\0\0\0"
         client.feed(make_frame(METHOD_FRAME, 1, declare))
         world.host.declare_queue("\x1b]0;title\x07", arguments={"x-expires": 1})
-        world.now = 1.0
-        world.host.timers.tick(world.now)
+        world.tick(1.0)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "\\x1b[31mred\\r\\n\\u202eforged" in told[0]

@@ -96,8 +96,7 @@ def test_D7_a_message_that_waits_for_room_in_a_queue_is_in_the_backlog_until_it_
     world.queue().take(no_ack=True)
     world.host.timers.tick(0.0)
     assert connection_snapshot(client.session).backlog == 2
-    world.now = 60.0
-    world.host.timers.tick(60.0)
+    world.tick(60.0)
     assert connection_snapshot(client.session).backlog == 0
     assert not client.session.channels[1].flow.is_blocked
 
@@ -226,14 +225,12 @@ def test_D8_a_tarpit_stops_reading_from_the_connection_for_a_limited_time(make_w
     assert connection_snapshot(client.session).tarpits == 2
     assert world.controls.sanctions["tarpits"] == 2
     for now, is_read in ((1.0, False), (1.999, False), (2.0, True)):
-        world.now = now
-        client.session.tick(now)
+        client.tick(now)
         assert (client.session.deadlines.tarpit_until is None) is is_read
     # The broker did not read, so the client did not count as silent. From now on it does.
     assert connection_snapshot(client.session).is_open
     for now in (3.0, 4.0):
-        world.now = now
-        client.session.tick(now)
+        client.tick(now)
     assert client.session.state is State.ENDED
 
 

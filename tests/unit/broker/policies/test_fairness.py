@@ -16,12 +16,6 @@ from tests.effort import rounds
 
 from ..core.test_flow import STOP_2, flows
 
-
-def tick(world, now):
-    world.now = now
-    world.host.timers.tick(now)
-
-
 # Publishers that are unflowed one after the other.
 
 
@@ -75,7 +69,7 @@ def test_F4_with_a_resume_interval_publishers_are_unflowed_one_by_one_beginning_
     world.queue().purge()
     for at in (0.0, 0.0999, 0.1, 0.1999, 0.2):
         if at <= now:
-            tick(world, at)
+            world.tick(at)
     assert [flows(client) for client in clients] == [[True]] * back + [[]] * (3 - back)
     assert len(queue_snapshot(world.queue()).blocked) == 3 - back
 
@@ -86,13 +80,13 @@ def test_F4_a_publisher_that_was_not_unflowed_before_the_queue_filled_again_is_t
     world.queue().purge()
     first.publish(times=3)
     assert flows(first) == [True, False]
-    tick(world, 0.5)
+    world.tick(0.5)
     assert [client.received() for client in clients] == [[], [], []]
     world.queue().purge()
     assert [flows(client) for client in clients] == [[], [True], []]
-    tick(world, 0.6)
+    world.tick(0.6)
     assert [flows(client) for client in clients] == [[], [], [True]]
-    tick(world, 0.7)
+    world.tick(0.7)
     assert [flows(client) for client in clients] == [[True], [], []]
 
 
@@ -108,7 +102,7 @@ def test_F4_a_publisher_that_ends_is_skipped_when_publishers_are_unflowed_one_by
     first, second, third = three_flowed(world)
     second.send(1, commands.Channel.Close(200, "", 0, 0))
     world.queue().purge()
-    tick(world, 0.1)
+    world.tick(0.1)
     assert [flows(client) for client in (first, third)] == [[True], [True]]
 
 
@@ -136,7 +130,7 @@ def flap(make_world, interval, rounds, publishers=10, burst=20):
                 served[number] += burst
         for _ in range(30):
             world.queue().take(no_ack=True)
-        tick(world, float(round_number))
+        world.tick(float(round_number))
         if round_number == 20:
             # In the beginning no publisher is flowed, whatever the interval.
             world.queue().contents.peak_depth = 0
@@ -193,9 +187,9 @@ def test_F6_a_publisher_that_exceeds_the_rate_limit_is_flowed_until_the_average_
     assert flows(client) == [False]
     assert channel_snapshot(client.session.channels[1]).blocked_by == (f"rate of {scope} '{name}'",)
     assert world.queue().depth == 2
-    tick(world, 0.0999)
+    world.tick(0.0999)
     assert flows(client) == []
-    tick(world, 0.1)
+    world.tick(0.1)
     assert flows(client) == [True]
 
 
@@ -205,9 +199,9 @@ def test_F6_a_channel_that_exceeds_a_rate_limit_in_bytes_is_flowed(world, client
     assert flows(client) == []
     client.publish(b"x" * 500)
     assert flows(client) == [False]
-    tick(world, 0.499)
+    world.tick(0.499)
     assert flows(client) == []
-    tick(world, 0.5)
+    world.tick(0.5)
     assert flows(client) == [True]
 
 
@@ -233,9 +227,9 @@ def test_F6_a_rate_limit_can_be_changed_while_the_broker_runs_and_still_counts_e
     assert flows(client) == [False]
     # Two messages exceeded the limit.
     limit(world, "queue", "q", messages=10)
-    tick(world, 0.1999)
+    world.tick(0.1999)
     assert flows(client) == []
-    tick(world, 0.2)
+    world.tick(0.2)
     assert flows(client) == [True]
 
 
@@ -273,7 +267,7 @@ def test_J4_a_channel_flowed_by_a_rate_limit_and_a_full_queue_resumes_when_both_
     client.declare("narrow", arguments=STOP_2)
     client.publish(routing_key="narrow", times=3)
     assert flows(client) == [False]
-    tick(world, 100.0)
+    world.tick(100.0)
     assert flows(client) == []
     world.queue("narrow").purge()
     assert flows(client) == [True]

@@ -29,11 +29,6 @@ def settled(client):
     return acked, nacked
 
 
-def tick(world, now):
-    world.now = now
-    world.host.timers.tick(now)
-
-
 # Live changes (D4).
 
 
@@ -146,7 +141,7 @@ def test_D10_a_queue_whose_state_is_ON_for_max_flow_wait_unflows_its_publishers(
     client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     client.publish(times=3)
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
-    tick(world, now)
+    world.tick(now)
     assert sorted(client.names()) == (["Basic.Ack", "Channel.Flow"] if is_overdue else [])
     queue = world.queue()
     assert (queue.flows.is_overdue, queue.flows.is_on, queue.depth, queue.flows.times_overdue) == (
@@ -163,7 +158,7 @@ def test_D10_a_queue_whose_state_is_ON_for_max_flow_wait_unflows_its_publishers(
 def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_until_it_has_drained(world):
     client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     client.publish(times=3)
-    tick(world, 10.0)
+    world.tick(10.0)
     client.received()
     client.publish()
     assert settled(client) == ([], [4])
@@ -181,7 +176,7 @@ def test_D10_after_max_flow_wait_a_queue_that_becomes_a_ring_drops_the_oldest_me
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
     client.publish_each(b"1", b"2", b"3")
-    tick(world, 10.0)
+    world.tick(10.0)
     client.received()
     client.publish_each(b"4", b"5")
     assert tags(client) == [(5, True)]
@@ -196,9 +191,9 @@ def test_D10_max_flow_wait_counts_from_zero_each_time_the_queue_turns_ON(world):
         if not now:
             world.queue().purge()
     assert flows(client) == [False, True, False]
-    tick(world, 10.0)
+    world.tick(10.0)
     assert flows(client) == []
-    tick(world, 15.0)
+    world.tick(15.0)
     assert flows(client) == [True]
 
 
@@ -211,7 +206,7 @@ def test_D10_a_full_queue_without_consumers_stops_publishers_of_its_exchange_onl
     )
     client.publish(exchange="amq.fanout", times=3)
     assert "Channel.Flow" in client.names()
-    tick(world, 10.0)
+    world.tick(10.0)
     assert "Channel.Flow" in client.names()
     for number in range(100):
         client.publish(b"%d" % number, exchange="amq.fanout")
@@ -226,9 +221,9 @@ def test_D10_a_max_flow_wait_set_on_a_full_queue_counts_from_the_time_when_the_q
     client.publish(times=3)
     world.now = 7.0
     set_policy(world, max_flow_wait=10)
-    tick(world, 9.999)
+    world.tick(9.999)
     assert flows(client) == [False]
-    tick(world, 10.0)
+    world.tick(10.0)
     assert flows(client) == [True]
     set_policy(world, max_size=1000)
     client.publish()
@@ -269,8 +264,7 @@ def test_D9_an_unacked_message_is_dropped_only_when_it_is_requeued_after_a_newer
     assert bodies(world.queue()) == [b"1", b"2"]
     client.send(1, commands.Basic.Reject(1, requeue=True))
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"2"], {DropReason.CONFLATED: 1})
-    client.send(1, commands.Basic.Get(queue="q"))
-    client.send(1, commands.Basic.Reject(2, requeue=True))
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(2, requeue=True))
     assert bodies(world.queue()) == [b"2"]
 
 
@@ -330,10 +324,10 @@ def test_A4_a_message_to_a_full_queue_with_policy_wait_is_acked_once_there_is_ro
     channel = channel_snapshot(client.session.channels[1])
     assert (channel.waiting, channel.unconfirmed) == (2, 2)
     world.queue().take(no_ack=True)
-    tick(world, world.now)
+    world.tick(world.now)
     assert (bodies(world.queue()), tags(client)) == ([b"2"], [(2, False)])
     world.queue().take(no_ack=True)
-    tick(world, world.now)
+    world.tick(world.now)
     assert (bodies(world.queue()), tags(client)) == ([b"3"], [(3, False)])
     assert channel_snapshot(client.session.channels[1]).unconfirmed == 0
 
@@ -343,12 +337,12 @@ def test_A4_a_message_that_has_waited_too_long_for_room_in_its_queue_is_nacked(w
     client = world.client().channel(confirms=True).with_queue(arguments=WAIT_1)
     client.publish(times=2)
     assert settled(client) == ([1], [])
-    tick(world, now)
+    world.tick(now)
     assert settled(client) == ([], nacked)
     assert queue_snapshot(world.queue()).waiting == 1 - len(nacked)
     assert (world.queue().depth, channel_snapshot(client.session.channels[1]).nacked) == (1, len(nacked))
     world.queue().purge()
-    tick(world, now)
+    world.tick(now)
     assert world.queue().depth == 1 - len(nacked)
 
 
@@ -358,16 +352,16 @@ def test_A4_the_maximum_wait_for_room_in_a_queue_can_be_set(make_world):
     client.publish()
     world.now = 1.0
     client.publish(times=2)
-    tick(world, 2.999)
+    world.tick(2.999)
     assert settled(client) == ([1], [])
-    tick(world, 3.0)
+    world.tick(3.0)
     assert settled(client) == ([], [2, 3])
 
 
 def test_A4_without_confirms_a_channel_whose_message_waits_too_long_for_room_is_closed(world):
     client = world.client().channel().with_queue(arguments=WAIT_1)
     client.publish(times=2)
-    tick(world, 60.0)
+    world.tick(60.0)
     close = client.close_of(commands.Channel.Close)
     assert (close.reply_code, close.class_id, close.method_id) == (506, 60, 40)
     assert "queue 'q' is full" in close.reply_text
@@ -382,7 +376,7 @@ def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_roo
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
     if is_taken:
         world.queue().take(no_ack=True)
-        tick(world, 0.0)
+        world.tick(0.0)
         assert bodies(world.queue()) == [b"waits"]
         assert client.received() == []
         world.queue().take(no_ack=True)
@@ -391,7 +385,7 @@ def test_A4_a_message_that_was_published_before_confirm_select_and_waits_for_roo
     else:
         other = world.client().channel(confirms=True)
         other.publish()
-        tick(world, 60.0)
+        world.tick(60.0)
         # The channel is closed as without confirms. The message that waits behind it is nacked.
         assert client.close_of(commands.Channel.Close).reply_code == 506
         assert settled(other) == ([], [1])
@@ -413,10 +407,10 @@ def test_A4_F4_messages_that_wait_for_room_in_a_queue_are_accepted_in_order_of_a
     # There is room for this message, but an older message waits.
     second.publish(b"2")
     assert bodies(world.queue()) == []
-    tick(world, 0.0)
+    world.tick(0.0)
     assert bodies(world.queue()) == [b"333", b"1"]
     world.queue().take(no_ack=True)
-    tick(world, 0.0)
+    world.tick(0.0)
     assert bodies(world.queue()) == [b"1", b"2"]
 
 
@@ -429,7 +423,7 @@ def test_A4_a_message_that_waits_for_room_in_several_queues_is_accepted_by_all_o
     client.publish(b"3", routing_key="wide")
     assert (bodies(world.queue("narrow")), bodies(world.queue("wide"))) == ([b"1"], [b"1"])
     world.queue("narrow").take(no_ack=True)
-    tick(world, 0.0)
+    world.tick(0.0)
     assert (bodies(world.queue("narrow")), bodies(world.queue("wide"))) == ([b"2"], [b"1", b"2", b"3"])
     client.publish(b"4", routing_key="wide")
     assert bodies(world.queue("wide"))[-1] == b"4"
@@ -448,10 +442,10 @@ def test_A4_a_message_does_not_wait_for_room_in_a_queue_if_another_queue_refuses
     # This queue fills up while the message waits. Then the message waits for it, too.
     world.host.publish("", "rejects", b"")
     world.queue("waits").purge()
-    tick(world, 0.0)
+    world.tick(0.0)
     assert (settled(client), world.queue("waits").depth) == (([], []), 0)
     world.queue("rejects").purge()
-    tick(world, 0.0)
+    world.tick(0.0)
     assert (settled(client), world.queue("waits").depth) == (([3], []), 1)
 
 
@@ -475,7 +469,7 @@ def test_A4_messages_that_wait_for_room_are_dropped_with_their_channel_only_if_t
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     other.publish(b"3")
     world.queue().purge()
-    tick(world, 0.0)
+    world.tick(0.0)
     assert bodies(world.queue()) == ([b"3"] if confirms else [b"2"])
     assert world.queue().contents.drops == ({DropReason.REFUSED: 1} if confirms else {})
 
@@ -484,7 +478,7 @@ def test_A4_messages_of_a_closed_channel_that_wait_too_long_for_room_are_dropped
     client = world.client().channel().with_queue(arguments=WAIT_1)
     client.publish_each(b"1", b"2")
     client.send(1, commands.Channel.Close(200, "", 0, 0))
-    tick(world, 60.0)
+    world.tick(60.0)
     assert world.queue().contents.drops == {DropReason.REFUSED: 1}
     assert queue_snapshot(world.queue()).waiting == 0
 
@@ -506,7 +500,7 @@ def test_A4_D4_a_message_that_waits_for_room_is_handled_by_the_new_policy_when_t
     client.publish_each(b"1", b"2", b"3")
     client.received()
     set_policy(world, **definition)
-    tick(world, 0.0)
+    world.tick(0.0)
     assert bodies(world.queue()) == in_queue
     acked, nacked = outcome
     found = client.received()
@@ -535,7 +529,7 @@ def test_A4_a_commit_does_not_overtake_a_message_that_waits_for_room(world):
     second.publish(b"1")
     second.send(1, commands.Tx.Commit())
     assert "publishes wait for room in queue 'q'" in second.close_of(commands.Channel.Close).reply_text
-    tick(world, 0.0)
+    world.tick(0.0)
     assert bodies(world.queue()) == [b"333"]
 
 

@@ -60,8 +60,7 @@ def test_J4_the_flow_log_shows_which_channel_waits_for_which_queue_and_which_cha
     (raised,) = _of(lines, "raised")
     assert (raised["producer"], raised["connection"], raised["queue"]) == ("client-2/p", "client-2", "q")
     assert (raised["reason"], raised["since"]) == ("channel_flow", 1_001_000_000)
-    world.now = 3.0
-    world.host.timers.tick(world.now)
+    world.tick(3.0)
     (held,) = _of(lines, "held")
     assert (held["begun"], held["at"]) == (1_001_000_000, 1_003_000_000)
     assert held["causes"] == {"client-1/p": 1_333_334, "client-2/p": 666_666}
@@ -145,8 +144,7 @@ def test_no_depth_samples_are_recorded_for_an_empty_idle_queue(make_world) -> No
     client.publish()
     _get(client)
     for second in range(1, 6):
-        world.now = float(second)
-        world.host.timers.tick(world.now)
+        world.tick(float(second))
     assert len(_of(lines, "depth")) == 1
 
 
@@ -165,8 +163,7 @@ def test_the_flow_log_records_the_end_of_a_wait_when_its_channel_ends_or_its_que
     assert len(_of(lines, "off")) == 1
     assert _of(lines, "depth")[-1]["left"] == 6
     count = len(lines)
-    world.now = 2.0
-    world.host.timers.tick(world.now)
+    world.tick(2.0)
     assert len(lines) == count
 
 

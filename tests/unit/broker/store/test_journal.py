@@ -154,8 +154,7 @@ def test_a_persistent_message_that_leaves_its_queue_in_any_way_is_removed_from_d
         case "ring":
             client.publish(properties=PERSISTENT)
         case "expire":
-            world.now = 2.0
-            world.host.timers.tick(world.now)
+            world.tick(2.0)
         case "reject":
             client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     assert write(world)[0].removals == [batch.puts[0].number]
@@ -192,8 +191,7 @@ def test_declare_ok_for_a_durable_queue_is_sent_after_the_queue_is_on_disk(world
 def test_heartbeats_do_not_wait_for_the_disk(world):
     client = world.client(heartbeat=10).channel()
     client.send(1, commands.Queue.Declare(queue="q", durable=True))
-    world.now = 6.0
-    client.session.tick(world.now)
+    client.tick(6.0)
     assert client.names() == ["Heartbeat"]
     write(world)
     assert client.names() == ["Queue.DeclareOk"]
@@ -630,8 +628,7 @@ def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_mome
         assert [entry.message.body for entry in world.queue().contents.oldest_first()] == [None]
         match how:
             case "expire":
-                world.now = 2.0
-                world.host.timers.tick(world.now)
+                world.tick(2.0)
             case "maxlen":
                 world.queue().dropping.drop_head()
             case "reject":
