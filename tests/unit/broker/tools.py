@@ -1,6 +1,8 @@
-"""Tools that the tests of the queue share."""
+"""Tools that the tests of the broker share."""
 
 from __future__ import annotations
+
+from pamqp.commands import Basic
 
 from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.exchange import Target
@@ -11,6 +13,21 @@ from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import FlowSource
 
 TARGET = Target("", "q")
+#: Properties of a message, each with a value except the timestamp and the cluster id.
+PROPERTIES = Basic.Properties(
+    content_type="text/plain",
+    content_encoding="utf-8",
+    headers={"k": [1, "two", {"three": None, "ä": "ä"}]},
+    delivery_mode=2,
+    priority=9,
+    correlation_id="c",
+    reply_to="r",
+    expiration="1000",
+    message_id="m",
+    message_type="t",
+    user_id="guest",
+    app_id="a",
+)
 
 
 def message(size=1):

@@ -63,8 +63,7 @@ def test_E6_later_input_is_handled_after_input_that_the_broker_holds_back_for_ev
 
 
 def test_E6_answers_with_bodies_that_are_still_on_disk_count_for_the_limit_of_unread_answers():
-    it = Evicting(1)
-    it.declare("q")
+    it = Evicting(1, "q")
     it.client.publish(bytes(SIZE))
     it.turn()
     it.client.received()
@@ -118,8 +117,7 @@ def test_E6_each_frame_is_traced_once_even_if_the_broker_held_input_back(make_wo
 
 
 def test_a_client_whose_input_waits_for_the_disk_does_not_exceed_the_heartbeat_timeout():
-    it = Evicting(1)
-    it.declare("q")
+    it = Evicting(1, "q")
     it.client.publish(bytes(SIZE))
     it.turn()
     client = it.world.client(heartbeat=10).channel()

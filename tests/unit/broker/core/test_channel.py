@@ -6,6 +6,8 @@ import pytest
 from pamqp import body, commands, header
 from pamqp.commands import Basic
 
+from ..tools import PROPERTIES
+
 CLOSE = commands.Connection.Close
 CHANNEL_CLOSE = commands.Channel.Close
 
@@ -16,25 +18,11 @@ def bodies(queue):
 
 def test_the_broker_delivers_a_message_with_unchanged_properties_and_body(world):
     client = world.client().channel().with_queue()
-    properties = Basic.Properties(
-        content_type="text/plain",
-        content_encoding="utf-8",
-        headers={"k": [1, "two", {"three": None}]},
-        delivery_mode=2,
-        priority=9,
-        correlation_id="c",
-        reply_to="r",
-        expiration="1000",
-        message_id="m",
-        message_type="t",
-        user_id="guest",
-        app_id="a",
-    )
-    client.publish(b"hello", properties=properties)
+    client.publish(b"hello", properties=PROPERTIES)
     client.send(1, Basic.Get(queue="q", no_ack=True))
     (_, get_ok), (_, content_header), (_, content) = client.received()
     assert (get_ok.delivery_tag, get_ok.exchange, get_ok.routing_key, get_ok.message_count) == (1, "", "q", 0)
-    assert content_header.properties == properties
+    assert content_header.properties == PROPERTIES
     assert content.value == b"hello"
 
 

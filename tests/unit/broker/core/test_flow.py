@@ -5,7 +5,9 @@ from pamqp import commands
 
 from qflow_client.broker.core.snapshots import channel_snapshot
 
+STOP_1 = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
 STOP_2 = {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}
+WITHHOLDS = {"x-qflow-enforcement": "completion"}
 
 
 def flows(client, channel=1):
@@ -123,8 +125,7 @@ def test_J4_one_message_to_two_full_queues_sends_one_flow_frame(world):
     ids=["ack", "ack multiple", "nack", "nack multiple", "reject"],
 )
 def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
-    publisher, consumer = world.client().channel(), world.client().channel()
-    publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    publisher, consumer = world.client().channel().with_queue(arguments=STOP_1), world.client().channel()
     publisher.publish(times=2)
     consumer.consume()
     assert world.queue().depth == 2
@@ -136,8 +137,7 @@ def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
 
 
 def test_J6_requeueing_a_delivery_does_not_unflow_the_channel(world):
-    publisher, consumer = world.client().channel(), world.client().channel()
-    publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    publisher, consumer = world.client().channel().with_queue(arguments=STOP_1), world.client().channel()
     publisher.publish(times=2)
     consumer.consume()
     consumer.received()
@@ -196,7 +196,7 @@ def test_the_flowed_time_of_a_channel_and_the_number_of_its_flows_are_counted(wo
 
 
 def test_C5_a_message_to_a_queue_that_is_ON_or_turns_ON_is_not_acked_until_the_queue_is_OFF(world):
-    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client = world.client().channel(confirms=True).with_queue(arguments=STOP_2 | WITHHOLDS)
     client.publish(times=2)
     assert tags(client) == [(2, True)]
     client.publish(times=2)
@@ -209,9 +209,7 @@ def test_C5_a_message_to_a_queue_that_is_ON_or_turns_ON_is_not_acked_until_the_q
 
 def test_C5_a_message_whose_confirm_is_withheld_is_also_acked_when_it_is_dequeued(world):
     client = world.client().channel(confirms=True)
-    client.declare(
-        arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
-    )
+    client.declare(arguments={**STOP_2, "qpid.flow_resume_count": 1, **WITHHOLDS})
     client.publish(times=4)
     assert tags(client) == [(2, True)]
     queue = world.queue()
@@ -227,10 +225,7 @@ def test_C5_a_message_whose_confirm_is_withheld_is_also_acked_when_it_is_dequeue
 
 
 def test_C5_a_delivery_counts_as_dequeued_only_when_it_is_settled(world):
-    client = world.client().channel(1, confirms=True).channel(2)
-    client.declare(
-        arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
-    )
+    client = world.client().channel(1, confirms=True).channel(2).with_queue(arguments=STOP_1 | WITHHOLDS)
     client.publish(times=2)
     assert tags(client) == [(1, False)]
     client.consume(channel=2)
@@ -273,14 +268,14 @@ def test_C5_with_the_enforcement_both_the_channel_is_flowed_and_its_confirms_are
 
 
 def test_C5_a_full_queue_has_no_confirms_to_withhold_from_a_channel_without_confirm_mode(world):
-    client = world.client().channel().with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client = world.client().channel().with_queue(arguments=STOP_2 | WITHHOLDS)
     client.publish(times=5)
     assert client.received() == []
     assert world.queue().flows.held_confirms == 0
 
 
 def test_C5_confirms_that_were_withheld_are_not_sent_on_a_channel_that_has_closed(world):
-    client = world.client().channel(confirms=True).with_queue(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client = world.client().channel(confirms=True).with_queue(arguments=STOP_2 | WITHHOLDS)
     client.publish(times=4)
     client.received()
     client.send(1, commands.Channel.Close(200, "", 0, 0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from pamqp import commands
 
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.errors import ConnectionException
 from qflow_client.broker.core.properties import decode_headers, decode_properties
+
+from ..tools import PROPERTIES
 
 # The number of nulls that fit in a frame of 128 KiB.
 NULLS = b"A" + (130_000).to_bytes(4, "big") + b"V" * 130_000
@@ -70,21 +71,7 @@ def test_decoding_tables_that_are_nested_too_deep_raises_a_clear_error(decode, m
 
 
 def test_a_table_that_pamqp_encoded_is_decoded_to_the_same_values():
-    properties = commands.Basic.Properties(
-        content_type="a",
-        content_encoding="b",
-        headers={"x": [1, None, {"y": "ä"}]},
-        delivery_mode=2,
-        priority=3,
-        correlation_id="c",
-        reply_to="d",
-        expiration="5",
-        message_id="e",
-        message_type="f",
-        user_id="g",
-        app_id="h",
-    )
-    assert dict(decode_properties(wire.encode_header(0, properties))) == dict(properties)
+    assert dict(decode_properties(wire.encode_header(0, PROPERTIES))) == dict(PROPERTIES)
 
 
 def test_a_null_in_the_encoding_of_old_RabbitMQ_clients_is_decoded():

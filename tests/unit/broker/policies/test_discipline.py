@@ -9,9 +9,7 @@ from qflow_client.broker.core.session import State
 from qflow_client.broker.core.snapshots import channel_snapshot, connection_snapshot
 from qflow_client.broker.settings import BrokerSettings
 
-from ..core.test_flow import flows
-
-STOP_1: dict[str, object] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
+from ..core.test_flow import STOP_1, flows
 
 
 def flowed(client, **options):

@@ -10,7 +10,7 @@ from qflow_client.broker.core.snapshots import channel_snapshot, queue_snapshot
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 
 from ..core.test_deadletter import bodies
-from ..core.test_flow import STOP_2, flows, tags
+from ..core.test_flow import STOP_1, STOP_2, flows, tags
 
 
 def set_policy(world, name="p", **definition):
@@ -84,8 +84,7 @@ def test_D4_C5_removing_the_thresholds_of_a_queue_releases_all_withheld_confirms
     ("enforcement", "left"), [("completion", ["Channel.Flow"]), ("channel_flow", ["Basic.Ack"]), ("both", [])]
 )
 def test_D4_the_enforcement_of_a_queue_can_be_changed_while_publishers_are_flowed(world, enforcement, left):
-    client = world.client().channel(confirms=True)
-    client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client = world.client().channel(confirms=True).with_queue(arguments=STOP_1)
     client.publish(times=2)
     client.received()
     set_policy(world, enforcement=enforcement)

@@ -43,13 +43,17 @@ def publish(world, numbers, queue="q", *, exchange="", properties=None):
         world.host.publish(exchange, queue, b"%010d" % number, properties)
 
 
+def publish_and_relieve(world, numbers, queue="q", **options):
+    """Publish messages, and let the broker relieve its memory once after all of them."""
+    publish(world, numbers, queue, **options)
+    world.host.relieve()
+
+
 def test_A1_when_memory_is_full_the_oldest_messages_are_dropped_and_counted(world):
     world.host.declare_queue("q", arguments=DROPS)
-    publish(world, range(10))
-    world.host.relieve()
+    publish_and_relieve(world, range(10))
     assert bodies(world) == list(range(10)), "at the limit nothing is dropped"
-    publish(world, range(10, 13))
-    world.host.relieve()
+    publish_and_relieve(world, range(10, 13))
     assert bodies(world) == list(range(3, 13))
     assert world.queue().contents.drops == {DropReason.MEMORY: 3}
     assert queue_snapshot(world.queue()).to_json()["drops"] == {"memory": 3}
@@ -59,8 +63,7 @@ def test_A1_when_memory_is_full_the_oldest_messages_are_dropped_and_counted(worl
 @pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
 def test_A1_no_message_is_dropped_for_lack_of_memory_unless_a_policy_allows_it(world, arguments):
     world.host.declare_queue("q", arguments=arguments)
-    publish(world, range(20))
-    world.host.relieve()
+    publish_and_relieve(world, range(20))
     assert (bodies(world), world.queue().contents.drops) == (list(range(20)), {})
 
 
@@ -71,15 +74,13 @@ def test_A1_persistent_and_unacked_messages_are_not_dropped_for_lack_of_memory(w
     publish(world, range(3))
     client.consume()
     publish(world, range(3, 6), properties=PERSISTENT)
-    publish(world, range(6, 15))
-    world.host.relieve()
+    publish_and_relieve(world, range(6, 15))
     # The consumer has messages 0 and 1. Messages 3 to 5 are persistent.
     assert bodies(world) == [0, 1, 3, 4, 5, 10, 11, 12, 13, 14]
     client.received()
     client.send(1, commands.Basic.Ack(2, multiple=True))
     assert [int(content) for _, content, _ in client.deliveries()] == [3, 4]
-    publish(world, range(15, 40), properties=PERSISTENT)
-    world.host.relieve()
+    publish_and_relieve(world, range(15, 40), properties=PERSISTENT)
     assert bodies(world) == [3, 4, 5, *range(15, 40)], "no more can be dropped"
 
 
@@ -98,12 +99,10 @@ def test_A1_a_message_in_two_queues_is_not_dropped_if_the_policy_of_one_queue_do
     world.host.topology.unbind(world.queue("keeps"), "amq.fanout", "", {})
     publish(world, range(12), exchange="amq.fanout")
     world.host.topology.bind(world.queue("keeps"), "amq.fanout", "", {})
-    publish(world, range(12, 15), exchange="amq.fanout")
-    world.host.relieve()
+    publish_and_relieve(world, range(12, 15), exchange="amq.fanout")
     assert bodies(world, "q") == bodies(world, "r") == list(range(5, 15))
     assert world.queue("q").contents.drops == world.queue("r").contents.drops == {DropReason.MEMORY: 5}
-    publish(world, range(15, 30), exchange="amq.fanout")
-    world.host.relieve()
+    publish_and_relieve(world, range(15, 30), exchange="amq.fanout")
     assert bodies(world, "keeps") == bodies(world, "q") == list(range(12, 30))
     assert world.queue("keeps").contents.drops == {}
 
@@ -119,8 +118,7 @@ def test_A1_a_policy_can_allow_and_forbid_dropping_messages_while_the_broker_run
     world.host.relieve()
     assert world.queue().depth == 10
     world.delete_policy("p")
-    publish(world, range(5))
-    world.host.relieve()
+    publish_and_relieve(world, range(5))
     assert world.queue().depth == 15
 
 
@@ -129,8 +127,7 @@ def test_A1_messages_of_queues_with_policy_flow_to_disk_are_not_dropped_while_th
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk"})
     publish(world, range(8))
-    publish(world, range(20), "spool")
-    world.host.relieve()
+    publish_and_relieve(world, range(20), "spool")
     assert (world.queue().contents.drops, world.queue("spool").contents.drops) == ({}, {})
     assert world.host.journal.held <= 100
 
@@ -141,8 +138,7 @@ def test_A1_messages_whose_bodies_are_on_disk_are_not_dropped_when_another_queue
     disk = Disk(journal)
     world.host.declare_queue("spool", arguments=DROPS | {"x-qflow-policy": "flow_to_disk"})
     world.host.declare_queue("full")
-    publish(world, range(1000), "spool")
-    world.host.relieve()
+    publish_and_relieve(world, range(1000), "spool")
     disk.write()
     assert sum(entry.message.body is not None for entry in world.queue("spool").contents.oldest_first()) == 30
     publish(world, range(100), "full")
@@ -159,14 +155,12 @@ def test_A1_messages_whose_bodies_are_on_disk_are_not_dropped_after_their_queue_
     disk = Disk(world.host.journal)
     world.host.declare_queue("q", arguments=DROPS)
     world.set_policy(Policy("p", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK), "^q$"))
-    publish(world, range(20))
-    world.host.relieve()
+    publish_and_relieve(world, range(20))
     if is_written:
         disk.write()
     world.delete_policy("p")
     assert world.queue().pager is None
-    publish(world, range(20, 40))
-    world.host.relieve()
+    publish_and_relieve(world, range(20, 40))
     # Messages 0 to 6 were kept in memory. Messages 7 to 19 are the oldest now.
     assert world.queue().contents.drops == {DropReason.MEMORY: 7 + 10}
     assert world.host.journal.held == 100
@@ -211,8 +205,7 @@ def test_A1_dropping_messages_for_memory_takes_no_time_for_persistent_messages(w
     world.queue().contents.ready = Untouched(world.queue().contents.ready)
     for _ in range(3):
         world.host.relieve()
-    publish(world, [100])
-    world.host.relieve()
+    publish_and_relieve(world, [100])
     assert (world.queue().contents.drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
 
 
@@ -230,8 +223,7 @@ def test_A1_messages_that_cannot_be_dropped_are_checked_again_only_after_a_chang
     world.queue("keeps").take(no_ack=True)
     world.host.relieve()
     assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
-    publish(world, [25])
-    world.host.relieve()
+    publish_and_relieve(world, [25])
     assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
     # These are the first messages. A consumer has had them.
     taken = [world.queue().take(no_ack=False) for _ in range(3)]
@@ -241,8 +233,7 @@ def test_A1_messages_that_cannot_be_dropped_are_checked_again_only_after_a_chang
     world.host.relieve()
     assert bodies(world) == list(range(1, 20))
     world.queue().dispatcher.requeue(taken)
-    publish(world, [28])
-    world.host.relieve()
+    publish_and_relieve(world, [28])
     assert (looks.count(), bodies(world)) == (4, list(range(4, 20))), "all of these are in the other queue too"
     world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^keeps$"))
     world.host.relieve()
@@ -254,8 +245,7 @@ def test_A1_a_message_that_was_requeued_is_still_dropped_as_the_oldest_message(w
     publish(world, range(10))
     taken = [world.queue().take(no_ack=False) for _ in range(4)]
     world.queue().dispatcher.requeue(taken)
-    publish(world, range(10, 12))
-    world.host.relieve()
+    publish_and_relieve(world, range(10, 12))
     assert bodies(world) == list(range(2, 12))
 
 

@@ -25,12 +25,13 @@ TO_DISK = {"x-qflow-policy": "flow_to_disk"}
 class Evicting:
     """A world with a disk, and a limit for bodies only."""
 
-    def __init__(self, limit=0, **options):
+    def __init__(self, limit=0, *queues, **options):
         self.journal = Journal(float, limit=limit)
         self.journal.OVERHEAD = self.journal.ENTRY = 0
         self.disk = Disk(self.journal)
         self.world = World(journal=self.journal, **options)
         self.client = self.world.client().channel(confirms=True)
+        self.declare(*queues)
 
     def declare(self, *queues, **arguments):
         for queue in queues:
@@ -64,10 +65,8 @@ def test_A3_queues_share_memory_fairly_and_small_queues_keep_their_messages_in_m
 
 
 def test_A2_above_three_quarters_of_the_memory_limit_the_newest_bodies_are_evicted_to_disk():
-    it = Evicting(100)
-    it.declare("q")
-    for number in range(20):
-        it.client.publish(body(number))
+    it = Evicting(100, "q")
+    it.client.publish_each(*map(body, range(20)))
     it.turn()
     assert it.resident() == [True] * 7 + [False] * 13
     assert it.journal.memory == 70
@@ -89,10 +88,8 @@ def test_A2_a_flow_to_disk_queue_with_a_maximum_accepts_all_messages_and_keeps_t
 
 
 def test_A2_bodies_on_disk_are_read_ahead_in_batches_and_delivered_in_order():
-    it = Evicting(800)
-    it.declare("q")
-    for number in range(500):
-        it.client.publish(body(number))
+    it = Evicting(800, "q")
+    it.client.publish_each(*map(body, range(500)))
     it.turn()
     it.client.received()
     it.client.consume(no_ack=True)
@@ -110,8 +107,7 @@ def test_A2_bodies_on_disk_are_read_ahead_in_batches_and_delivered_in_order():
 
 
 def test_A3_the_memory_for_reading_ahead_from_disk_is_shared_equally_by_all_consumers():
-    it = Evicting(8000)
-    it.declare("a", "b", "c")
+    it = Evicting(8000, "a", "b", "c")
     assert it.world.host.window == 1000
     for queue in ("a", "b"):
         it.client.consume(queue, tag=queue)
@@ -119,8 +115,7 @@ def test_A3_the_memory_for_reading_ahead_from_disk_is_shared_equally_by_all_cons
 
 
 def test_A3_the_queue_that_uses_the_most_memory_evicts_the_most_bodies():
-    it = Evicting(100)
-    it.declare("small", "large", "other")
+    it = Evicting(100, "small", "large", "other")
     for queue, count in (("small", 1), ("large", 8), ("other", 4)):
         for number in range(count):
             it.client.publish(body(number), queue)
@@ -129,10 +124,8 @@ def test_A3_the_queue_that_uses_the_most_memory_evicts_the_most_bodies():
 
 
 def test_A2_a_message_delivered_before_its_body_is_written_to_disk_is_never_written():
-    it = Evicting(20)
-    it.declare("q")
-    for number in range(5):
-        it.client.publish(body(number))
+    it = Evicting(20, "q")
+    it.client.publish_each(*map(body, range(5)))
     it.world.host.relieve()
     it.client.received()
     it.client.consume(no_ack=True)
@@ -143,11 +136,9 @@ def test_A2_a_message_delivered_before_its_body_is_written_to_disk_is_never_writ
 
 
 def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_if_the_messages_are_requeued():
-    it = Evicting(40)
-    it.declare("q")
+    it = Evicting(40, "q")
     it.client.declare("elsewhere")
-    for number in range(3):
-        it.client.publish(body(number))
+    it.client.publish_each(*map(body, range(3)))
     it.client.received()
     it.client.consume()
     it.client.received()
@@ -167,8 +158,7 @@ def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_if_the_m
 
 @pytest.mark.parametrize("no_ack", [True, False])
 def test_A2_basic_get_of_a_body_on_disk_waits_for_the_disk_and_so_do_later_answers_on_the_channel(no_ack):
-    it = Evicting(1)
-    it.declare("q")
+    it = Evicting(1, "q")
     it.client.publish(body(1))
     it.world.host.relieve()
     it.disk.write()
@@ -191,8 +181,7 @@ def test_A2_the_body_of_a_dead_letter_is_read_before_the_original_message_is_rem
     it = Evicting(1)
     it.client.declare("dead")
     it.declare("q", **{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 1000})
-    for number in range(3):
-        it.client.publish(body(number))
+    it.client.publish_each(*map(body, range(3)))
     it.turn()
     if how == "expire":
         it.world.now = 2.0
@@ -237,8 +226,7 @@ def test_A5_a_message_to_many_non_durable_subscribers_is_written_to_disk_once():
 def test_A2_flow_to_disk_can_be_switched_on_and_off_for_a_queue():
     it = Evicting(100)
     it.client.declare("q")
-    for number in range(20):
-        it.client.publish(body(number))
+    it.client.publish_each(*map(body, range(20)))
     it.turn()
     assert all(it.resident())
     it.world.set_policy(Policy("p", PolicyDefinition.from_mapping({"policy": "flow_to_disk"})))
@@ -269,8 +257,7 @@ def test_A2_without_a_store_no_body_is_written_to_disk(world):
 @pytest.mark.parametrize("seed", range(rounds(30)))
 def test_A2_bodies_evicted_to_disk_are_delivered_whole_and_in_order_at_any_speed_of_the_disk(seed):
     chance = random.Random(seed)
-    it = Evicting(chance.choice((30, 200, 2000)))
-    it.declare("q", "r")
+    it = Evicting(chance.choice((30, 200, 2000)), "q", "r")
     bind = commands.Queue.Bind(queue="q", exchange="amq.fanout")
     it.client.call(1, bind, commands.Queue.BindOk)
     bind = commands.Queue.Bind(queue="r", exchange="amq.fanout")

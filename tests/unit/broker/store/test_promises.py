@@ -73,8 +73,7 @@ def test_an_answer_that_waits_for_the_disk_does_not_delay_answers_and_confirms_o
 
 
 def test_channel_flow_is_sent_before_a_get_ok_that_waits_for_the_disk_and_not_between_its_frames():
-    it = Evicting(1)
-    it.declare("q")
+    it = Evicting(1, "q")
     it.client.declare("narrow", arguments=STOP_2)
     it.client.publish(body(1))
     it.turn()
