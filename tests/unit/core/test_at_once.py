@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import EVERY, interrupted
 
 from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, reconnect, send, write
-
-
-class Watch:
-    began: dict[int, float] = {}  # noqa: RUF012  # nothing is put here
-    peer: tuple[str, int] | None = None
-
-    def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
-
-    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None: ...
-
-    def record(self, *, now: float) -> None: ...
+from .test_steps import Watch
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import Message, Outcome, ProducerClosed, Receipt
+from qflow_client import Message, Outcome, ProducerClosed
 from qflow_client.amqp.outbound import Outbound
 from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
@@ -33,6 +33,7 @@ from .support import (
     wire,
     write,
 )
+from .test_steps import Watch
 
 PAYLOADS = {
     "plain": b"abc",
@@ -132,20 +133,6 @@ def test_a_second_ctrl_c_while_the_producer_repairs_its_state_leaves_the_state_c
             if not come:
                 break
             twice += 1
-
-
-class Watch:
-    """An observer that only stores when messages began."""
-
-    def __init__(self) -> None:
-        self.began: dict[int, float] = {}
-        self.peer: tuple[str, int] | None = None
-
-    def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
-
-    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None: ...
-
-    def record(self, *, now: float) -> None: ...
 
 
 def test_an_observer_stores_the_start_of_an_interrupted_send_only_if_the_message_is_admitted() -> None:

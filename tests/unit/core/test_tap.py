@@ -102,6 +102,14 @@ def attached(number: int = 1) -> tuple[Tap, Recorder]:
     return tap, channel
 
 
+def attached_both() -> tuple[Tap, Recorder, Recorder]:
+    """Return a tap, and the recorders of its channels 1 and 2."""
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    return tap, channel, other
+
+
 CLOSE = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40))
 RETURN_METHOD = Basic.Return(312, "NO_ROUTE", "an exchange", "a key")
 
@@ -274,9 +282,7 @@ def test_a_channel_close_is_reported_to_the_producer_and_to_the_library_which_an
 
 
 def test_connection_blocked_and_unblocked_are_reported_to_every_producer_and_to_the_library() -> None:
-    tap, channel = attached()
-    other = Recorder()
-    tap.attach(2, other, 0.0)
+    tap, channel, other = attached_both()
     blocked, unblocked = encode(Connection.Blocked("low on memory"), 0), encode(Connection.Unblocked(), 0)
     assert tap.received(blocked, 0.0) == blocked
     assert tap.is_blocked
@@ -741,9 +747,7 @@ def test_between_two_frames_of_a_message_only_other_channels_may_write(data: st.
 
 @pytest.mark.parametrize("close", [lambda tap: tap.detach(1), lambda tap: tap.received(CLOSE, 0.0)])
 def test_a_half_written_frame_is_completed_after_its_producer_is_detached(close: Callable[[Tap], object]) -> None:
-    tap, channel = attached()
-    other = Recorder()
-    tap.attach(2, other, 0.0)
+    tap, channel, other = attached_both()
     channel.outbound.add(b"begun")
     channel.outbound.add(b"never")
     other.outbound.add(b"other")
@@ -772,9 +776,7 @@ def test_a_producer_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_writ
 
 
 def test_a_producer_can_be_detached_while_a_frame_of_another_producer_is_half_written() -> None:
-    tap, channel = attached()
-    other = Recorder()
-    tap.attach(2, other, 0.0)
+    tap, channel, other = attached_both()
     channel.outbound.add(b"one")
     other.outbound.add(b"never")
     one(tap, 1)
@@ -822,9 +824,7 @@ def test_frames_kept_for_a_channel_are_dropped_if_the_channel_closes_before_a_pr
 
 
 def test_after_the_library_closes_the_channel_of_a_producer_no_message_is_written_and_acks_are_reported() -> None:
-    tap, channel = attached()
-    other = Recorder()
-    tap.attach(2, other, 0.0)
+    tap, channel, other = attached_both()
     for each in channel, other:
         each.outbound.add(b"one")
         each.outbound.add(b"two")
@@ -879,9 +879,7 @@ def test_an_ack_is_reported_even_if_its_message_was_completed_after_the_library_
 
 
 def test_the_last_frame_of_a_message_is_completed_after_its_producer_is_detached() -> None:
-    tap, channel = attached()
-    other = Recorder()
-    tap.attach(2, other, 0.0)
+    tap, channel, other = attached_both()
     channel.outbound.add(b"last")
     other.outbound.add(b"other")
     assert tap.data_to_write(1) == b"last"
