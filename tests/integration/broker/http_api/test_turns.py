@@ -55,8 +55,10 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
 
 
 @asynccontextmanager
-async def serving(**options: Any) -> Any:
+async def serving(queues: int = 0, **options: Any) -> Any:
     async with Broker(http_port=0, **options) as broker:
+        for number in range(queues):
+            broker.declare_queue(f"queue {number}")
         timeout = aiohttp.ClientTimeout(sock_read=60)
         async with aiohttp.ClientSession(broker.http_url, timeout=timeout) as session:
             yield broker, session
@@ -313,9 +315,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_E9_large_unread_http_answers_are_limited_and_counted_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         taken = hold_answers(monkeypatch)
-        async with serving(memory_limit=1 << 26) as (broker, session):
-            for number in range(10):
-                broker.declare_queue(f"queue {number}")
+        async with serving(queues=10, memory_limit=1 << 26) as (broker, session):
             journal = broker._host.journal
             async with session.get("/api/queues") as first:
                 assert first.status == 200
@@ -347,13 +347,10 @@ def test_E9_an_http_answer_that_needs_more_than_a_quarter_of_the_memory_limit_is
     async def main() -> None:
         hold_answers(monkeypatch).set()
         monkeypatch.setattr(HttpServer, "MAX_ANSWERS", most)
-        async with serving(memory_limit=limit) as (broker, session):
-            for number in range(500):
-                broker.declare_queue(f"queue {number}")
-            async with session.get("/api/queues") as answer:
-                text = await answer.text()
-                assert (answer.status, answer.headers.get("Retry-After")) == (503 if limit else 200, None)
-                assert way_out is None or f"at most 262144 bytes are sent at once{way_out}" in text
+        async with serving(queues=500, memory_limit=limit) as (_, session), session.get("/api/queues") as answer:
+            text = await answer.text()
+            assert (answer.status, answer.headers.get("Retry-After")) == (503 if limit else 200, None)
+            assert way_out is None or f"at most 262144 bytes are sent at once{way_out}" in text
 
     asyncio.run(main())
 
@@ -363,9 +360,7 @@ def test_A1_a_publisher_paused_while_an_http_answer_uses_memory_continues_when_t
 ) -> None:
     async def main() -> None:
         taken = hold_answers(monkeypatch)
-        async with serving(memory_limit=1 << 20) as (broker, session):
-            for number in range(350):
-                broker.declare_queue(f"queue {number}")
+        async with serving(queues=350, memory_limit=1 << 20) as (broker, session):
             # The message needs less than 7/8 of the memory limit. With the answer, the whole limit is exceeded.
             broker.publish(bytes(880_000), "queue 0")
             async with AsyncProducer(broker.url, routing_key="queue 1") as producer, asyncio.timeout(10):
@@ -387,9 +382,7 @@ def test_E9_an_http_client_that_does_not_read_its_answer_is_disconnected_without
 ) -> None:
     async def main() -> None:
         taken = hold_answers(monkeypatch)
-        async with serving(memory_limit=1 << 26) as (broker, session):
-            for number in range(10):
-                broker.declare_queue(f"queue {number}")
+        async with serving(queues=10, memory_limit=1 << 26) as (broker, session):
             if why == "it is slow":
                 monkeypatch.setattr(HttpServer, "ANSWER_TIME", 0.01)
             answer = await session.get("/api/queues")
