@@ -1,7 +1,7 @@
 """The complete broker: the core and the policies, with a message store and an HTTP API if the settings enable them.
 
-The modules with SQLite and those of the HTTP API are imported only if the settings enable the store or the API. So a
-broker without a store needs no SQLite, and a broker without an HTTP API needs no packages of the extra ``broker``.
+The modules that use SQLite are imported only if the settings enable the store, so a broker without a store needs no
+SQLite. The modules of the HTTP API, and their packages (the extra ``broker``), are needed only if the API is enabled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Broker(CoreBroker):
     started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. If such a method is called on the broker's own loop, it does not wait. Then await `wait_until_durable_async`.
+    disk. On the broker's own event loop it returns earlier. Then await `wait_until_durable_async` to wait for the disk.
 
     Args:
         **options: see `BrokerSettings`.
@@ -119,7 +119,7 @@ class Broker(CoreBroker):
         """Declare all objects, or none if one is refused. An object that exists with the same settings is not changed.
 
         Args:
-            definitions: the objects to declare, and the policies to set.
+            definitions: the queues, exchanges and bindings to declare, and the policies to set.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
@@ -127,10 +127,10 @@ class Broker(CoreBroker):
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
-        """Do the work of `load_definitions` in small steps, for callers on the broker's loop.
+        """Do the work of `load_definitions` in small steps. Between two steps the broker's loop can do other work.
 
         Raises:
-            DefinitionError: a definition is refused. The objects that the earlier steps declared are deleted again.
+            DefinitionError: a definition is refused. Before the error is raised, further steps have undone all changes.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
             yield from self._noted(steps)
@@ -141,27 +141,27 @@ class Broker(CoreBroker):
             yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """Yield what `definitions` returns, without the policies. The broker can change while the caller iterates."""
+        """Yield each exchange, queue and binding of `definitions`. The broker can change while the caller iterates."""
         return each_definition(self._host)
 
     def _count_answer(self, change: int) -> None:
         if self._journal is not None:
             self._journal.answers += change
-            # Schedule a check of the memory limit, because the change can block or unblock publishers.
+            # The memory of large HTTP answers counts for the memory limit. `touch` schedules a check of this limit.
             self._server.touch()
 
     @on_loop(changes=True)
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Change the thresholds of a queue in use (D4). The flow state of the queue is updated immediately.
+        """Change the thresholds of an existing queue (D4). The flow state of the queue is updated immediately.
 
-        The arguments of the declaration do not change. So clients still declare the queue with the same arguments.
+        The arguments of the queue do not change. So clients still declare the queue with the same arguments as before.
 
         Args:
             queue: name of the queue.
             **marks: new values of `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`,
                 `capacity` or `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a
-                resume threshold means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The
-                value 0 turns off a stop threshold or the capacity, and its resume value.
+                resume threshold means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. A
+                stop threshold of 0 turns off the pair of thresholds. A capacity of 0 turns off the pair of capacities.
 
         Returns:
             A snapshot of the queue after the change.
@@ -190,7 +190,7 @@ class Broker(CoreBroker):
     def set_policy(self, policy: Policy) -> None:
         """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
-        Messages are dropped only from queues with `ring`, `ring_strict`, `conflate` or ``drop-head`` after the change.
+        A queue whose maximum is reduced drops messages only with `ring`, `ring_strict`, `conflate` or ``drop-head``.
 
         Raises:
             TypeError: the argument is not a `Policy`.
@@ -201,7 +201,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.set_policy_in_steps(policy))
 
     def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
-        """Do the work of `set_policy` in small steps, for callers on the broker's loop.
+        """Do the work of `set_policy` in small steps. Between two steps the broker's loop can do other work.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -217,7 +217,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.delete_policy_in_steps(name))
 
     def delete_policy_in_steps(self, name: str) -> Iterator[None]:
-        """Do the work of `delete_policy` in small steps, for callers on the broker's loop.
+        """Do the work of `delete_policy` in small steps. Between two steps the broker's loop can do other work.
 
         Raises:
             LookupError: no policy has this name.

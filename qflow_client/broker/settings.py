@@ -25,9 +25,9 @@ MAX_STORED = 900_000_000
 
 
 class Synchronous(StrEnum):
-    """The kind of failure that a message on disk survives."""
+    """The failures that confirmed messages in the store survive."""
 
-    #: Messages survive a crash or kill of the process. A crash of the machine can lose messages.
+    #: Messages survive a crash or kill of the broker's process. A crash of the machine can lose messages.
     NORMAL = "normal"
     #: Messages survive a crash of the process or of the machine, because each commit waits for the disk.
     FULL = "full"
@@ -86,7 +86,7 @@ class BrokerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerSettings(Settings):
-    """The settings of a broker, in addition to those of `Settings`.
+    """All settings of a broker. `Settings` describes the inherited attributes.
 
     Attributes:
         http_host: address on which the HTTP API listens.
@@ -96,12 +96,12 @@ class BrokerSettings(Settings):
             loopback address. The `repr` of the settings does not show the token.
         policies: policies that the broker has at the start (D3). The names of the policies must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
-            durable queues, exchanges and bindings survive the end of the broker. Persistent messages in durable queues
-            also survive.
+            durable queues, exchanges and bindings survive the end of the broker, and so do persistent messages in
+            durable queues.
         store_synchronous: with ``"normal"``, confirmed messages survive a crash of the process. With ``"full"``, they
             also survive a crash of the machine.
-        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, clients
-            get ``Connection.Blocked``. Clients get ``Connection.Unblocked`` when 9/8 of the limit is free.
+        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, an alarm
+            blocks all connections with ``Connection.Blocked``. The alarm ends when 9/8 of the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

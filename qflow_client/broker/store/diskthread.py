@@ -1,4 +1,4 @@
-"""A thread for calls that wait for the disk. The process can end during such a call."""
+"""A thread for calls that wait for the disk. Even if such a call never returns, the process can end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 class DiskThread(Executor):
     """An executor with one thread, which runs one call after the other.
 
-    At exit, Python waits for the threads of `concurrent.futures`, but not for this thread.
+    At exit, Python waits for the threads of `ThreadPoolExecutor`, but not for the thread of a `DiskThread`.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class DiskThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread when all calls are done. This method never waits, even if `wait` is True."""
+        """End the thread when all submitted calls are done. This method ignores its arguments, and never waits."""
         self._calls.put(None)
 
     def hangs(self, timeout: float) -> bool:
@@ -47,7 +47,7 @@ class DiskThread(Executor):
             self._since = time.monotonic()
             call()
             self._since = None
-            # Delete the reference, so that the call's objects are not kept until the next call.
+            # Delete the reference. Otherwise the arguments of the call would stay in memory until the next call.
             del call
 
 

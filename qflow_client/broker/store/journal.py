@@ -7,8 +7,8 @@ confirms and calls the callbacks that waited for this batch. Each batch has all 
 store always has a state that the broker really had.
 
 Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
-when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted. These bytes
-include messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
+when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted. `held`
+includes messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Put(NamedTuple):
     """A message to write.
 
     Attributes:
-        queues: numbers of the durable queues that have the message.
+        queues: numbers of the durable queues that have the message. Empty if it is on disk only to evict its body.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key, each encoded as an AMQP short string.
         header: payload of the message's content header frame.
@@ -71,10 +71,10 @@ class Found:
     """The contents of a store when it is opened, without the messages.
 
     Attributes:
-        queues: for each queue: its number, name, auto-delete flag and arguments.
-        exchanges: for each exchange: its name, type, auto-delete flag, internal flag and arguments.
-        bindings: for each binding: its source, type of the destination, destination, routing key and arguments.
-        last: highest number of a message; 0 if there are no messages.
+        queues: number, name, auto-delete flag and arguments of each queue.
+        exchanges: name, type, auto-delete flag, internal flag and arguments of each exchange.
+        bindings: source, type of the destination, destination, routing key and arguments of each binding.
+        last: highest message number in the store; 0 if there are no messages.
     """
 
     queues: list[tuple[int, str, bool, dict[str, Any]]]
@@ -126,7 +126,7 @@ class Journal:
     SMALL_HEADER = 128
     #: Approximate bytes that a message needs in memory for each further queue that it is in.
     ENTRY = 160
-    #: If more than this number of body bytes waits to be written, the broker does not read from publishing connections.
+    #: Default of `max_backlog`. If more body bytes wait to be written, the broker does not read from publishers.
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
@@ -137,9 +137,9 @@ class Journal:
         self._wall_clock = wall_clock
         self.has_store = has_store
         self.limit = limit
-        # Bytes of all messages in queues, with overhead.
+        # Approximate bytes in memory of all messages in queues, without evicted bodies.
         self.memory = 0
-        # Maximum bytes in use so far.
+        # Highest number of bytes in use so far.
         self.peak_memory = 0
         # Body bytes that will be removed from memory when they are on disk.
         self.evicting = 0
@@ -151,14 +151,14 @@ class Journal:
         self.buffered = 0
         # Bytes of large answers of the HTTP API.
         self.answers = 0
-        # If more bytes are in use, bodies are evicted. So there is room for new messages and for reading ahead.
+        # If `held` is above this number of bytes, bodies are evicted. The rest of `limit` is for new messages.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
         # Messages whose bodies have to be read. The keys are message numbers.
         self._wanted: dict[int, StoredMessage] = {}
         # Messages whose bodies are being read. The keys are message numbers.
         self._reading: dict[int, StoredMessage] = {}
-        # Callbacks that wait for bodies.
+        # Functions to call after each read. A function that returns True is removed.
         self._readers: list[Callable[[], bool]] = []
         # Number of bodies that were removed from memory so far.
         self.evicted = 0
@@ -171,9 +171,9 @@ class Journal:
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total bytes of the messages in `_puts`, as counted for `MAX_BATCH`.
+        # Total body bytes and overhead of the messages in `_puts`. At `MAX_BATCH`, `divide` starts a new batch.
         self._pending = 0
-        # Full batches, which are written before the changes that are in no batch yet.
+        # Full batches, oldest first. They are written before the changes that are in no batch yet.
         self._full: deque[Batch] = deque()
         # The batch that is being written; None if no write is running.
         self._taken: Batch | None = None
@@ -249,7 +249,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Perhaps only this queue did not allow the drop of the message. Then the message can be dropped now.
+                # If only this queue did not allow the drop of the message, the message can be dropped now.
                 bring_back(message)
         if not record.number:
             return
@@ -263,7 +263,7 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
-            # The next batch deletes the message from disk.
+            # The next batch deletes the message from disk. If it has to be stored again, it gets a new number.
             record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
@@ -284,7 +284,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return how many body bytes a queue may read ahead. All queues together may read ahead `limit` / 8 (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. A limit allows `limit` / 8 in total (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
@@ -296,7 +296,7 @@ class Journal:
             relieve(self, tuple(queues))
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call `callback` when the body of a message is in memory, or is known to be damaged on disk."""
+        """Call `callback` as soon as the body of a message is in memory, or is known to be damaged on disk."""
 
         def look() -> bool:
             if message.body is None and not message.is_lost:
@@ -308,7 +308,7 @@ class Journal:
         look()
 
     def evict(self, message: StoredMessage) -> None:
-        """Remove a message's body from memory as soon as the body is on disk."""
+        """Remove a message's body from memory as soon as the body is on disk. If needed, write the message to disk."""
         record = message.record
         assert record is not None
         if message.body is None or record.is_evicting or not message.size:
@@ -356,7 +356,7 @@ class Journal:
         return bool(self._wanted) and not self._reading
 
     def take_wanted(self) -> list[int]:
-        """Return the numbers of the messages whose bodies have to be read now. After the read, call `came`."""
+        """Return the numbers of the messages whose bodies the caller has to read. After the read, call `came`."""
         wanted, self._wanted = self._wanted, {}
         for number, message in wanted.items():
             if message.record is not None and message.record.number == number:
@@ -367,8 +367,8 @@ class Journal:
         """Put bodies into their messages after a read.
 
         Args:
-            bodies: bodies by message number; ``None`` for a damaged body. Empty if the read failed. A message that has
-                left its queues can be missing.
+            bodies: the body of each message by number; ``None`` for a damaged body. Empty if the read failed. Messages
+                that have left their queues can be missing.
         """
         reading, self._reading = self._reading, {}
         lost = []
@@ -392,7 +392,7 @@ class Journal:
             try:
                 waits_no_more = reader()
             except Exception:
-                # An error in one queue must not affect other queues.
+                # The other readers belong to other queues, so call them in spite of the error.
                 _log.exception("a callback failed after bodies were read")
             else:
                 if not waits_no_more:
@@ -425,7 +425,7 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there is a batch to write, or there are changes or callbacks for a batch."""
+        """Whether there are batches, changes or callbacks that `take` has not returned yet."""
         return bool(
             self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
         )
@@ -494,5 +494,5 @@ class Journal:
             try:
                 told()
             except Exception:
-                # An error in one connection must not affect other connections.
+                # The other callbacks belong to other callers, so call them in spite of the error.
                 _log.exception("a callback failed after a commit")

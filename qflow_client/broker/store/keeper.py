@@ -1,9 +1,9 @@
-"""Opens the file of the message store, restores the contents, and writes the batches of the `Journal`.
+"""Opens the file of the message store, restores its contents, and writes the batches of the `Journal`.
 
 The `Store` writes on one thread, and a `BodyReader` reads on another thread, so no read waits for a commit. The event
 loop waits for neither thread. While one batch is written, the journal collects changes for the next batch. So a slow
 disk leads to larger batches. If a batch cannot be written, the `Keeper` raises an alarm and repeats the write. Until
-the write succeeds, the broker confirms no persistent message that goes to a durable queue.
+the write succeeds, the broker confirms no persistent message that stays in a durable queue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Keeper:
     Args:
         synchronous: kind of failure that a commit survives; see `Store`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
-        on_done: function that is called on the loop after a batch was written or bodies were read.
+        on_done: function that is called on the loop after each written batch, and after each attempt to read bodies.
         on_trouble: function that is called on the loop when an alarm begins or ends. Its arguments are the name of the
             alarm (``disk`` or ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
     """
@@ -55,9 +55,9 @@ class Keeper:
     RETRY = 1.0
     #: Seconds between two checks of the free disk space.
     LOOK = 1.0
-    #: If writes fail while the broker stops, the keeper repeats them for this number of seconds.
+    #: If writes fail while the broker stops, the keeper repeats them for about this number of seconds.
     STOP_GRACE = 2.0
-    #: If the disk completes no call for this number of seconds while the broker stops, the keeper stops waiting.
+    #: Maximum seconds for which a stopping broker waits for one batch, or for the close of a file.
     STOP_TIMEOUT = 30.0
     #: Maximum number of messages that are restored in one iteration of the loop.
     _AT_ONCE = 100
@@ -82,20 +82,20 @@ class Keeper:
         self._store: Store | None = None
         self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
-        # The task that reads bodies; None if no read is running. The first read creates the thread and the reader.
+        # The task that reads bodies; None if no read is running. The first read sets `_reader_thread` and `_reader`.
         self._reading: asyncio.Task[None] | None = None
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
         # The futures from `when_durable` that are not done yet.
         self._waiting: set[Future[None]] = set()
-        # The task that checks the free disk space; None if there is no limit.
+        # The task that checks the free disk space; None before `watch`, and always None if `disk_free_limit` is 0.
         self._looking: asyncio.Task[None] | None = None
-        # Whether there is too little free disk space.
+        # Whether the alarm ``disk_space`` is raised: too few bytes are free, or their number cannot be read.
         self._lacks_space = False
 
     async def start(self) -> None:
-        """Open the store, and restore its contents.
+        """Open the store, and restore its contents to the virtual host.
 
         Raises:
             StoreError: the store cannot be opened or read. The error contains the reason.
@@ -168,14 +168,14 @@ class Keeper:
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
-        """Start the task that writes changes and the task that reads bodies, if they have work and are not running."""
+        """Start the task that writes changes, and the task that reads bodies. Skip a task that runs or has no work."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all earlier changes are on disk. It fails if the broker ends earlier."""
+        """Return a future that is done when all changes so far are on disk. It fails if the broker stops earlier."""
         done: Future[None] = Future()
         # After this call the future cannot be cancelled, so `told` can always set its result.
         done.set_running_or_notify_cancel()
@@ -297,11 +297,11 @@ class Keeper:
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
-        """Wait until the task `writing` ends. If no batch can be written, cancel the task."""
+        """Wait until the task `writing` has written all changes. If writes fail or hang, cancel the task instead."""
         loop = asyncio.get_running_loop()
         batches, since = self._journal.batches, loop.time()
         while True:
-            # Wait only for short periods, because writes can begin to fail during the wait.
+            # Wait in short periods, and check after each period whether writes have begun to fail.
             if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
                 return
             if self._journal.batches != batches:
@@ -344,7 +344,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Let a thread call `close` and then end. If the disk does not answer, stop waiting after `STOP_TIMEOUT`."""
+        """Call `close` on a thread, which then ends. If the disk does not answer, stop waiting after `STOP_TIMEOUT`."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

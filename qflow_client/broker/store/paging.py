@@ -1,10 +1,10 @@
 """Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
-Evicting a body means that the body is removed from memory as soon as it is on disk. Each queue with the policy
-`flow_to_disk` has a `Pager`. A pager first evicts the bodies of unacked entries, then the bodies that were always in
-memory, and then the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts bodies
-from the largest of these queues. If memory exceeds the limit, `relieve` also drops transient messages from the queues
-whose policy sets `drop_transient`.
+To evict a body means to remove the body from memory as soon as it is on disk. Each queue with the policy `flow_to_disk`
+has a `Pager`. A pager first evicts the bodies of unacked entries. It then evicts bodies that were in memory when their
+entries were added to the pager, and finally all other bodies. If memory exceeds three quarters of the limit, `relieve`
+evicts bodies from the largest of these queues. If memory is still above the limit, `relieve` drops transient messages
+from queues with the option `drop_transient`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def level(sizes: Iterable[int], total: int) -> int:
 
 
 class Pager:
-    """Those entries of a queue whose bodies are in memory.
+    """Those entries of one queue whose bodies the pager can still evict.
 
     Args:
         evict: function that evicts the body of a message.
@@ -42,11 +42,11 @@ class Pager:
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
-        # Unacked entries. In this dictionary, and in the next two, the last entry is evicted first.
+        # Unacked entries. In this dictionary, as in `_fresh` and `_ahead`, the last entry is evicted first.
         self._lent: dict[QueueEntry, None] = {}
-        # Ready entries whose bodies were always in memory.
+        # Ready entries whose bodies were in memory when the entries were added to the pager.
         self._fresh: dict[QueueEntry, None] = {}
-        # Ready entries whose bodies were read ahead from disk, or that were unacked before.
+        # Ready entries whose bodies were read ahead from disk, or that were unacked earlier.
         self._ahead: dict[QueueEntry, None] = {}
         # Total body bytes of the entries in the three dictionaries.
         self.size = 0
@@ -81,7 +81,7 @@ class Pager:
                 return
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Evict bodies until at most `size` bytes remain, and at most `count` bodies (``None`` for any number)."""
+        """Evict bodies until at most `size` bytes remain, in at most `count` bodies (``None`` for any number)."""
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
                 entry = each.popitem()[0]
@@ -106,7 +106,7 @@ class Droppable:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """Add an entry. An entry with a persistent message is ignored."""
+        """Add an entry, and call `bring_back` for its message. An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
@@ -119,14 +119,14 @@ class Droppable:
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Return an iterator of the entries in the order of the queue. It skips entries that are removed meanwhile."""
+        """Return an iterator of the entries in the order of the queue. The iterator skips entries that were removed."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
         return (entry for entry in tuple(self._entries) if entry in self._entries)
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Remove an entry whose message should be dropped. If the message cannot be dropped now, set the entry aside.
+        """Remove an entry, so that its message can be dropped. If this is not possible now, set the entry aside.
 
         Returns:
             All entries of the message, for the caller to drop together. Empty if the body is not in memory or is being
@@ -145,7 +145,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Move a message's entries from `Record.aside` back to their `Droppable`, which can offer them again."""
+    """Move a message's entries from `Record.aside` back to the `Droppable` of each entry's queue."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
@@ -156,18 +156,18 @@ def bring_back(message: StoredMessage) -> None:
 
 
 def _giver(entry: QueueEntry) -> DroppableEntries | None:
-    """Return the `Droppable` to which an entry belongs, or ``None`` if the entry must not be dropped."""
+    """Return the `Droppable` of an entry's queue, or ``None`` if the entry must not be dropped now."""
     return None if entry.is_gone or entry.is_unacked else entry.queue.droppable
 
 
 class Account(Protocol):
-    """The memory account (the `Journal`) that `relieve` keeps below the limit."""
+    """The part of the `Journal` that `relieve` uses."""
 
     #: Maximum bytes of messages in memory.
     limit: int
-    #: Number of bytes above which bodies are evicted.
+    #: If `held` is above this number of bytes, bodies are evicted.
     evict_above: int
-    #: Number of bytes at which a batch is full.
+    #: Number of bytes at which a batch for the disk is full.
     MAX_BATCH: int
 
     @property
@@ -175,11 +175,11 @@ class Account(Protocol):
         """Bytes of memory in use, without the bodies that are being evicted."""
 
     def divide(self) -> None:
-        """Start a new batch if the current batch is full."""
+        """Start a new batch for the disk if the current batch is full."""
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep memory below the limit. Evict bodies (A2 A3). If memory is still above the limit, drop messages (A1)."""
+    """Evict bodies above `Account.evict_above` (A2 A3). If memory is still above the limit, drop messages (A1)."""
     if account.held > account.evict_above:
         _evict(account, queues)
     if account.held > account.limit:
@@ -205,9 +205,9 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
     """Drop ready, transient messages of queues with `drop_transient` until memory is within the limit (A1).
 
-    Each time, drop the oldest droppable message of the queue with the most ready bytes. A message in several queues is
-    dropped only if all these queues allow the drop, because a body that stays in one queue frees no memory. A message
-    is not dropped if its body is being evicted or was evicted, because such a drop would free no memory either.
+    In each round, drop the oldest droppable message of the queue with the most ready bytes. A message in several queues
+    is dropped only if all these queues allow the drop. Otherwise its body would stay in memory for the other queues. A
+    message whose body is being evicted or was evicted is not dropped, because this would free almost no memory.
     """
     givers = [
         (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())

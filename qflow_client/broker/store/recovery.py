@@ -13,13 +13,13 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery. Call `recover_topology`, then `recover_messages` for each page of messages, and then `finish`."""
+    """One recovery. Call `recover_topology`, then `recover_messages` for all messages in parts, and then `finish`."""
 
     def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
         self._host = host
         self._journal = journal
         self._wall_clock = wall_clock
-        # The durable queues. The keys are their numbers in the store.
+        # The restored queues. The keys are the numbers of the queues in the store.
         self._queues: dict[int, Queue] = {}
 
     def recover_topology(self, found: Found) -> None:
@@ -45,7 +45,7 @@ class Recovery:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
         Returns:
-            The numbers of the messages that are in no restored queue, because the rows of their queues are damaged.
+            The numbers of the messages that are in no restored queue. The rows of their queues were damaged or missing.
         """
         now = self._wall_clock()
         lost = []

@@ -1,10 +1,10 @@
 """The message store: durable queues, exchanges, bindings and persistent messages in one SQLite file.
 
 Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
-A row with a wrong checksum is never used. The store moves such a row, and the rows that depend on it, to the table
-``damaged``. The broker logs the rows of this table at each start. If the structure of the file is damaged, rows could
-be missing without notice. So a `Store` refuses such a file. The error contains advice. Whenever the body of a message
-is read, the checksum of the message is checked.
+A row with a wrong checksum is never used. Such a row, and the rows that depend on it, are set aside: the store moves
+them to the table ``damaged``. At each start the broker logs how many rows this table has, and the errors of the first
+rows. If the structure of the file is damaged, rows could be missing without notice. So a `Store` refuses such a file.
+Whenever the body of a message is read, the checksum of the message is checked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Rows that were set aside. `name` has the table and row number, `why` the error, and `content` the row as text.
+    # Damaged rows of other tables. `name` is the table and row number, `why` the error, and `content` the row as text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -93,8 +93,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement inserts many rows, because the store's thread waits for the GIL after each statement. If the event loop
-# is busy, the wait is long.
+# One statement inserts many rows, because the store's thread waits for the GIL after each statement. While the event
+# loop is busy, each of these waits is long.
 _PUT = "INSERT INTO message VALUES "
 _ROW = "(?, ?, ?, ?, ?, ?, ?, ?)"
 _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_checksum = json_extract(value, '$[2]')
@@ -120,12 +120,12 @@ _OLDEST_SQLITE = (3, 33)
 _MIN_FILE_SIZE = 512
 # Maximum number of messages in one statement.
 _PORTION = 128
-# Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 keeps one
-# prepared statement for each number of messages. Each prepared statement keeps a copy of its values until its next use.
+# Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 caches one
+# prepared statement for each number of messages. Until its next use, each one keeps a copy of its values in memory.
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
-# Number of messages that one statement reads.
+# Maximum number of messages that one statement reads.
 _PAGE = 100
 
 
@@ -156,7 +156,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: Names and errors of all rows in the table ``damaged``.
+        #: For each row in the table ``damaged``, its name and error, such as ``queue 3: its checksum is wrong``.
         self.damaged: list[str] = []
         try:
             with _explained():
@@ -206,10 +206,10 @@ class Store:
     # Reading.
 
     def topology(self) -> Found:
-        """Return the queues, exchanges and bindings.
+        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings of objects that are missing.
 
         Raises:
-            StoreError: the contents cannot be read.
+            StoreError: the contents cannot be read, or a row cannot be set aside.
         """
         with _explained():
             queues = [
@@ -235,7 +235,7 @@ class Store:
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
 
     def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the rows of a table, each with its row number. Rows with wrong checksums are set aside instead."""
+        """Yield the number and the values of each row in a table. Set damaged rows aside, and do not yield them."""
         for row, *found, checksum in self._file.rows(statement):
             try:
                 values = [each.decode() if isinstance(each, bytes) else each for each in found[:-1]] + found[-1:]
@@ -260,19 +260,19 @@ class Store:
         self.damaged.append(f"{name}: {why}")
 
     def set_aside_messages(self, numbers: Iterable[int], why: str = _WRONG) -> None:
-        """Move messages to the table of damaged rows.
+        """Move messages to the table ``damaged``.
 
         Raises:
-            StoreError: the change cannot be written.
+            StoreError: the file cannot be written.
         """
         for number in numbers:
             self._set_aside("message", number, why)
 
     def messages(self) -> Iterator[FoundMessage]:
-        """Yield the messages in the order of their numbers. Damaged messages are set aside instead.
+        """Yield the messages in the order of their numbers. Set damaged messages aside, and do not yield them.
 
         Raises:
-            StoreError: the contents cannot be read.
+            StoreError: the contents cannot be read, or a message cannot be set aside.
         """
         last = 0
         while True:
@@ -305,7 +305,7 @@ class Store:
 
 
 class BodyReader:
-    """Reads bodies from the file of a store, even during writes. Only one thread at a time may use a reader.
+    """Reads bodies from the file of a store, even while a `Store` writes. Only one thread at a time may use a reader.
 
     Raises:
         StoreError: the file cannot be opened.
@@ -339,7 +339,7 @@ def _open(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Add advice to errors about a damaged file structure."""
+    """If a `StoreError` reports a damaged file, add the advice `_WAY_OUT` to its text."""
     try:
         yield
     except StoreError as error:
@@ -370,7 +370,7 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions. One statement writes one portion."""
+    """Divide messages into lists, such that one statement can write each list (see `_PORTION_BYTES`)."""
     portion: list[Put] = []
     total = 0
     for put in puts:

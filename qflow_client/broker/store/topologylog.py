@@ -15,8 +15,8 @@ class Change(NamedTuple):
     """A change of a durable queue, exchange or binding.
 
     Attributes:
-        kind: ``queue``, ``exchange`` or ``binding``, with the prefix ``no_`` for a deletion.
-        values: the row to insert, without its checksum. A deletion has only the values that identify the row to delete.
+        kind: ``queue``, ``exchange`` or ``binding``; for a deletion, ``no_queue``, ``no_exchange`` or ``no_binding``.
+        values: the row to insert, without its checksum. For a deletion, the values that identify the row to delete.
     """
 
     kind: str
