@@ -1,8 +1,8 @@
 """Reads the arguments of ``Queue.Declare``, and computes the limits of the queue.
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
-RabbitMQ can set a maximum, which sets no thresholds. An unknown argument with one of this broker's prefixes is refused.
-The error contains the most similar argument.
+RabbitMQ can set a maximum, for which there are no default thresholds. An unknown argument with a prefix in
+`_OUR_PREFIXES` is refused. The error contains the most similar argument.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FIELDS = {
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
 # The policies that Qpid C++ also has, with the same names.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
-# Prefixes of this broker's arguments. An unknown argument with one of these prefixes is refused as misspelt.
+# Prefixes of the arguments in `_OURS`. Any other argument with one of these prefixes is refused as misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
 
 # Arguments of RabbitMQ.
@@ -73,7 +73,7 @@ SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 
 
 class XOverflow(StrEnum):
-    """What a queue does at a maximum from RabbitMQ's arguments (``x-overflow``)."""
+    """The values of ``x-overflow``: what a queue does at the maximum that RabbitMQ's arguments set."""
 
     #: Drop the oldest ready message.
     DROP_HEAD = "drop-head"
@@ -85,11 +85,11 @@ class XOverflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """The arguments that define when a queue is full, and what a full queue does.
+    """The arguments that define thresholds, the maximum, and what the queue does at the maximum.
 
     Attributes:
-        definition: the values that policies can also set.
-        overflow: overflow policy from RabbitMQ's arguments; ``None`` if these arguments set no maximum.
+        definition: the values of the arguments of Qpid and of this broker.
+        overflow: overflow policy from RabbitMQ's arguments; ``None`` if RabbitMQ's arguments set no maximum.
     """
 
     definition: PolicyDefinition
@@ -97,10 +97,10 @@ class QueueArguments:
 
     @classmethod
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
-        """Read the arguments. Unknown arguments of other brokers are ignored.
+        """Read the arguments. Unknown arguments without a prefix in `_OUR_PREFIXES` are ignored.
 
         Raises:
-            ChannelException: 406 if a value has the wrong type, two values contradict each other, or an argument is
+            ChannelException: 406 if a value is not allowed, two values contradict each other, or an argument is
                 misspelt. The error contains the arguments and values, or the most similar argument.
         """
         reader = _Reader(queue, arguments)
@@ -132,7 +132,7 @@ class QueueArguments:
 
     @staticmethod
     def _overflow(reader: _Reader) -> Overflow | None:
-        """Read RabbitMQ's maximum, which sets no thresholds."""
+        """Return the overflow policy for RabbitMQ's maximum; ``None`` if there is no such maximum."""
         maxima = reader.count(MAX_LENGTH), reader.count(MAX_LENGTH_BYTES)
         kind = reader.choice(OVERFLOW, XOverflow, XOverflow.DROP_HEAD)
         if maxima == (None, None):
@@ -183,10 +183,10 @@ def resolve_limits(
     Args:
         queue: name of the queue, to show in errors.
         definition: the policy definition that applies to the queue.
-        settings: settings of the broker, with the default values (C4, J2).
-        overflow: overflow policy from RabbitMQ's arguments. The definition replaces it if the definition sets a
-            maximum, or the policy `conflate` or `flow_to_disk`.
-        policies: names of the policies that the definition comes from.
+        settings: settings of the broker, which have the default thresholds, capacity and enforcement (C4, J2).
+        overflow: overflow policy from RabbitMQ's arguments. It is not used if the definition sets a maximum, or the
+            policy `conflate` or `flow_to_disk`.
+        policies: names of the policies that the definition comes from, for `QueueLimits.policies`.
 
     Raises:
         ChannelException: 406 if the resume capacity is above the capacity. The error contains the values.
@@ -212,7 +212,7 @@ def resolve_limits(
     then = None
     if definition.max_flow_wait is not None:
         if policy is QueuePolicy.FLOW_TO_DISK:
-            # With `flow_to_disk` the maximum limits only the bodies in memory, so the policy `then` cannot use it.
+            # With `flow_to_disk` the maximum limits only bodies in memory, so it cannot be the maximum of `then`.
             max_count = max_size = 0
         maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
         then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)
@@ -267,7 +267,7 @@ class _Reader:
             raise self.refuse(f"{name}={value!r}: it must be a string, not {type(value).__name__}")
         if value is None:
             return None
-        # Check that the value can be encoded as a short string.
+        # The value must fit into an AMQP short string.
         try:
             length = len(value.encode())
         except UnicodeEncodeError:

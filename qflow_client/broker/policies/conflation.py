@@ -1,4 +1,4 @@
-"""Finds the last entry of each key, for queues that keep only the last message of each key."""
+"""Finds the last entry of each key in a queue with the overflow policy `conflate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # The keys of the entries, so that `left` need not decode the headers again.
+        # The key of each entry in the queue. So `left` and `restore` need not decode the headers again.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:

@@ -1,4 +1,4 @@
-"""Exports and loads definitions of queues, exchanges, bindings and policies. The fields have RabbitMQ's names."""
+"""Exports and loads definitions of queues, exchanges and bindings (with RabbitMQ's field names), and of policies."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 
 
 class DefinitionError(ValueError):
-    """A definition is refused, so no definition of the document takes effect.
+    """A definition is refused. All other definitions of the same `Definitions` have no effect either.
 
     Attributes:
-        field: place of the definition, such as ``"queues[3]"``.
+        field: place of the refused definition, such as ``"queues[3]"``.
     """
 
     def __init__(self, where: str, text: str) -> None:
@@ -49,7 +49,7 @@ class QueueDefinition:
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
         durable: whether the queue is durable.
         auto_delete: whether the queue is deleted with its last consumer.
-        arguments: arguments of the declaration, such as thresholds.
+        arguments: arguments of the declaration, such as ``{"qpid.flow_stop_count": 100}``.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ExchangeDefinition:
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
         durable: whether the exchange is durable.
         auto_delete: whether the exchange is deleted with its last binding.
-        internal: whether clients cannot publish to the exchange.
+        internal: whether the broker refuses messages that clients publish to the exchange.
         arguments: arguments of the declaration.
     """
 
@@ -110,7 +110,7 @@ class Definitions:
     Attributes:
         exchanges: exchanges to declare.
         queues: queues to declare.
-        bindings: bindings to add. A binding can name objects of this document, and objects that exist already.
+        bindings: bindings to add. A binding can name objects of the same `Definitions`, and existing objects.
         policies: policies to set. A policy replaces an existing policy with the same name.
     """
 
@@ -138,7 +138,7 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
     """Yield exchanges, queues and bindings. The virtual host can change while the caller iterates.
 
-    A binding is yielded only if its destination was yielded before or is predeclared. So a new broker can load it.
+    Bindings come last, and only those whose destinations were yielded or are predeclared. So a new broker can load all.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -166,17 +166,17 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 
 
 class Loading:
-    """Declares all objects, or none. An object that exists with the same settings is not changed.
+    """Loads all of some `Definitions`, or none. An object that exists with the same settings is not changed.
 
     Loading can take several iterations of the loop. If a definition is refused, the objects that were declared earlier
-    are deleted again. Clients can see these objects until they are deleted.
+    are deleted again. Until then, clients can use these objects.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:
         self._host = host
         self._rules = rules
         self._definitions = definitions
-        # Functions that delete the declared objects, in the order in which the objects were declared.
+        # Functions that delete the objects declared so far, in the order of declaration.
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the declared objects, and then restore the earlier policies, in steps."""
+        """Delete the objects declared so far, and then set the policies from before the loading, in steps."""
         while self._undo:
             self._undo.pop()()
             yield
@@ -256,7 +256,7 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """Remove a binding. Keep the source exchange, even if it is auto-delete and this was its last binding."""
+        """Remove a binding. Keep the source exchange, even if it is auto-delete and has no other binding."""
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete

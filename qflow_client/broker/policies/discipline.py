@@ -1,10 +1,10 @@
 """Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
-The backlog of a connection has the messages that wait for room in a queue or for their confirms. A message that came on
-a blocked (flowed) channel stays in the backlog until the channel is unblocked. If the backlog exceeds its limit, all
-publishing channels of the connection are blocked (flowed). A message is late if its channel has been blocked for at
-least `flow_grace` seconds. Late messages are counted for the channel and for the connection. At the limits of these
-counts, the broker pauses reading from the connection (tarpit), or closes the channel or the connection.
+The backlog of a connection has the messages that wait for room in a queue, and those whose confirms are held (delayed).
+It also has the messages that came on blocked (flowed) channels, until these channels are unblocked. If the backlog
+exceeds its limit, all publishing channels of the connection are blocked. A message is late if its channel has been
+blocked for at least `flow_grace` seconds. Late messages are counted for each channel and connection. Settings define at
+which counts the broker pauses reading from the connection (tarpit), or closes the channel or the connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["BACKLOG", "Discipline"]
 
 _log = get_logger(__name__)
 
-#: Name of the `FlowController` that blocks the channels of a connection if the backlog is too large.
+#: Name of the `FlowController` that blocks the channels of a connection whose backlog is too large.
 BACKLOG = "backlog"
 
 
@@ -33,15 +33,15 @@ class Discipline:
         settings = session.settings
         self.limiter = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
         self.backlog = FlowController(self.limiter, name=BACKLOG)
-        # Number of late messages on all channels.
+        # Number of late messages on all channels of the connection.
         self.past_flow = 0
-        # Number of times that the broker paused reading from the connection.
+        # Number of times that the broker paused reading from the connection (tarpit).
         self.tarpits = 0
         # Number of channels that were closed because of late messages.
         self.channels_closed = 0
 
     def owe(self, size: int, now: float) -> None:
-        """Add a message to the backlog. If the backlog is too large, block (flow) all publishing channels (D7)."""
+        """Add a message to the backlog. If the backlog is now too large, block (flow) all publishing channels (D7)."""
         self.limiter.add(size, now)
         if self.limiter.on:
             for channel in self._session.channels.values():
@@ -55,7 +55,7 @@ class Discipline:
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Count a message that was published on a blocked (flowed) channel, if the message is late.
+        """Count a message on a blocked (flowed) channel if it is late. If there are too many, act against the client.
 
         Raises:
             ChannelException: 311 if the channel has sent more than `close_channel_after` late messages.

@@ -1,4 +1,4 @@
-"""Changes the thresholds of a queue in use, for an operator (D4). Thresholds are called marks here."""
+"""Computes the marks of a queue: the thresholds and capacities that operators change at run time (D4)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MARKS = tuple(name for pair in _PAIRS for name in pair)
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
-    """Return the marks of a queue after a change: the new marks, and the other marks that operators have set before.
+    """Return the marks of a queue after a change: the new marks, and the marks that operators have set earlier.
 
     Args:
         marks: new values. The keys are names in `MARKS`. A mark that is not in this mapping keeps its value. ``None``
             for a resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark
-            of 0 also turns off its resume mark.
+            of 0 is turned off, with its resume mark.
 
     Raises:
-        ChannelException: 406 if the marks contradict each other or the queue's maximum. The error contains the values.
+        ChannelException: 406 if a value is not allowed, or if the marks contradict each other or the queue's maximum.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity
@@ -42,13 +42,13 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # Without its stop mark, a resume mark has no meaning.
+        # A resume mark without its stop mark would be refused, so it is left out.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
     maximum = limits.overflow
     try:
-        # Marks count all messages. RabbitMQ's maximum counts only ready messages, so no mark contradicts it.
+        # Marks count all messages. RabbitMQ's maximum counts only ready messages, so it is not compared with marks.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

@@ -43,7 +43,7 @@ class Reject(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Reject):
-    """Let messages that do not fit wait for room (A4). Refuse a message that is larger than the maximum."""
+    """Let messages that do not fit wait for room (A4). Refuse a message that is larger than `max_size`."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Wait(Reject):
 
 @dataclass(frozen=True, slots=True)
 class _Dropping(Overflow):
-    """Drop queued messages to make room for new ones."""
+    """Drop queued messages to make room for new messages."""
 
     def make_room(self, queue: QueueView, size: int) -> None:
         self._drop(queue, 1, size)
@@ -64,16 +64,16 @@ class _Dropping(Overflow):
         self._drop(queue, 0, 0)
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        """Drop messages to make room for `count` new messages with `size` bytes in total."""
+        """Drop messages until there is room for `count` new messages with `size` bytes in total."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Ring(_Dropping):
-    """Drop the oldest messages to make room for a new one (``qpid.policy_type=ring`` and ``ring_strict``).
+    """Drop the oldest messages to make room for a new message (``qpid.policy_type=ring`` and ``ring_strict``).
 
     Attributes:
-        strict: whether a new message is refused if a message to drop is unacked.
+        strict: whether a new message is refused if one of the messages that must be dropped for it is unacked.
     """
 
     strict: bool = False
@@ -90,7 +90,7 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # Refuse the new message if one of the messages that must be dropped for it is unacked.
+            # Find the messages that would be dropped. If one of them is unacked, refuse the new message.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
@@ -111,7 +111,7 @@ class Ring(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class Conflate(Ring):
-    """Keep the last message of each key, and drop the oldest messages at the maximum.
+    """Keep the last message of each key. At the maximum, drop the oldest messages.
 
     Attributes:
         key: name of the header that contains the key; ``None`` if the routing key is the key.
@@ -129,7 +129,7 @@ class Conflate(Ring):
 
 @dataclass(frozen=True, slots=True)
 class DropHead(_Dropping):
-    """Drop the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Only ready messages are counted."""
+    """Drop the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Unacked messages do not count."""
 
     counts_ready = True
 
@@ -145,10 +145,10 @@ class DropHead(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class RejectPublish(Overflow):
-    """Refuse messages that do not fit, like RabbitMQ (``x-overflow=reject-publish``). Only ready messages are counted.
+    """Refuse messages that do not fit, like RabbitMQ (``x-overflow=reject-publish``). Unacked messages do not count.
 
     Attributes:
-        dead_letters: whether refused messages go to the dead-letter exchange (``reject-publish-dlx``).
+        dead_letters: whether refused messages go to the dead-letter exchange (``x-overflow=reject-publish-dlx``).
     """
 
     is_silent = True
@@ -171,7 +171,7 @@ class RejectPublish(Overflow):
 def make_overflow(
     policy: QueuePolicy, max_count: int | None, max_size: int | None, conflate_key: str | None
 ) -> Overflow | None:
-    """Return the overflow policy of a queue, or ``None`` if the queue accepts every message.
+    """Return the overflow policy of a queue, or ``None`` for `QueuePolicy.FLOW`, which has no effect at a maximum.
 
     Args:
         policy: kind of the overflow policy.

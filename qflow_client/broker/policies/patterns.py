@@ -4,11 +4,11 @@ Python's `re` tries all paths through an expression, one after the other. With `
 seconds, in which the event loop is blocked. This module follows all paths at the same time. The module converts an
 expression to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search`
 reads a name character by character, and keeps the set of nodes that are reached with the characters read so far. So the
-time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited. The
-next set for a set and a character is cached. So for later names, a character often costs only one dictionary look-up.
+time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited. Each
+set that follows from a set and a character is cached, so a later name often needs just a look-up for each character.
 
-Features that cannot be matched with such sets are refused: back references, lookahead and lookbehind, word boundaries,
-atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
+These features are refused: back references, conditional groups, lookahead and lookbehind, word boundaries, atomic
+groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Node:
 
     Attributes:
         test: function that returns True if the node matches a character; ``None`` if the node needs no character.
-        anchor: ``^``, ``$`` or ``Z`` (the very end) if the node can be passed only at this place of the name.
-        following: the nodes that come directly after this node.
+        anchor: ``^``, ``$`` or ``Z`` (the very end) if the node can be passed only there; otherwise an empty text.
+        following: the nodes to which an edge leads from this node.
     """
 
     __slots__ = ("anchor", "following", "test")
@@ -60,7 +60,7 @@ class Pattern:
     MAX_LENGTH = 1000
     #: Maximum number of nodes in the graph of an expression.
     MAX_NODES = 1000
-    #: Maximum number of cached sets. A full cache is cleared before the next set is stored.
+    #: Maximum number of cached sets. A full cache is emptied before another set is stored.
     MAX_STEPS = 4096
 
     def __init__(self, text: str) -> None:
@@ -82,7 +82,7 @@ class Pattern:
         self._again = self._closure((self._entry,), at_start=False)
         self._steps: dict[tuple[frozenset[_Node], str], frozenset[_Node]] = {}
 
-    # Building the graph, from its end to its start.
+    # Building the graph. Nodes are created from the end of the expression to its start.
 
     def _node(self, following: Iterable[_Node], test: _Test | None = None, anchor: str = "") -> _Node:
         self._nodes += 1
@@ -166,9 +166,9 @@ class Pattern:
     # Matching.
 
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
-        """Return the nodes that can be reached from `nodes` without a character.
+        """Return `nodes`, and the nodes that can be reached from them without a character.
 
-        `at_start` is True if ``^`` can be passed. `at_end` has ``$`` and ``Z`` if these anchors can be passed.
+        `at_start` is True if ``^`` can be passed. `at_end` contains the anchors ``$`` and ``Z`` that can be passed.
         """
         found: set[_Node] = set()
         todo = list(nodes)
@@ -234,7 +234,7 @@ def _negated(test: _Test) -> _Test:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Return the pattern of an expression. The 1024 patterns that were used last are cached.
+    """Return the pattern of an expression. The 1024 most recently used patterns are cached.
 
     Raises:
         ValueError, TypeError: see `Pattern`.

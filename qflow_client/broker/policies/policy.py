@@ -2,12 +2,12 @@
 
 A queue takes each value from the first of these sources that sets the value (D3). Sources 3 to 5 apply only if no
 policy for queues matches, and the arguments set neither a maximum, nor a threshold, nor a capacity, nor a policy. If
-several of the sources 3 to 5 match, only the first of them applies.
+policies of several of the sources 3 to 5 match, the first of these sources applies and the others do not.
 
 1. policies for queues
 2. the arguments of the queue
 3. policies for an exchange and a routing key of the queue's bindings
-4. policies for exchanges from which messages come to the queue; with several exchanges, the strictest values apply
+4. policies for exchanges that route messages to the queue; with several exchanges, the strictest values apply
 5. policies for the virtual host
 """
 
@@ -33,19 +33,19 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class QueuePolicy(StrEnum):
-    """What a full queue does. The members are in the order from the least to the most strict."""
+    """What a full queue does. The members are in the order from the least strict to the most strict."""
 
-    #: Accept every message. Only the thresholds block the producers.
+    #: Accept every message. The flow thresholds of the queue can block its producers.
     FLOW = "flow"
     #: Accept every message. Keep bodies above the maximum only on disk.
     FLOW_TO_DISK = "flow_to_disk"
-    #: Keep the last message of each key, and drop the oldest messages at the maximum.
+    #: Keep the last message of each key. At the maximum, drop the oldest messages.
     CONFLATE = "conflate"
-    #: Drop the oldest message.
+    #: Drop the oldest messages. Refuse a message that is larger than the maximum size.
     RING = "ring"
-    #: Drop the oldest message. If the oldest message is unacked, refuse the new message.
+    #: Like `RING`, but if a message that must be dropped is unacked, refuse the new message instead.
     RING_STRICT = "ring_strict"
-    #: Make the new message wait for room.
+    #: Make the new message wait for room. Refuse a message that is larger than the maximum size.
     WAIT = "wait"
     #: Refuse the new message.
     REJECT = "reject"
@@ -57,26 +57,26 @@ class QueuePolicy(StrEnum):
 
     @property
     def has_default_thresholds(self) -> bool:
-        """Whether a queue's maximum sets default flow thresholds (C4)."""
+        """Whether a queue with this policy and a maximum has default flow thresholds (C4)."""
         return self in (QueuePolicy.FLOW, QueuePolicy.REJECT)
 
 
 class ApplyTo(StrEnum):
-    """The kind of names to which a policy's pattern applies."""
+    """The kind of names with which a policy's pattern is compared."""
 
     #: Names of queues.
     QUEUES = "queues"
-    #: Names of exchanges, and routing keys of their bindings to queues.
+    #: Names of exchanges. `Policy.routing_key` is compared with the routing keys of their bindings to queues.
     ROUTING_KEYS = "routing_keys"
-    #: Names of exchanges.
+    #: Names of exchanges that route messages to a queue, directly or through other exchanges.
     EXCHANGES = "exchanges"
     #: The name of the virtual host.
     VIRTUAL_HOST = "virtual_host"
 
 
-#: The policies to which a queue can switch after `max_flow_wait`.
+#: The allowed values of `then`: the policies of a queue that was ON for longer than `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
-#: Groups of fields. All fields of a group come from the same source.
+#: Groups of fields. A queue takes all fields of a group from the same source.
 _GROUPS = (
     ("flow_stop_count", "flow_resume_count"),
     ("flow_stop_size", "flow_resume_size"),
@@ -97,21 +97,21 @@ class PolicyDefinition:
 
     Attributes:
         policy: what the queue does when it is full.
-        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` only messages in memory are
-            counted.
-        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` only messages in memory are
-            counted.
+        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` this is the maximum number of
+            bodies in memory.
+        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` this is the maximum for bodies
+            in memory.
         flow_stop_count: number of messages above which the queue turns ON (C1); 0 for no threshold.
         flow_resume_count: number of messages below which the queue turns OFF. The default is 7/8 of the stop threshold.
         flow_stop_size: body bytes above which the queue turns ON (C1); 0 for no threshold.
         flow_resume_size: body bytes below which the queue turns OFF. The default is 7/8 of the stop threshold.
         capacity: body bytes above which the queue turns ON (J1); 0 for no capacity.
         flow_resume_capacity: body bytes at or below which the queue turns OFF. The default is the capacity.
-        enforcement: how the queue blocks its producers while it is ON.
-        max_flow_wait: maximum seconds for which the queue blocks its producers. If the queue is ON for longer, it
-            unblocks the producers and uses the policy `then` (D10).
+        enforcement: how the queue holds back its producers while it is ON.
+        max_flow_wait: maximum seconds for which the queue holds back its producers. If the queue is ON for longer, it
+            lets the producers continue, and has the policy `then` until it turns OFF (D10).
         then: policy of a queue that was ON for longer than `max_flow_wait`: `reject` (the default), `ring` or `wait`.
-            If there is no maximum, the stop thresholds or the capacity limit the queue.
+            If there is no maximum, this policy uses the stop thresholds or the capacity as the maximum.
         conflate_key: name of the header that contains the key for `conflate`. The default is the routing key.
         drop_transient: whether the broker may drop ready, non-persistent messages if memory exceeds its limit (A1). The
             default is no.
@@ -145,13 +145,13 @@ class PolicyDefinition:
         """Create a definition from a mapping.
 
         Args:
-            values: values by field name. All values are optional.
-            names: for each field name, the name to show in errors; ``None`` to show the field names.
+            values: the values, with the names of the fields as keys. All values are optional.
+            names: for each field name, the name that errors show; ``None`` if errors show the field names.
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: a value is not allowed, or a field does not exist. For an unknown field, the text contains the
-                most similar field.
+            ValueError: a value is not allowed, or a key is not the name of a field. If a key is not the name of a
+                field, the text contains the most similar field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -162,16 +162,16 @@ class PolicyDefinition:
 
     @property
     def is_set(self) -> bool:
-        """Whether the definition sets a maximum, a threshold, a capacity or `policy`."""
+        """Whether the definition sets a maximum, a threshold, a capacity or the field `policy`."""
         return any(getattr(self, name) is not None for name in (*_NUMBERS, "policy"))
 
     @property
     def implies_reject(self) -> bool:
-        """Whether the definition sets a maximum, but not what happens at the maximum."""
+        """Whether the policy is `reject` because the definition sets a maximum, but not the field `policy`."""
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:
-        """Combine two definitions. A group of fields (see `_GROUPS`) that is not set here is taken from `below`."""
+        """Combine two definitions. If `self` sets no field of a group (see `_GROUPS`), take the group from `below`."""
         return _over(self, below)
 
     @classmethod
@@ -180,7 +180,7 @@ class PolicyDefinition:
         definitions = tuple(definitions)
         values: dict[str, Any] = {}
         for name in (*_NUMBERS, "max_flow_wait"):
-            # 0 means no limit, so it is the least strict value.
+            # The value 0 means no limit, so every other value is stricter.
             found = [value for each in definitions if (value := getattr(each, name)) is not None]
             values[name] = min((value for value in found if value), default=0 if found else None)
         for stop, resume in _GROUPS[:3]:
@@ -202,7 +202,7 @@ class PolicyDefinition:
         return _fitting(values)
 
     def resume_of(self, stop_name: str, resume_name: str) -> int:
-        """Return a resume threshold: the value that the definition sets, or the default for the stop threshold."""
+        """Return a resume threshold. If the definition does not set it, return the default for its stop threshold."""
         stop: int = getattr(self, stop_name)
         resume: int | None = getattr(self, resume_name)
         if resume is not None:
@@ -213,7 +213,7 @@ class PolicyDefinition:
         return asdict(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values that the definition sets, by field name."""
+        """Return the values that the definition sets, with the names of the fields as keys."""
         return {name: value for name, value in self._values().items() if value is not None}
 
 
@@ -228,9 +228,9 @@ def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
 
 
 def _fitting(values: dict[str, Any]) -> PolicyDefinition:
-    """Create a definition from values of several sources, and adapt values that contradict each other.
+    """Create a definition from values of several sources. Change values that contradict each other.
 
-    For example, a stop threshold above the maximum becomes equal to the maximum.
+    For example, a stop threshold above the maximum is reduced to the maximum.
     """
     for unit in ("count", "size"):
         stop, maximum = values[f"flow_stop_{unit}"], values[f"max_{unit}"]
@@ -246,7 +246,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Check and convert values. `names` has, for each field name, the name to show in errors.
+    """Check and convert values. `names` maps field names to the names that errors show instead.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -287,7 +287,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
-        # With `flow_to_disk` the maximum counts only messages in memory, so a stop threshold may be higher.
+        # With `flow_to_disk` the maximum limits only bodies in memory, so a stop threshold may be above the maximum.
         if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
                 f"{named(f'flow_stop_{unit}')} and {named(f'max_{unit}')}: the stop must not be above the maximum"
@@ -346,19 +346,19 @@ class Policy:
     """A policy with a name, for existing and future queues.
 
     A pattern is a regular expression, and matches a name if any part of the name matches. For example, ``^orders``
-    matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features, such as back
-    references and word boundaries, are refused. So matching takes linear time.
+    matches all names that begin with orders, and ``^orders$`` matches only the name orders. Some features of regular
+    expressions, such as back references and word boundaries, are refused, so that matching takes linear time.
 
     Attributes:
         name: name of the policy.
-        definition: the values that the policy sets, as a `PolicyDefinition` or a mapping by field name.
+        definition: the values that the policy sets. A mapping is converted to a `PolicyDefinition`.
         pattern: regular expression for the names to which the policy applies.
         apply_to: kind of the names with which the pattern is compared.
-        routing_key: regular expression for the routing keys of bindings; only for `routing_keys`.
-        priority: if several policies of the same kind match, the policy with the highest priority applies. If several
-            policies have the highest priority, the strictest value of each field applies. If `apply_to` is `exchanges`,
-            the policies for each exchange are selected in this way. Of all selected policies, the strictest value of
-            each field applies.
+        routing_key: regular expression for the routing keys of bindings. It must be set if `apply_to` is
+            `routing_keys`, and must not be set otherwise.
+        priority: if several policies with the same `apply_to` match, the policy with the highest priority applies. If
+            several policies have this priority, the strictest value of each field applies. If `apply_to` is
+            `exchanges`, this selection is made for each exchange. The strictest values of all selected policies apply.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -405,7 +405,7 @@ class Policy:
         """Create a policy from a text: the name and ``key=value`` pairs, such as ``"slow max_count=9"``.
 
         Args:
-            text: text to parse. The keys are fields of this class and of `PolicyDefinition`. Quotes work as in a shell.
+            text: text to parse. The keys are attributes of `Policy` and `PolicyDefinition`. Quotes work as in a shell.
 
         Raises:
             TypeError: a value has the wrong type.
@@ -425,7 +425,7 @@ class Policy:
                 except ValueError:
                     raise ValueError(f"{key}={shown(values[key])}: it must be a number") from None
         if "drop_transient" in values:
-            # `PolicyDefinition` refuses any other value, with an error that contains the field.
+            # Keep a text that is neither "true" nor "false", so that `PolicyDefinition` refuses it with a clear error.
             values["drop_transient"] = {"true": True, "false": False}.get(
                 values["drop_transient"], values["drop_transient"]
             )
@@ -439,7 +439,7 @@ class Policy:
         return self.matches(exchange) and compile_pattern(self.routing_key or "").search(routing_key)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the policy as JSON types, from which the policy can be created again."""
+        """Return the policy as JSON types. ``Policy(**result)`` creates an equal policy."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"apply_to": self.apply_to.value, "definition": self.definition.to_json()}
 
@@ -456,7 +456,7 @@ class Policies:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any policy applies to queues because of the queues' bindings."""
+        """Whether the bindings of a queue can decide which policies apply to the queue."""
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
@@ -478,7 +478,7 @@ class Policies:
             queue: name of the queue.
             own: definition from the arguments of the queue.
             inheritance: function that returns the queue's bindings and the exchanges that route to the queue.
-            is_set: whether the arguments set a maximum, a threshold, a capacity or a policy.
+            is_set: whether the arguments of the queue set a maximum, a threshold, a capacity or a policy.
         """
         if not self._by_name:
             return own, ()
@@ -490,7 +490,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # Values such as the enforcement can still come from the arguments.
+                # The arguments can still set other values, such as the enforcement, which then have priority.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

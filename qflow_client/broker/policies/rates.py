@@ -1,7 +1,7 @@
 """An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
 
-A message that exceeds a rate limit is accepted, but its channel is then blocked (flowed). The channel is unblocked when
-the average rate of all messages that the limit counts is within the limit again.
+A message that exceeds a rate limit is accepted, but the limit then blocks (flows) its channel. The limit unblocks the
+channel when the average rate of all messages that the limit counts is low enough again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["RateLimit", "RateScope", "Rates"]
 class RateScope(StrEnum):
     """The kind of object to which a rate limit applies."""
 
-    #: Messages that are published to an exchange.
+    #: Messages that clients publish to an exchange.
     EXCHANGE = "exchange"
-    #: Messages that enter a queue.
+    #: Messages of clients that are routed to a queue, through any exchange. Dead letters are not counted.
     QUEUE = "queue"
-    #: Messages that a user publishes on all connections.
+    #: Messages that a user publishes, on all connections of the user together.
     USER = "user"
 
 
@@ -41,7 +41,7 @@ class RateLimit:
         messages: maximum messages per second; ``None`` for no limit.
         bytes: maximum body bytes per second; ``None`` for no limit.
         burst: size of a burst in seconds. After a pause, a burst is accepted without blocking the channel. A burst has
-            as many messages and bytes as the rate allows in this time, but at least one message.
+            as many messages and bytes as the rate allows in `burst` seconds, but at least one message or one byte.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -90,7 +90,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate. Blocked channels are unblocked when the new rate allows the messages published so far."""
+        """Change the rate. The rate unblocks channels as soon as the messages so far are within the new rate."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
@@ -119,13 +119,13 @@ class Rates:
     """All rate limits of a virtual host.
 
     Args:
-        wake_at: function that takes an object and a time, and calls the object's `tick` at this time.
+        wake_at: function that takes an object and a time, and arranges that the object's `tick` is called at this time.
     """
 
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
         self._limits: dict[tuple[RateScope, str], RateLimit] = {}
-        # The rates for each scope and name. The inner key is True for bytes, and False for messages.
+        # The rates of each limit. The outer key is the scope and name. The inner key is True for the rate in bytes.
         self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
 
     def __iter__(self) -> Iterator[RateLimit]:
@@ -163,7 +163,7 @@ class Rates:
             rate.let_go()
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> None:
-        """Count a published message. If the message exceeds a rate, block `source`."""
+        """Count a published message. If the message exceeds a rate, block (flow) its channel, which is `source`."""
         keys = (
             (RateScope.EXCHANGE, exchange),
             (RateScope.USER, user),

@@ -2,8 +2,8 @@
 
 A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
 line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
-current hold, and one line for each queue that has messages or has changed. Each later line of a hold divides the time
-since the hold's previous line among the publishers that filled the queue, in proportion to their numbers of messages.
+current hold, and one line for each queue that has messages or has changed. From its second line on, a line of a hold
+divides the time since the hold's previous line among the publishers that filled the queue, by their message counts.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _Key = tuple[FlowSource, str, str]
 
 
 class _Record:
-    """The activity of one queue since its last line."""
+    """The activity of one queue that the recorder has not written yet, and what its next lines need."""
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
         # Number of arrived messages for each publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the previous line.
+        # Number of arrived messages for each publisher since the previous line with the queue's depth.
         self.pending: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the queue last turned from ON to OFF.
+        # Number of arrived messages for each publisher since the queue last turned OFF, or since the first message.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
         self.on_since: int | None = None
         # Maximum depth and bytes since the queue turned ON.
         self.on_peak = self.on_peak_bytes = 0
-        # Depth and bytes in the previous line.
+        # Depth and bytes in the previous line with the queue's depth.
         self.told = (depth, size)
-        # Start of the time that the next line will cover, in microseconds since 1970.
+        # Start of the time that the next such line will cover, in microseconds since 1970.
         self.told_at = -1
 
 
 class _Hold:
-    """A current hold. It started at `since`, is reported up to the time `begun`, and `count` controllers cause it."""
+    """A current hold: it began at `since`, its lines cover the time up to `begun`, and `count` controllers cause it."""
 
     __slots__ = ("begun", "count", "since")
 
@@ -62,9 +62,9 @@ class FlowRecorder:
     Args:
         write: function that is called with each line.
         wall_clock: function that returns seconds since 1970.
-        period: seconds between two lines of a queue, or of a hold that continues.
-        names: function that returns the names of the publisher and the connection of a channel. By default, both names
-            are the name of the channel.
+        period: seconds between two calls of `tick`.
+        names: function that takes a channel, and returns the names of its publisher and its connection. By default,
+            both names are the name of the channel.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FlowRecorder:
         period: float = 1.0,
         names: Callable[[FlowSource], tuple[str, str]] | None = None,
     ) -> None:
-        #: Seconds between two lines of a queue, or of a hold that continues.
+        #: Seconds between two calls of `tick`, each of which writes at most one line for each queue and hold.
         self.period = period
         self._write = write
         self._clock = clock
@@ -85,7 +85,7 @@ class FlowRecorder:
         self._names: dict[FlowSource, tuple[str, str]] = {}
         self._records: dict[QueueView, _Record] = {}
         self._holds: dict[_Key, _Hold] = {}
-        # The records by queue name, because a hold has only the name of the queue.
+        # The records of `_records` by queue name, because the key of a hold contains only the name of the queue.
         self._by_name: dict[str, _Record] = {}
 
     def _now(self) -> int:
@@ -104,7 +104,7 @@ class FlowRecorder:
             names = self._names[source] = self._name_of(source)
         return names
 
-    # Calls from queues. `arrived` and `left` are called for every message.
+    # Calls from queues. `arrived` and `left` are called for every message, so they must be fast.
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
         record = self._records.get(queue)
@@ -135,7 +135,7 @@ class FlowRecorder:
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """Record that the queue has turned OFF, and so delays no confirms any more."""
+        """Record that the queue has turned OFF. At the same time the queue stops delaying confirms."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None
@@ -222,7 +222,7 @@ class FlowRecorder:
         record.arrivals.clear()
 
     def tick(self, now: float) -> None:
-        """Write lines for queues with activity and for current holds. Call this method every `period` seconds."""
+        """Write lines for current holds, and for queues that have messages or have changed."""
         at = self._now()
         for key, hold in self._holds.items():
             if at > hold.begun:
@@ -262,7 +262,7 @@ def _add(to: dict[str, int], counts: dict[str, int]) -> None:
 
 
 def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
-    """Divide `us` microseconds in proportion to the counts. The largest count gets the remainder."""
+    """Divide `us` microseconds in proportion to the counts. The name with the highest count gets the remainder."""
     total = sum(counts.values())
     if not total or us <= 0:
         return {}
@@ -276,7 +276,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """Return the stop and resume thresholds of a queue. If the stop threshold in bytes is not set, use the capacity."""
+    """Return the thresholds of a queue. If no stop threshold in bytes is set, return the capacities in its place."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

@@ -1,8 +1,8 @@
 """Computes the limits of each queue from the queue's arguments, the policies, and the marks of an operator.
 
-Marks are thresholds that an operator sets for a queue in use (D4). Marks have priority over policies and arguments. A
-`PolicyRule` has the arguments and the marks of one queue. The limits of the queue are computed again when policies,
-bindings or marks change. `Policies.definition_for` defines the order of policies and arguments.
+Marks are thresholds and capacities that an operator sets for an existing queue (D4). Marks have priority over policies
+and arguments. A `PolicyRule` has the arguments and the marks of one queue. The limits of the queue are computed again
+when policies, bindings or marks change. `policy.py` describes which policies have priority over the arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PolicyRule:
     def __init__(self, rules: PolicyRules, queue: str, arguments: Mapping[str, object]) -> None:
         self._rules = rules
         self._queue = queue
-        #: The arguments that define when the queue is full, and what a full queue does.
+        #: The arguments that define thresholds, the maximum, and what the queue does at the maximum.
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
         #: The operator's marks, which have priority over policies and arguments.
@@ -78,7 +78,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy`. Each step handles one queue or exchange."""
+        """Do the work of `set_policy` in small steps, each for one queue or exchange."""
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
         self.policies.set(policy)
@@ -94,17 +94,17 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy`. Each step handles one queue or exchange."""
+        """Do the work of `delete_policy` in small steps, each for one queue or exchange."""
         self.policies.delete(name)
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Replace all policies, and compute the limits of the queues again, one queue or exchange in each step."""
+        """Replace all policies, and compute the limits of all queues again. Each step is for one queue or exchange."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 
 
 def rule_of(queue: Queue) -> PolicyRule:
-    """Return the rule of a queue in a virtual host with `PolicyRules`."""
+    """Return the rule of a queue. The virtual host of the queue must have `PolicyRules`."""
     assert isinstance(queue.rule, PolicyRule)
     return queue.rule
