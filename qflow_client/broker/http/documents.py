@@ -22,16 +22,16 @@ __all__ = ["encode", "encoded", "read_definitions"]
 def encoded(value: Any) -> bytes:
     """Return a value as JSON, without slices. If the value has a method `to_json`, encode the result of `to_json`."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # The arguments of queues and other objects can contain infinity and NaN, which JSON does not have.
+    # Arguments, such as those of queues, can contain infinity and NaN. JSON does not have them, so write null instead.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
     """Encode a value as JSON, in slices.
 
-    The value may be an iterator or list of any length, or a dictionary with such values.
+    The value may be a list or iterator of any length, a dictionary with such values, or any value that `encoded` takes.
     """
-    # Append the parts one by one, because a join of many parts would block the loop.
+    # Append the parts one by one. A join of many parts would block the event loop.
     text = bytearray()
     await _encode(value, turns, text)
     return text
@@ -55,7 +55,7 @@ async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
         text += encoded(value)
 
 
-# For each list of a definitions document, the adapter that checks the elements of the list.
+# For the name of each list in a definitions document, the adapter that checks the elements of the list.
 _ELEMENTS: dict[str, TypeAdapter[Any]] = {
     name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
     for name, field in DefinitionsDocument.model_fields.items()
@@ -71,7 +71,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
-    """Read and check a definitions document, one element at a time.
+    """Read and check a definitions document. Between the elements of its lists, the event loop can do other work.
 
     Raises:
         Problem: 400 if the document is invalid.
@@ -102,8 +102,8 @@ class _Reader:
         """Read one element in each step.
 
         Args:
-            lists: for each known name, the list to which the elements from the text are added.
-            others: dictionary to which the names of unknown members are added as keys.
+            lists: for the name of each list in a definitions document, the list to which the elements are added.
+            others: dictionary to which the names of all other members are added as keys.
 
         Raises:
             Problem: 400 if an element is invalid.
@@ -147,7 +147,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the index of each part between two brackets. After each `yield`, the caller must read this part."""
+        """Yield the index of each part between two brackets. The caller must read the part before the next index."""
         self._take(begin)
         number = 0
         while number or self._next != end:

@@ -23,12 +23,12 @@ from qflow_client.broker.http.turns import Turns
 
 __all__ = ["EventsRequest", "Watch"]
 
-# If a stream has no event for this number of seconds, it sends a comment, so that the client sees a live connection.
+# If a stream has no event for this number of seconds, it sends a comment. So the client sees that the stream is alive.
 _KEEP_ALIVE = 15.0
 # A large event is written in pieces of about this number of bytes.
 _PIECE = 64 * 1024
 
-# Returns those values of a channel that a check compares. `flowed_seconds` is left out, because it grows all the time.
+# Returns the values of a channel that a check compares: all except `flowed_seconds`, which can grow at each check.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -46,11 +46,10 @@ class EventsRequest:
 
 
 class _Seen:
-    """The state of one object, or of all objects of one kind, after the last change.
+    """The state of one object after its last change, or of all objects of one kind, such as all bindings.
 
     Attributes:
-        value: the snapshot, the list of snapshots, or the value of ``producersStopped``; ``None`` if the object was
-            deleted.
+        value: a snapshot, a list of snapshots, or the value of ``producersStopped``; ``None`` for a deleted object.
         look: number of the check that found the last change.
     """
 
@@ -79,19 +78,19 @@ class Watch:
         self._broker = broker
         self._turns = turns
         self._lock = asyncio.Lock()
-        # Number of the last check.
+        # Number of the last complete check; 0 if there was none.
         self._look = 0
-        # Version of the broker when the last check started.
+        # `Broker.version` when the last check started. While it stays the same, the broker has not changed.
         self._version = -1
         # Earliest time of the next check.
         self._next_at = 0.0
-        # Objects that a check compares one by one, by kind and name. Each kind is in the order of `_Seen.look`.
+        # By kind and name, the objects that a check compares one by one. The objects are in the order of `_Seen.look`.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
-        # Kinds that a check compares as a whole, such as all bindings.
+        # By kind, the values that a check compares as a whole, such as the list of all bindings.
         self._whole: dict[str, _Seen] = {}
         # Kinds and names of deleted objects, which stay in `_named` until every stream has reported the deletion.
         self._gone: list[tuple[str, str]] = []
-        # For each stream, by its key: the number of the last check that the stream has reported.
+        # For each open stream, the number of the last check whose changes the stream has reported.
         self._known: dict[object, int] = {}
 
     async def events(self, period: float, is_gone: Callable[[], bool] = bool) -> AsyncGenerator[bytes, None]:
@@ -138,7 +137,7 @@ class Watch:
     # Checking.
 
     async def _refresh(self) -> None:
-        """Check the broker again if the broker has changed and the last check is old enough."""
+        """Check the broker if it has changed since the last check, and if the last check is old enough."""
         async with self._lock:
             began = time.monotonic()
             version = self._broker.version

@@ -1,4 +1,4 @@
-"""Checks the token of requests, and refuses requests that a browser sends for another web site."""
+"""Checks the token of requests, and refuses requests that a browser sends for a page of another web site."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. The headers forbid a browser to cache the response, to show it in a frame of another page,
-#: or to guess another content type.
+#: Headers of every response. The headers forbid a browser, for example, to cache the response, to show it in a frame of
+#: another page, or to guess another content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -27,14 +27,14 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse requests that a browser sends for a page of another origin.
+    """Refuse changes for a page of another origin. If the API needs no token, refuse each request for a foreign host.
 
     Raises:
         Problem: 403 if the request is refused.
     """
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
-        # DNS rebinding: the attacker's host name resolves to this machine, so the attacker's page has the same origin.
+        # DNS rebinding: the name of an attacker's page resolves to this machine, so the page has the broker's origin.
         raise Problem(
             HTTPStatus.FORBIDDEN,
             f"Host: {host!r} does not name this machine; use localhost or a loopback address, or set http_token",

@@ -1,7 +1,7 @@
 """Writes metrics for Prometheus.
 
-Each queue has its own time series. For connections and channels there are only totals, because each new connection or
-channel would need new time series.
+Each queue has its own time series. Connections and channels have only totals, because they are often opened and closed,
+and each one would need new time series.
 
 This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
 seconds.
@@ -25,7 +25,7 @@ __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Suffixes of sample names for each metric type. In the Prometheus format, family names have these suffixes too.
+# For each metric type, the suffix of sample names. In the Prometheus format, the names of families have it too.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
@@ -89,7 +89,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Append the samples of one queue to the metric families. The samples of thresholds go to the last family."""
+    """Append the samples of one queue to the texts of the metric families. The last family is that of thresholds."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
@@ -129,7 +129,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     families.append(
         bytearray(head("gauge", "qflow_queue_threshold", "Current threshold of a queue; 0 for no threshold").encode())
     )
-    # Keep the text for each queue and not the snapshot, because snapshots need far more memory.
+    # Convert each snapshot to text immediately. A list of all snapshots would need far more memory than the text.
     async for queue in turns.each(broker.each_queue()):
         _add_queue(families, queue)
     channels = producers = flowed = 0
@@ -148,7 +148,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
             broker.producers_stopped,
         ),
     )
-    # Append one family at a time, because a join of all lines would block the loop.
+    # Append one family at a time. A join of all lines would block the event loop.
     text = bytearray(_build(head).encode())
     async for family in turns.each(families):
         text += family

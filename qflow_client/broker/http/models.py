@@ -70,12 +70,12 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-# Matches source ids such as (C7), which are removed because users of the API do not know them.
+# Matches source ids such as (C7). They are removed from descriptions, because users of the API do not know them.
 _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
 def _c7(state: str, count: str) -> dict[str, Any]:
-    """Return the fields of the flow state under Qpid C++'s names (C7). `state` and `count` are descriptions."""
+    """Return the fields with the names that Qpid C++ uses for flow states (C7). The arguments are descriptions."""
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
         "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),
@@ -88,7 +88,7 @@ def _summary(kind: type) -> str:
 
 
 def _words(kind: type) -> dict[str, str]:
-    """Return the descriptions of the attributes in a class's docstring."""
+    """Return the descriptions of a class's attributes, from the section ``Attributes`` of the class's docstring."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]
     return {name: _plain(words[0].upper() + words[1:]) for name, words in _ATTRIBUTE.findall(text)}
 
@@ -152,7 +152,7 @@ class Removed(_Answer):
 
 
 class Counters(_Answer):
-    """Counters of the broker. The counters include only queues, channels and connections that exist now."""
+    """Counters of the broker. Sums over all queues do not include deleted queues."""
 
     connections: int = Field(description="Number of connections.")
     channels: int = Field(description="Number of open channels.")
@@ -283,7 +283,7 @@ def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
         schema["properties"][name]["description"] = words
 
 
-# Ignore unknown fields, because newer versions of RabbitMQ export more fields.
+# Ignore unknown fields of these definitions, because newer versions of RabbitMQ export more fields.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
     with_config(ConfigDict(extra="ignore", json_schema_extra=_describe))(_kind)
 
@@ -291,7 +291,7 @@ for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
     """Create three models for policies: for a definition, for a request that sets a policy, and for an answer.
 
-    The fields come from `PolicyDefinition` and `Policy`. These classes check the types and values.
+    The fields come from `PolicyDefinition` and `Policy`. The same two classes check the values.
     """
 
     def parts(kind: type[Any], *but: str) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class DefinitionsDocument(BaseModel):
     exchanges: list[ExchangeDefinition] = Field(default=[], description="Exchanges.")
     queues: list[QueueDefinition] = Field(default=[], description="Queues.")
     bindings: list[BindingDefinition] = Field(default=[], description="Bindings.")
-    # The key is not `policies`, because RabbitMQ exports its own policies, with other values, under this key.
+    # The key is not `policies`, because RabbitMQ's exports have policies of another kind under the key `policies`.
     queue_policies: list[dict[str, JsonValue]] = Field(
         default=[], description="Policies of this broker, with names in snake case. RabbitMQ's `policies` are ignored."
     )

@@ -1,7 +1,7 @@
 """Classes that define the operations of the HTTP API.
 
-An operation is defined once, by its handler. The route, the checks of the input and the OpenAPI description are created
-from this definition.
+An operation is defined by the decorator `Api.operation` and by the parameters and docstring of its handler. The route,
+the checks of the input, and the OpenAPI description are created from this definition.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
     """Return the weight that a client gives to a media type (RFC 9110, 12.5.1).
 
     Returns:
-        The weight of the most specific range in `wanted` that matches, and a number that is higher if the range is more
-        specific. Both numbers are 0 if the client does not accept the media type.
+        The weight of the most specific range in `wanted` that matches, and a number that is higher the more specific
+        this range is. Both numbers are 0 if the client does not accept the media type.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -73,21 +73,21 @@ class Operation:
         method: HTTP method.
         path: path of the operation, with the names of parameters in braces.
         tag: group of the operation in the OpenAPI description.
-        handler: function or coroutine function that performs the operation. The first argument is the broker. A
+        handler: function or coroutine function that performs the operation. Its first argument is the broker. A
             parameter whose name is in `path` gets its value from the path of the request. The parameter `body` gets the
             body. A parameter of the type `Turns` gets the `Turns` of the server. A parameter of the type `MediaType`
             gets the media type of the answer. Any other parameter gets its value from the query.
         answer: type of the answer; ``None`` for an answer without a body.
         media_types: media types of the answer. The first one is the default.
-        statuses: statuses of successful answers.
-        problems: statuses of errors, in addition to those that every operation can return, such as 400.
-        is_public: whether the operation needs no token.
-        lasts: whether the answer is sent after the changes are on disk. If the disk is too slow, the status is 503.
+        statuses: statuses of successful answers. If there are several, the handler returns the status and the answer.
+        problems: statuses of errors, in addition to 400, 403 and those that follow from the other attributes.
+        is_public: whether the operation needs no token, even if the API has one.
+        lasts: whether the answer waits until the changes are on disk. If the disk is too slow, the status is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
             time. If there is no memory for such an answer, the status is 503.
         parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
-        takes: type of the body.
+        takes: type of the body; ``None`` for no body.
         turns: names of the parameters with the type `Turns`.
         typed: names of the parameters with the type `MediaType`.
     """
@@ -245,7 +245,7 @@ class Api:
     def description_json(self, *, has_token: bool) -> bytes:
         """Return the OpenAPI description as JSON.
 
-        Each description is created once, because the creation takes long, and clients without the token can request it.
+        Each description is created only once, because this takes long, and clients without the token can request it.
         """
         if has_token not in self._descriptions:
             self._descriptions[has_token] = to_json(self.description(has_token=has_token))
@@ -289,7 +289,7 @@ class Api:
         for (key, _mode), schema in found.items():
             name, _, of = str(key).rpartition(" ")
             if of == "parameters":
-                # OpenAPI describes each parameter separately, so the model with all parameters is not a component.
+                # OpenAPI describes each parameter separately, so remove the model with all parameters.
                 model = schema.get("$ref", "").rpartition("/")[2]
                 schema = components.pop(model) if model else schema
             schemas[name, of] = schema

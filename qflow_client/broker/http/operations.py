@@ -74,7 +74,7 @@ PolicyName = Annotated[str, Field(min_length=1, description="Name of the policy.
 ChannelName = Annotated[str, Field(min_length=1, description="Name of the channel, such as `127.0.0.1:40412 (1)`.")]
 ConnectionName = Annotated[str, Field(min_length=1, description="Name of the connection, such as `127.0.0.1:40412`.")]
 
-# Attributes of queues that `counters` adds up over all queues.
+# Attributes of queues whose sums over all queues are in the answer of `counters`.
 _SUMS = (
     "flow_stopped_count",
     "depth",
@@ -88,7 +88,7 @@ _SUMS = (
     "dropped",
     "consumers",
 )
-# Names of the fields of a queue, and of a channel, in the answer of `flow_states`.
+# Names of the fields that the answer of `flow_states` has for each queue, and for each channel.
 _FLOW_STATE = tuple(map(to_camel, QueueFlowState.model_fields))
 _CHANNEL_FLOW_STATE = tuple(map(to_camel, ChannelFlowState.model_fields))
 
@@ -161,8 +161,8 @@ def events(
     `channels` and `connections` of a `change` have the new and the changed objects. The member `gone` has the names of
     deleted objects. The members `exchanges`, `bindings` and `producersStopped` have the complete new values. A member
     without changes is missing. There is no event if only the `flowedSeconds` of channels have changed. All streams
-    share the polls of the broker. The polls use at most a twentieth of the time, so a broker with many queues is polled
-    less often.
+    share the polls of the broker. The polls use at most a twentieth of the time, so a broker with many queues may be
+    polled less often than `period`.
     """
     return EventsRequest(period)
 
@@ -226,7 +226,7 @@ def stop_producers(broker: Broker) -> None:
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers. Producers that a queue blocks (flows) stay blocked."""
+    """Start all producers that an operator has stopped. Producers that a queue blocks (flows) stay blocked."""
     broker.flow(active=True)
 
 
@@ -238,7 +238,7 @@ def stop_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("POST", "/api/producers/{name}/start", "flow control", problems=[404])
 def start_producer(broker: Broker, name: ChannelName) -> None:
-    """Start one producer. A producer that a queue blocks (flows) stays blocked."""
+    """Start one producer that an operator has stopped. A producer that a queue blocks (flows) stays blocked."""
     broker.flow(active=True, channel=name)
 
 
@@ -284,10 +284,10 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 
 @api.operation("PATCH", "/api/queues/{name}/thresholds", "flow control", answer=Queue, problems=[404])
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]  # made at run time
-    """Change the thresholds of a queue in use. The flow state of the queue is updated immediately.
+    """Change the thresholds of a queue. The flow state of the queue is updated immediately.
 
-    The value 0 turns off a stop threshold or the capacity, and also its resume value. The new thresholds have priority
-    over policies. The arguments of the queue's declaration do not change.
+    A stop threshold of 0 turns off the pair of thresholds. A capacity of 0 turns off the pair of capacities. The new
+    thresholds have priority over policies and arguments. The arguments of the queue do not change.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     try:
@@ -315,7 +315,7 @@ async def set_policy(
     body: PolicyRequest,  # type: ignore[valid-type]  # made at run time
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
-    """Add a policy, or replace the policy with the same name. The policy applies to existing queues immediately."""
+    """Add a policy, or replace the policy with the same name. Existing queues use the policy immediately."""
     told = body.model_dump()  # type: ignore[attr-defined]
     definition = told.pop("definition")
     try:
@@ -366,7 +366,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
 
 @api.operation("DELETE", "/api/rate-limits/{scope}/{name}", "flow control", problems=[404])
 def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
-    """Delete a rate limit, and unblock (unflow) the channels that it blocks."""
+    """Delete a rate limit, and unblock (unflow) the channels that this limit blocks."""
     broker.delete_rate_limit(scope, name)
 
 
@@ -454,8 +454,8 @@ async def unbind(
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """Export the queues, exchanges, bindings and policies.
 
-    The export contains neither exclusive queues nor predeclared exchanges. An exported queue has the arguments of its
-    declaration. Later changes of the queue's thresholds are not exported.
+    The export contains neither exclusive queues nor predeclared exchanges. An exported queue has the arguments with
+    which it was declared. Thresholds that an operator has set for the queue are not exported.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
     async for each in turns.each(broker.each_definition()):
@@ -507,7 +507,7 @@ def _rate_limit(limit: RateLimit) -> dict[str, Any]:
 
 def _policy(policy: Policy) -> dict[str, Any]:
     told = {to_camel(name): value for name, value in policy.to_json().items()}
-    # The value of a field that the policy does not set is null.
+    # The answer has all fields of a definition. A field that the policy does not set is null.
     names = (field.name for field in fields(PolicyDefinition))
     return told | {"definition": {to_camel(name): told["definition"].get(name) for name in names}}
 

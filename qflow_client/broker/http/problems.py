@@ -51,7 +51,7 @@ class Problem(Exception):
     Args:
         status: status of the response.
         detail: text that says what went wrong, and how to correct the request.
-        errors: the wrong fields, as pairs of a name and a description of the error.
+        errors: for each wrong field, the place of the field and a description of the error.
         retry_after: value of the header ``Retry-After`` in seconds; ``None`` for no such header.
     """
 
@@ -74,7 +74,7 @@ def from_validation(error: ValidationError, where: str = "") -> Problem:
     """Convert an error of pydantic to a `Problem` that contains the wrong fields.
 
     Args:
-        where: prefix for the names of the fields, such as ``queues[3]``.
+        where: place of the validated value in the body, such as ``queues[3]``; empty for the whole body.
     """
     errors = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):

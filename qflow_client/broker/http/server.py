@@ -2,10 +2,10 @@
 
 If the API needs a token, a connection is a stranger before its first request with the token. If there are too many
 strangers, the oldest stranger is disconnected. So strangers cannot use up all connections, and a client with the token
-can connect. In each iteration of the event loop, at most one request from a stranger is answered. If the API needs no
-token, only the number of all connections is limited.
+can connect. In each iteration of the event loop, at most one request without the token is answered. If the API needs no
+token, no connection is a stranger, and the number of all connections is limited.
 
-Long answers, imports of definitions and the checks for event streams run in slices (see `Turns`).
+Long answers, imports of definitions, and checks for event streams run in slices (see `Turns`).
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class HttpServer:
     MAX_BODY = 16 * 1024 * 1024
     #: Maximum bytes of an answer in one write to the socket.
     PIECE = 256 * 1024
-    #: Maximum total bytes of the large answers that are sent at the same time, but at most a quarter of `memory_limit`.
-    #: Without `memory_limit`, a larger answer is sent if no other large answer is being sent.
+    #: Maximum total bytes of large answers that are sent at the same time. With a `memory_limit`, a quarter of the
+    #: limit is a second maximum. Without a `memory_limit`, one larger answer is sent if no other is being sent.
     MAX_ANSWERS = 32 * 1024 * 1024
-    #: Maximum seconds to wait for running requests when the broker stops.
+    #: Maximum seconds for which a stopping broker waits for running requests.
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
     #: Maximum number of strangers: connections that have not sent the token. If there are more, the oldest is closed.
     MAX_STRANGERS = 100
-    #: Maximum number of event streams of all clients.
+    #: Maximum number of open event streams of all clients together.
     MAX_STREAMS = 100
-    #: Maximum number of event streams of one IP address.
+    #: Maximum number of open event streams from one IP address.
     MAX_STREAMS_OF_ADDRESS = 20
-    #: If a client of a large answer or an event stream reads nothing for this number of seconds, it is disconnected.
+    #: Maximum seconds for writing one piece of a large answer or an event. A slower client is disconnected.
     PATIENCE = 60.0
-    #: If a client needs more than this number of seconds to read a large answer, it is disconnected.
+    #: Maximum seconds for writing a whole large answer. A slower client is disconnected.
     ANSWER_TIME = 300.0
-    #: If there is no memory for an answer, the client is asked to repeat the request after this number of seconds.
+    #: Seconds in the header ``Retry-After`` if other large answers leave no room for an answer.
     RETRY_AFTER = 10
     #: Maximum idle seconds of a connection between two requests.
     KEEP_ALIVE = 60.0
@@ -83,7 +83,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections. The keys are aiohttp's protocol objects of the connections.
+        # The connections. The keys are the protocol objects of aiohttp, which `Request.protocol` returns.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
@@ -91,13 +91,13 @@ class HttpServer:
         self._streams: set[asyncio.Task[Any]] = set()
         # Number of event streams of each IP address.
         self._streams_of: Counter[str] = Counter()
-        # Allows one slice of a long answer in each iteration of the loop.
+        # Allows one slice of long work in each iteration of the loop.
         self._turns = Turns()
-        # Allows one request of a stranger in each iteration of the loop.
+        # Allows one request without the token in each iteration of the loop.
         self._strangers_turns = Turns()
-        # Held while a large answer is created, because creating it can need more memory than the answer itself.
+        # Lets only one large answer be created at a time, because its creation can need more memory than the answer.
         self._making = asyncio.Lock()
-        # Total bytes of the large answers that are being sent.
+        # Total bytes of the answers that are being sent in pieces.
         self._answers = 0
         self._watch = Watch(broker, self._turns)
 
@@ -114,7 +114,7 @@ class HttpServer:
 
     @property
     def patience(self) -> float:
-        """Maximum seconds from the start of a connection to the complete header of the first request."""
+        """Maximum seconds from the start of a connection until the header of its first request is complete."""
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
@@ -125,7 +125,7 @@ class HttpServer:
         """
         settings = self._settings
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
-        # aiohttp uses the first route that matches. So add literal paths before paths with parameters.
+        # aiohttp uses the first route that matches. So first add the paths without parameters.
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
@@ -175,7 +175,7 @@ class HttpServer:
         except Problem as problem:
             response = problem_response(problem)
         except web.HTTPException as error:
-            # An error of aiohttp: the path or the method does not exist, or the body is too large.
+            # An error of aiohttp, for example: the path or the method does not exist, or the body is too large.
             response = problem_response(Problem(error.status, error.text or error.reason))
             for name in ("Allow", "Location"):
                 if name in error.headers:
@@ -226,7 +226,7 @@ class HttpServer:
     async def _answer(
         self, operation: Operation, parameters: dict[str, Any]
     ) -> tuple[int, bytes | bytearray | EventsRequest | None]:
-        """Return the status and the body: bytes, ``None`` for no body, or an `EventsRequest` for an event stream."""
+        """Return the status and the body. ``None`` means no body, and an `EventsRequest` means an event stream."""
         answer = operation.handler(self._broker, **parameters)
         if inspect.isawaitable(answer):
             answer = await answer
@@ -244,7 +244,7 @@ class HttpServer:
     async def _send(
         self, request: web.Request, response: web.StreamResponse, body: bytes | bytearray
     ) -> web.StreamResponse:
-        """Send a large body in pieces, as fast as the client reads it."""
+        """Send a large body in pieces. Wait after each piece until the socket accepts more bytes."""
         size = len(body)
         self._count_answer(size)
         try:
@@ -263,7 +263,7 @@ class HttpServer:
         return response
 
     def _check_room(self, size: int) -> None:
-        """Raise `Problem` 503 if the answer is too large, alone or together with the answers that are being sent."""
+        """Raise `Problem` 503 if an answer of `size` bytes must not be sent now, see `MAX_ANSWERS`."""
         limit = self._settings.memory_limit
         most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
         if limit and size > most:
@@ -301,7 +301,7 @@ class HttpServer:
         return await read_definitions(raw, self._turns)
 
     async def _wait_for_disk(self) -> None:
-        """Wait until the changes of the topology are on disk. Raise `Problem` 503 if this takes too long."""
+        """Wait until all changes of the topology are on disk. After `DISK_PATIENCE` seconds, raise `Problem` 503."""
         try:
             async with asyncio.timeout(self.DISK_PATIENCE):
                 await self._broker.wait_until_durable_async(topology_only=True)
@@ -330,7 +330,7 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # Without events, the next write comes after 15 s. So check after each pause whether the client is gone.
+            # Without events there is only one write every 15 s. So `_is_gone` is called after each pause too.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
@@ -346,7 +346,7 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Add a connection, or return False at `MAX_CONNECTIONS`. At `MAX_STRANGERS`, close the oldest stranger."""
+        """Add a connection. If there are `MAX_STRANGERS`, first close the oldest. Return False at `MAX_CONNECTIONS`."""
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))
@@ -397,7 +397,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Stop the timer for the first header. For later requests, `HttpServer.KEEP_ALIVE` is the limit."""
+        """Stop the timer for the first header. Between later requests, aiohttp applies `HttpServer.KEEP_ALIVE`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
 """Divides long work into slices, because the HTTP API runs on the event loop that also serves AMQP clients.
 
-`Turns.each` yields objects. After `Turns.MOST` objects or `Turns.LONGEST` seconds, it lets the loop do other work. In
-each iteration of the loop, only one of the answers that share a `Turns` gets a slice. So many requests at the same time
-do not make an iteration longer.
+`Turns.each` yields objects. After `Turns.MOST` objects or `Turns.LONGEST` seconds, it lets the loop do other work. If
+several requests use the same `Turns` at the same time, only one of them gets a slice in each iteration of the loop. So
+many requests do not make an iteration longer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """Slices of long work. At most one slice runs in each iteration of the event loop."""
+    """Slices of long work. At most one slice of each `Turns` runs in an iteration of the event loop."""
 
     #: Maximum number of objects in one slice.
     MOST = 500
-    #: Seconds after which a slice ends.
+    #: Seconds after which a slice yields no further object.
     LONGEST = 0.005
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait for an iteration of the loop in which no other slice runs."""
+        """Wait for an iteration of the loop in which no other slice of this `Turns` runs."""
         async with self._lock:
             await asyncio.sleep(0)
 
@@ -37,7 +37,7 @@ class Turns:
         """Yield objects, with pauses between the slices.
 
         Args:
-            things: objects to yield. The objects are taken one at a time, so a generator works in slices too.
+            things: objects to yield. If this is a generator, its code also runs in slices.
         """
         left, end = 0, 0.0
         for thing in things:

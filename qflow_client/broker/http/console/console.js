@@ -1,8 +1,8 @@
-// The page. It shows the data that model.js sends, and sends requests to the broker when the user clicks a button.
+// The page. It shows the data that model.js sends, and sends requests to the broker for the buttons and forms.
 import { number, whole } from "./words.js";
 
 const API = new URL("api/", document.baseURI);
-const PERIOD = 0.5; // seconds between two polls of the broker
+const PERIOD = 0.5; // seconds between two updates of the page
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -129,7 +129,7 @@ function setText(element, text) {
   else if (there.data !== text) there.data = text;
 }
 
-// Set each box to the height of its text. If the height stays the same, a new text needs layout only in its box.
+// Set each box to the height of its text. If the height stays the same, a new text needs no layout outside the box.
 const heights = new ResizeObserver((all) => {
   for (const { target, contentRect } of all) target.parentElement.style.height = `${contentRect.height}px`;
 });
@@ -143,7 +143,7 @@ function setClass(element, name) {
   if (element.getAttribute("class") !== name) element.setAttribute("class", name);
 }
 
-// The model draws the sparklines on a canvas of the page. A browser without offscreen canvases shows no sparklines.
+// model.js draws the sparklines on a canvas of the page. A browser without offscreen canvases shows no sparklines.
 if (byId("sparks").transferControlToOffscreen) {
   const sparks = byId("sparks").transferControlToOffscreen();
   model.postMessage({ kind: "sparks", canvas: sparks }, [sparks]);
@@ -152,7 +152,7 @@ new ResizeObserver(([rows]) => {
   byId("sparks").style.height = `${rows.contentRect.height}px`;
 }).observe(byId("queue-rows"));
 
-// The graph and the chart are drawn only while they are visible. `content-visibility` skips only elements far away.
+// The graph and the chart are drawn only while they are visible. `content-visibility` also draws what is just outside.
 const seen = new Set();
 const watcher = new IntersectionObserver(
   (all) => {
@@ -186,7 +186,7 @@ function draw() {
 }
 
 let updates = 0;
-let shown = null; // the last message of the model
+let shown = null; // the last message with data from model.js
 
 function show(told) {
   performance.mark("show");
@@ -199,7 +199,7 @@ function show(told) {
   draw();
   if (told.news.length) setText(byId("announcer"), told.news.slice(0, 3).join(". "));
   performance.measure("qflow-update", "show");
-  // The measures are for performance tools. Delete them regularly, because a page can be open for days.
+  // The marks and measures are for performance tools. Delete them, because a page can be open for days.
   performance.clearMarks("show");
   if (++updates % 1000 === 0) performance.clearMeasures("qflow-update");
 }
@@ -234,7 +234,7 @@ function showPage(kind, told, make, fill) {
   const turn = updates % told.rows.length;
   told.rows.forEach((told, index) => {
     const row = body.children[index];
-    // A row that now shows another object is always written.
+    // An invisible row is written only in its turn, or if it has to show another object than before.
     if (index === turn || !away.has(row) || row.dataset.name !== told.name) fill(row, told);
   });
   showPages(kind, told);
@@ -263,7 +263,7 @@ function showPages(kind, told) {
   setText(where, `page ${told.page + 1} of ${told.pages}, ${those} ${kind}${told.of === 1 ? "" : "s"}`);
 }
 
-// The size of a cell's box does not depend on the text, so a new text needs layout only in its box.
+// The size of a cell's box does not depend on its text. So a new text needs no layout outside the box.
 function makeRow(kinds) {
   const row = document.createElement("tr");
   const header = document.createElement("th");
@@ -341,7 +341,7 @@ for (const kind of ["queue", "producer"]) {
 
 const thresholds = byId("thresholds");
 const inputs = [...thresholds.querySelectorAll("input")];
-const edited = new Set(); // fields that the user has edited; updates do not overwrite them
+const edited = new Set(); // fields that the user has edited; updates of the page do not overwrite them
 
 function select(name, move) {
   view.selected = name;
@@ -389,7 +389,7 @@ thresholds.addEventListener("submit", async (event) => {
   try {
     await ask("PATCH", `queues/${encodeURIComponent(queue)}/thresholds`, body);
     if (view.selected !== queue) return;
-    // Text that the user typed during the request is not sent yet.
+    // A field that the user has edited during the request stays in `edited`, because its new text was not sent.
     for (const [field, value] of sent) if (field.value === value) edited.delete(field);
     setAnswer("The thresholds are set.", []);
   } catch (error) {
@@ -423,7 +423,7 @@ byId("purge").addEventListener("click", (event) =>
 const chart = {
   plot: null,
   told: null,
-  drawn: null, // the data that are drawn
+  drawn: null, // the data that the chart shows
   make() {
     const place = byId("chart");
     const line = (label, stroke, extra = {}) => ({ label, stroke, width: 2, spanGaps: true, points: { show: false }, ...extra });
@@ -487,7 +487,7 @@ new ResizeObserver(() => {
 
 // The graph.
 
-let graph = null; // the last graph from the model
+let graph = null; // the last graph from model.js
 const drawn = { told: null, isOld: false, nodes: [], edges: [] };
 
 function svg(name, attributes = {}) {
@@ -505,7 +505,7 @@ function tellGraph(told) {
   setWords("graph-words", told.words + (told.rest ? ` Not drawn: ${told.rest}.` : ""));
 }
 
-// Existing SVG elements are moved and reused.
+// Draw the last graph. SVG elements of the previous drawing are reused.
 function showGraph() {
   if (graph === null || (graph === drawn.told && !drawn.isOld)) return;
   drawn.told = graph;
@@ -524,7 +524,7 @@ function showGraph() {
     const group = drawn.nodes[index];
     setAttribute(group, "transform", `translate(${node.x} ${node.y})`);
     const [title, rect, label, sub] = group.children;
-    // An invisible node is not written now, unless it has to show another object.
+    // An invisible node is written only in its turn, or if it has to show another object than before.
     if (index !== turn && away.has(group) && title.textContent === node.label) {
       drawn.isOld = true;
       return;

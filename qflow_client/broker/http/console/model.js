@@ -4,25 +4,25 @@ import { graphlib, layout } from "./vendor/dagre-3.1.3/dagre.esm.js";
 import { drawSparks } from "./sparks.js";
 import { many, number, seconds, whole } from "./words.js";
 
-const HISTORY = 600; // number of polls
-const RATE_OVER = 6; // number of polls
+const HISTORY = 600; // maximum number of points in a series; `look` adds one point in each period
+const RATE_OVER = 6; // number of points over which a rate is averaged
 const SPARK = 120;
 const PAGE = 15;
 const MOST = 24; // maximum number of nodes of each kind in the graph
 const API = new URL("../api/", self.location.href);
 
-const queues = new Map(); // name → queue, in the broker's order
+const queues = new Map(); // name → queue, in the order in which the event stream first named them
 const channels = new Map();
 const connections = new Map();
 const histories = new Map(); // queue name → History
 let exchanges = [];
 let bindings = [];
 let producersStopped = false;
-let times = []; // times of the polls, in seconds since 1970
+let times = []; // times of the points, in seconds since 1970
 let period = 1;
 let token = null;
-let reading = null; // controller that aborts the current event stream
-const publishedBefore = new Map(); // producer name → [time, number of published messages] at each of the last polls
+let reading = null; // AbortController of the current event stream
+const publishedBefore = new Map(); // producer name → [time, number of published messages] at each of the last points
 let view = {
   queues: { filter: "", sort: "order", only: false, page: 0 },
   producers: { filter: "", sort: "order", only: false, page: 0 },
@@ -31,17 +31,17 @@ let view = {
 let sparks = null; // canvas for the sparklines of the table of queues
 let colours = null;
 let positions = { key: "", graph: null };
-let wasFlowed = new Map(); // queue name → whether the queue was ON in the last message to the page
+let wasFlowed = new Map(); // queue name → whether the queue was ON at the previous call of `news`
 let changed = true;
 
 class History {
   constructor(length) {
-    // The values before the first poll of this queue are unknown.
+    // The queue has no values at the earlier points.
     this.depth = new Array(length).fill(null);
     this.bytes = new Array(length).fill(null);
     this.on = new Array(length).fill(false);
     this.rateIn = this.rateOut = 0;
-    this.before = []; // [time, messages that entered, messages that left] at each of the last polls
+    this.before = []; // [time, messages that entered so far, messages that left so far] at each of the last points
   }
   look(queue, now) {
     this.depth.push(queue.depth);
@@ -143,7 +143,7 @@ function take(event) {
   changed = true;
 }
 
-// Add one point to each series in each period, even if nothing has changed.
+// Add one point to each series. `look` runs once in each period, even if nothing has changed.
 function look() {
   const now = Date.now() / 1000;
   times.push(now);
@@ -220,7 +220,7 @@ function counters(producers) {
   ].map(([name, value]) => [name, number.format(value)]);
 }
 
-// Return the label of a producer: the name of the client, and the unique name of the channel.
+// Return the label of a queue (its name) or of a producer (the name of the client, if any, and of the channel).
 function label(each) {
   return each.client ? `${each.client}, ${each.name}` : each.name;
 }
@@ -254,7 +254,7 @@ function queueRow(queue) {
   };
 }
 
-// Return a queue's values for the chart, in messages. If the queue has only thresholds in bytes, return bytes.
+// Return a queue's values for the chart: in bytes if the queue has only thresholds in bytes, otherwise in messages.
 function series(queue, history, length) {
   const marks = queue.thresholds;
   const inBytes = !marks.flowStopCount && (marks.flowStopSize || marks.capacity);
@@ -320,7 +320,8 @@ function news() {
   return told;
 }
 
-// The graph. Producers with the same targets and blocking queues are one node. The consumers of a queue are one node.
+// The graph. Producers that use the same exchanges, and that the same queues block, are one node. If they use the
+// default exchange, their routing keys must be the same too. The consumers of a queue are one node.
 
 function graph(producers) {
   const nodes = new Map();

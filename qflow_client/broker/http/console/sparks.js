@@ -2,7 +2,7 @@
 const WIDTH = 240, ROW = 64, HEIGHT = 52;
 
 export function drawSparks(canvas, colours, all) {
-  // A new size clears the canvas too.
+  // Setting the size of a canvas also clears it.
   const context = canvas.getContext("2d");
   if (canvas.width !== WIDTH || canvas.height !== ROW * all.length) {
     canvas.width = WIDTH;
