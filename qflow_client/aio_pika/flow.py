@@ -120,8 +120,10 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        # Without confirms, the broker's latency is unknown. So the size of the window is fixed, even with ``"auto"``.
-        changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
+        changes: dict[str, Any] = {} if confirms else {"confirms": False}
+        if not confirms and settings.capacity == "auto":
+            # Without confirms, the broker's latency is unknown, so the window cannot adapt its size.
+            changes["capacity"] = settings.capacity_max
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
         self._confirms = confirms
