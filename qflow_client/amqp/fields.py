@@ -51,9 +51,14 @@ _MAX_KEYS = 1024
 def encode_octet(value: int, name: str) -> bytes:
     """Encode an integer of 8 bits.
 
+    Args:
+        name: name of the value, for error texts.
+
     Raises:
-        IndexError: the integer has more than 8 bits.
+        ValueError: the integer is not from 0 to 255.
     """
+    if not 0 <= value <= 255:
+        raise ValueError(f"{name} must be from 0 to 255, not {value!r}")
     return _OCTETS[value]
 
 
@@ -93,7 +98,8 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         name: name of the value, for error texts.
 
     Raises:
-        ValueError: a ``datetime`` is before 1970 or, in UTC, after 9999.
+        ValueError: a ``datetime`` is before 1970 or, in UTC, after 9999; or an integer is negative, or has more than 64
+            bits.
     """
     if isinstance(value, datetime):
         try:
@@ -104,7 +110,10 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         if since.days < 0:
             raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")
         value = since.days * 86400 + since.seconds
-    return _LONGLONG.pack(value)
+    try:
+        return _LONGLONG.pack(value)
+    except struct_error:
+        raise ValueError(f"{name} must be from 0 to {(1 << 64) - 1}, not {value!r}") from None
 
 
 def encode_table(table: Mapping[str, Any], name: str) -> bytes:

@@ -232,7 +232,7 @@ def encode_properties(message: Any) -> bytes:
     if "timestamp" not in given and _is_alike(given.get("application_headers")):
         try:
             flags, values = properties({ours: given[theirs] for theirs, ours in _NAMES if theirs in given})
-        except (IndexError, TypeError, ValueError):
+        except (TypeError, ValueError):
             pass
         else:
             return _FLAGS.pack(flags) + values

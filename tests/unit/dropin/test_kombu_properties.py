@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import pytest
 from amqp.basic_message import Message
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qflow_client.kombu.flow import encode_properties
@@ -47,6 +48,7 @@ def outcome(encode: Any, properties: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES, st.randoms(use_true_random=False))
+@example({"priority": -1}, Random(0))
 def test_our_encoder_and_py_amqp_give_the_same_bytes_of_properties_or_the_same_error(
     properties: dict[str, Any], random: Any
 ) -> None:

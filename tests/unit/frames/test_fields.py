@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import enum
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from decimal import Decimal
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qflow_client.amqp import fields
-from qflow_client.amqp.fields import MAX_DEPTH, decode_table, encode_table
+from qflow_client.amqp.fields import MAX_DEPTH, decode_table, encode_octet, encode_table, encode_timestamp
 
 from .support import HEADERS, as_pamqp_reads, as_pika_reads
 
@@ -132,6 +132,19 @@ def test_the_encoding_of_a_decimal_does_not_depend_on_the_decimal_context_of_the
 
 def test_any_mapping_can_be_encoded_as_a_table_and_the_order_of_its_keys_is_kept() -> None:
     assert list(decode(encode(MappingProxyType({"b": 2, "a": 1})))) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("encode", "highest"), [(encode_octet, (1 << 8) - 1), (encode_timestamp, (1 << 64) - 1)], ids=["octet", "timestamp"]
+)
+def test_an_error_about_an_unsigned_integer_outside_its_range_shows_its_name_and_value(
+    encode: Callable[[int, str], bytes], highest: int
+) -> None:
+    assert int.from_bytes(encode(0, "age"), "big") == 0
+    assert int.from_bytes(encode(highest, "age"), "big") == highest
+    for value in -1, highest + 1:
+        with pytest.raises(ValueError, match=f"^age must be from 0 to {highest}, not {value}$"):
+            encode(value, "age")
 
 
 def test_a_field_name_longer_than_255_bytes_raises_an_error() -> None:
