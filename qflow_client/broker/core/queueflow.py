@@ -280,12 +280,17 @@ class QueueFlows(EntryObserver):
         size = entry.message.size
         if self.observer is not None:
             self.observer.left(self._queue, size)
+        held_confirms = False
         for family in self.families:
-            if family.held and (completion := family.held.pop(entry, None)) is not None:
-                completion.release()
+            if family.held:
+                held_confirms = True
+                if (completion := family.held.pop(entry, None)) is not None:
+                    completion.release()
             family.release(size)
             if family.held and not family.limiter.on:
                 family.release_held()
+        if held_confirms and self.observer is not None and not any(family.held for family in self.families):
+            self.observer.lets_confirms_go(self._queue)
         if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
             # A message that is dropped because the queue is full does not end the overdue state (D10).
             self._turned_off()

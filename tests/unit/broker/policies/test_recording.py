@@ -90,6 +90,27 @@ def test_C5_withheld_confirms_are_recorded_in_the_flow_log_as_a_wait_of_their_ow
     assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
 
 
+def test_C5_the_flow_log_records_the_end_of_a_wait_when_the_last_withheld_confirm_is_sent_by_a_queue_that_is_ON(
+    make_world,
+) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
+    for _ in range(4):
+        client.publish()
+    # The queue stays ON, because two messages are not acknowledged.
+    for _ in range(2):
+        world.queue().take(no_ack=False)
+    world.now = 1.0
+    _get(client)
+    assert _of(lines, "lifted") == []
+    world.now = 2.0
+    _get(client)
+    (lifted,) = _of(lines, "lifted")
+    assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
+    assert world.queue().flows.is_on
+
+
 def test_C5_D4_the_flow_log_records_the_release_of_confirms_by_a_change_of_enforcement(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
