@@ -277,9 +277,11 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
-        """Send ``Connection.Blocked`` to each client that announced the capability.
+        """Inform clients of an alarm of the operator, as the profile does.
 
-        This is only a notice: the broker still accepts published messages.
+        In the profile ``qflow``, each client that announced the capability gets ``Connection.Blocked``. This is only a
+        notice: the broker still accepts published messages. In the other profiles, the broker sends ``Channel.Flow`` on
+        channels that publish, or closes these channels.
 
         Args:
             reason: the text for the client.
@@ -311,10 +313,10 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def raise_alarm(self, name: str, reason: str) -> None:
-        """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs low.
+        """Inform clients of an alarm as the profile does, see `block`. RabbitMQ does so when memory or disk runs low.
 
-        A client that announced the capability gets a notice when the first alarm is raised, and no notice of further
-        alarms. When the last alarm is cleared, the client gets ``Connection.Unblocked``.
+        A client is informed when the first alarm is raised, and not of further alarms. In the profile ``qflow``, the
+        client gets ``Connection.Unblocked`` when the last alarm is cleared.
 
         Args:
             name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new

@@ -101,6 +101,8 @@ class Settings:
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
+            In other profiles than ``qflow``, alarms use ``Channel.Flow`` or ``Channel.Close`` instead of
+            ``Connection.Blocked``.
         enforcement: how a queue holds back its producers (C5 J3). ``x-qflow-enforcement`` overrides this setting.
         flow_scope: which channels a queue blocks (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each of its messages (D12).
