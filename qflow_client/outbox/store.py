@@ -42,13 +42,19 @@ def _size(payload: bytes | Message) -> int:
 class _Room(Limiter):
     """Makes messages wait while the outbox has no room for them (``outbox_full="block"``)."""
 
-    __slots__ = ("_outbox",)
+    __slots__ = ("_outbox", "_requests")
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, requests: Requests) -> None:
         self._outbox = outbox
+        self._requests = requests
 
     def refusal(self, size: int, now: float) -> str | None:
-        return None if self._outbox.has_room(size) else HoldKind.OUTBOX
+        if self._outbox.has_room(size):
+            return None
+        if self._requests.commit:
+            # The commit makes room. Without this call, the writer may wait for more settled messages.
+            self._requests.writer.commit_now()
+        return HoldKind.OUTBOX
 
     def add(self, size: int, now: float) -> bool:
         """Do nothing: the outbox counts its messages."""
@@ -88,7 +94,7 @@ class OutboxStore:
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
         #: Limits admission by the room on disk; ``None`` if a message without room is rejected instead.
-        self.limiter = _Room(outbox) if self._blocks else None
+        self.limiter = _Room(outbox, self.requests) if self._blocks else None
         # Messages of the backlog have their room on disk already, so only the other limits apply to them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequence of each message in the window; the keys are numbers of the protocol.

@@ -396,6 +396,16 @@ def test_a_full_outbox_holds_the_producer_until_there_is_room(
     assert producer.wait_unflowed(PATIENCE)
 
 
+def test_a_sender_that_waits_for_room_in_a_full_outbox_gets_the_room_of_settled_messages_immediately(
+    make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than the test may take.
+    monkeypatch.setattr("qflow_client.outbox.writer._GATHER", 2 * PATIENCE)
+    producer = make_producer(outbox=path, outbox_max_bytes=2000)
+    for _ in range(10):
+        assert producer.send(bytes(500), timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+
+
 def test_f4_senders_that_wait_until_a_full_outbox_has_room_are_served_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
