@@ -40,7 +40,12 @@ class AsyncReceipt(Receipt):
 
     def __await__(self) -> Generator[Any, None, Outcome]:
         if self._outcome is None:
-            yield from self._settled()
+            future = self._settled()
+            try:
+                yield from future
+            except BaseException:
+                self._forget(future)
+                raise
         return self._verdict()
 
     async def wait(self, timeout: float | None = None) -> bool:
@@ -57,11 +62,14 @@ class AsyncReceipt(Receipt):
         """
         check_timeout(timeout)
         if self._outcome is None:
+            future = self._settled()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._settled()
+                    await future
             except TimeoutError:
                 pass
+            finally:
+                self._forget(future)
         return self._outcome is not None
 
     async def result(self, timeout: float | None = None) -> Outcome:
@@ -104,6 +112,14 @@ class AsyncReceipt(Receipt):
             # Another thread may have settled the message before the future was registered.
             _wake(future)
         return future
+
+    def _forget(self, future: asyncio.Future[None]) -> None:
+        """Drop a future, which may be pending if the wait was closed by hand. A cancelled future is already done."""
+        with _registering:
+            if self._waiter is future:
+                self._waiter = None
+            elif type(self._waiter) is _Waiters:
+                self._waiter.discard(future)
 
 
 class _Waiters(set[asyncio.Future[None]]):

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable, Coroutine
 from typing import Any
+
+import pytest
 
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.amqp.frames import PublishEncoder
@@ -37,5 +40,31 @@ def test_a_finalizer_that_runs_while_a_receipt_wakes_its_waiters_may_wait_for_th
             finally:
                 gc.set_threshold(*before)
             assert all(future.done() for future in futures)
+
+    asyncio.run(main())
+
+
+async def _outcome(receipt: AsyncReceipt) -> object:
+    return await receipt
+
+
+@pytest.mark.parametrize("wait", [_outcome, AsyncReceipt.wait, AsyncReceipt.result], ids=["await", "wait", "result"])
+def test_a_receipt_keeps_no_future_of_a_wait_that_is_closed_by_hand(
+    wait: Callable[[AsyncReceipt], Coroutine[Any, Any, object]],
+) -> None:
+    async def main() -> None:
+        receipt = AsyncReceipt(b"", PublishEncoder(1, 4096).route("", "q"), "p-")
+
+        def close_by_hand() -> None:
+            waiting = wait(receipt)
+            waiting.send(None)
+            waiting.close()
+
+        close_by_hand()
+        assert receipt._waiter is None
+        others = {receipt._settled(), receipt._settled()}
+        close_by_hand()
+        close_by_hand()
+        assert receipt._waiter == others
 
     asyncio.run(main())
