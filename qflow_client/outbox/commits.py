@@ -2,13 +2,13 @@
 
 A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
 commit, and stops waiting at the deadline. There is no lock, because a signal handler or a finalizer may interrupt a
-waiting thread and call `send` (E2). Threads append `_Wait` objects, and only the writer removes them.
+waiting thread and call `send` (E2). Each access to the dict of `_Wait` objects is a single operation. A thread adds and
+removes its own wait, and the writer removes a wait before it wakes the thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 __all__ = ["CommitWaits"]
 
@@ -30,16 +30,16 @@ class CommitWaits:
     """The threads of a producer that wait for a commit."""
 
     def __init__(self) -> None:
-        self._waits: deque[_Wait] = deque()
+        # The waits as keys, in the order in which they began.
+        self._waits: dict[_Wait, None] = {}
 
     def begin(self, sequence: int) -> _Wait:
         """Register a wait for a sequence. Afterwards the caller has to request a commit from the writer."""
         wait = _Wait(sequence)
-        self._waits.append(wait)
+        self._waits[wait] = None
         return wait
 
-    @staticmethod
-    def end(wait: _Wait, timeout: float) -> str:
+    def end(self, wait: _Wait, timeout: float) -> str:
         """Wait for the result of the commit.
 
         Args:
@@ -48,14 +48,18 @@ class CommitWaits:
         Returns:
             Why the messages are not on disk; "" if they are.
         """
-        return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
+        try:
+            is_known = wait.wake.acquire(timeout=timeout)
+        finally:
+            self._waits.pop(wait, None)
+        return wait.why if is_known else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
         """Wake the threads whose messages are on disk, or all threads if the commit failed. Called by the writer."""
-        waits = self._waits
-        # The waits can be out of the order of sequences. Then a wait for a lower sequence ends later than necessary.
-        while waits and (error is not None or waits[0].sequence <= durable):
-            wait = waits.popleft()
+        for wait in list(self._waits):
             if wait.sequence > durable:
+                if error is None:
+                    continue
                 wait.why = str(error)
+            self._waits.pop(wait, None)
             wait.wake.release()
