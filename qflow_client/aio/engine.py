@@ -68,6 +68,9 @@ _monotonic = time.monotonic
 # only to the end of the outbox.
 _DISK_PATIENCE = 0.6
 
+# Seconds between two checks whether a dropped producer has ended.
+_DROP_PERIOD = 1.0
+
 _LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
 
 
@@ -89,19 +92,23 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 
 
 class _Drop:
-    """Ends a producer that the application has dropped. The loop calls this object, or is closed and deletes it."""
+    """Ends a producer that the application has dropped.
+
+    Only the loop refers to this object, until the producer has ended. If the loop is closed earlier, it deletes this
+    object.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
+        self._engine = engine
+        self._is_called = False
 
     def __call__(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.drop()
+        is_first, self._is_called = not self._is_called, True
+        if self._engine.drop(is_first=is_first):
+            asyncio.get_running_loop().call_later(_DROP_PERIOD, self)
 
     def __del__(self) -> None:
-        if self._engine is not None:
-            self._engine.end_soon()
+        self._engine.end_soon()
 
 
 class Engine(BaseEngine):
@@ -536,15 +543,17 @@ class Engine(BaseEngine):
         """End a dropped producer whose loop is closed. Finalizers call this, so it must not wait for the disk."""
         if self.storage is None:
             self._end_without_loop(DROPPED)
-            return
-        with suppress(RuntimeError):
-            start_new_thread(self._end_without_loop, (DROPPED,))
+        elif not self._all_ended.is_set():
+            with suppress(RuntimeError):
+                start_new_thread(self._end_without_loop, (DROPPED,))
 
-    def drop(self) -> None:
-        """End the producer in its loop, because the application has dropped the producer."""
-        assert self.loop is not None
-        self._ending = self.loop.create_task(self._end_dropped())
-        self._ending.add_done_callback(self._after_dropped)
+    def drop(self, *, is_first: bool) -> bool:
+        """Begin to end the dropped producer in its loop, with the first call. Return False if it has ended."""
+        if is_first:
+            assert self.loop is not None
+            self._ending = self.loop.create_task(self._end_dropped())
+            self._ending.add_done_callback(self._after_dropped)
+        return not self._all_ended.is_set()
 
     async def _end_dropped(self) -> None:
         deadline = deadline_of(self.settings.max_producer_flow_control_wait)
