@@ -14,11 +14,11 @@ from tests.integration.producer.tools import bodies
 
 
 @pytest.mark.parametrize("confirms", [False, True, "pipelined"])
-def test_calls_in_a_forked_child_raise_an_error_or_reconnect_and_the_parent_can_continue(
+def test_calls_in_a_forked_child_raise_an_error_or_reconnect_and_all_connections_of_the_parent_can_continue(
     broker: Any, connect: Any, confirms: Any
 ) -> None:
     connection, other, closed = (connect(confirm_publish=confirms) for _ in range(3))
-    channel, doomed = connection.channel(), other.channel()
+    channel, doomed, released = connection.channel(), other.channel(), closed.channel()
     producer = Producer(channel)
     producer.publish(b"1", routing_key="q")
     # The lock below is held as if another thread of the parent were writing at the moment of the fork.
@@ -49,8 +49,8 @@ def test_calls_in_a_forked_child_raise_an_error_or_reconnect_and_the_parent_can_
 
     with raw.transport._writing:
         in_child(child)
-    for each in channel, doomed:
+    for each in channel, doomed, released:
         Producer(each).publish(b"parent", routing_key="q")
         each.queue_declare("q", passive=True)
-    assert bodies(broker) == [b"1", b"parent", b"parent"]
+    assert bodies(broker) == [b"1", b"parent", b"parent", b"parent"]
     assert bodies(broker, "own") == [b"child"]
