@@ -140,6 +140,30 @@ def test_unconfirmed_messages_are_resent_even_if_the_lost_connection_was_blocked
     run(main())
 
 
+def test_unconfirmed_messages_are_resent_only_when_the_new_connection_is_not_blocked(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            tasks = publishing(channel, 0, 1)
+            await soon(lambda: broker.queue("q").depth == 2)
+            broker.block("no memory")
+            proxy.cut()
+            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+            await held(channel, HoldKind.CONNECTION_BLOCKED)
+            # The answer comes after the messages that were written before the question.
+            queue = await channel.declare_queue("q", passive=True)
+            assert queue.declaration_result.message_count == 2
+            broker.release_confirms()
+            broker.unblock()
+            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
+            assert bodies(broker) == [b"0", b"1", b"0", b"1"]
+
+    run(main())
+
+
 def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnected_is_not_resent(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
