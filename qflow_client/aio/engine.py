@@ -197,7 +197,7 @@ class Engine(BaseEngine):
                 raise ProducerClosed(CLOSED)
             self.link = link
             if self.storage is not None:
-                self.storage.start()
+                self.storage.begin_searches()
             peer = None if link.writer is None else link.writer.peer
             self.observer = telemetry.watch(self, self.protocol, self.settings, link.url, peer)
             connected()

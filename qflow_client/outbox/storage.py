@@ -102,6 +102,8 @@ class Storage:
         self.writer = Writer(self.outbox, self._settings, deliver, on_commit)
         self.store = OutboxStore(protocol, self.outbox, spilled_type, self.writer, time.monotonic())
         self.writer.store = self.store
+        # A message that is sent or spilled while the producer connects also needs a commit.
+        self.writer.start()
 
     def __len__(self) -> int:
         return 0 if self._opened is None else self._opened.left
@@ -111,9 +113,9 @@ class Storage:
         """The receipts of messages that wait on disk. Receipts to which no other code refers are missing."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
-    def start(self) -> None:
-        """Start to send the messages that an earlier producer left in the outbox."""
-        self.writer.start()
+    def begin_searches(self) -> None:
+        """Settle messages that are too old from now on. If the producer does not connect, they stay in the outbox."""
+        self.writer.begin_searches()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
         """Wait until all messages that were put before this call are on disk.

@@ -101,6 +101,8 @@ class Writer:
         self._end = threading.Event()
         # No further failure is logged before this time.
         self._quiet_until = -math.inf
+        # The next search for messages that are too old; ``None`` before `begin_searches`, and without searches.
+        self._search_at: float | None = None
         # When a failed read is tried again; ``None`` without a failed read.
         self._retry_at: float | None = None
         age = settings.outbox_max_age
@@ -110,6 +112,12 @@ class Writer:
 
     def start(self) -> None:
         self._thread.start()
+
+    def begin_searches(self) -> None:
+        """From now on, search for messages that are too old."""
+        if self._period is not None:
+            self._search_at = time.monotonic() + self._period
+            self.set()
 
     def set(self) -> None:
         """Wake the thread, because there is a task."""
@@ -155,14 +163,13 @@ class Writer:
             self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:
-        search_at = None if self._period is None else time.monotonic() + self._period
         while not self._end.is_set():
-            times = [at for at in (search_at, self._retry_at) if at is not None]
+            times = [at for at in (self._search_at, self._retry_at) if at is not None]
             timeout = max(0.0, min(times) - time.monotonic()) if times else -1.0
             is_woken = self._wake.acquire(timeout=timeout)
             now = time.monotonic()
-            if search_at is not None and now >= search_at and self._period is not None:
-                search_at = now + self._period
+            if self._search_at is not None and now >= self._search_at and self._period is not None:
+                self._search_at = now + self._period
                 self._deliver(self.store.expire)
             if self._retry_at is not None and now >= self._retry_at:
                 self._retry_at = None

@@ -145,7 +145,7 @@ class Engine(BaseEngine):
             self.dispatcher.start()
         self.link = link = self._connect()
         if self.storage is not None:
-            self.storage.start()
+            self.storage.begin_searches()
         self.observer = telemetry.watch(self, self.protocol, self.settings, link.url, link.services.peer)
         if self.deliveries is not None:
             self.protocol.reports.settled = []

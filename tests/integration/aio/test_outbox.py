@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from qflow_client import AsyncProducer, FlowControlTimeout, OutboxFull, Outcome, ProducerClosed
+from qflow_client import AsyncProducer, FlowControlTimeout, Outbox, OutboxFull, Outcome, ProducerClosed
 from qflow_client.aio.link import Link
 from qflow_client.broker import Broker
 from qflow_client.outbox.storage import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
 
-from .tools import Run, in_line
+from .tools import Run, in_line, soon
 
 
 @pytest.fixture
@@ -30,6 +31,46 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(Storage, "open", late)
     return event
+
+
+def test_a_message_that_is_spilled_while_the_producer_connects_is_on_disk_when_send_returns(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "outbox"
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            producer = AsyncProducer(f"amqp://127.0.0.1:{silent.getsockname()[1]}", outbox=path, when_flowed="spill")
+            connecting = asyncio.create_task(producer.connect())
+            await soon(lambda: producer._engine.storage is not None)
+            await producer.send(b"body", routing_key="q", timeout=0)
+            assert [stored.message.body for stored in Outbox.look(path)] == [b"body"]
+            connecting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await connecting
+
+    run(main())
+    Outbox(path).close()
+
+
+def test_a_signal_handler_that_sends_at_the_end_of_connect_gets_its_message_on_disk(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    opens = Link.open
+
+    async def interrupted(self: Link) -> None:
+        await opens(self)
+        producer.send_nowait(b"body")
+
+    monkeypatch.setattr(Link, "open", interrupted)
+
+    async def main() -> None:
+        async with producer:
+            pass
+
+    run(main())
+    assert bodies(broker) == [b"body"]
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
