@@ -33,14 +33,14 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# While more than this number of the library's bytes are unwritten, the library has to wait.
+# If more than this number of the library's bytes are unwritten, the library waits until only a quarter of them is left.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 
 _monotonic = time.monotonic
 
-# A function that returns the addresses of a host name in another order, and the time limit for each address in seconds.
+# A function that puts the addresses of a host name into order. It also returns the seconds to try each address.
 OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
@@ -181,22 +181,22 @@ class TapTransport(asyncio.Transport):
         # Whether a write has failed or the connection has ended. The library notices this at its next read.
         self._broken = False
         self._closing = False
-        # True while `pump` runs or is scheduled. `pump` clears the flag before its final check for output. So a task
-        # that has added output and finds the flag True need not call `wake`.
+        # If True, `pump` runs now or will be called. `pump` clears the flag before its final check for output. So a
+        # task that has added output and finds the flag True need not call `wake`.
         self.awake = False
         self._thread = get_ident()
         # Called with the number of bytes of a read. Returns the seconds to wait before the next read, so that the
-        # broker's answers accumulate. ``None`` on a shared connection, where reads do not wait.
+        # broker's answers accumulate. ``None`` if reads do not wait, for example on a shared connection.
         self.delay: Callable[[int], float] | None = None
         # The timer that ends the wait before the next read; ``None`` while there is no such wait.
         self._gathers: asyncio.TimerHandle | None = None
-        # Whether the library wants to read, and whether the socket is read.
+        # `_library_reads`: whether the library wants to read. `_reads`: whether the socket is read.
         self._library_reads = self._reads = True
         # Keeps the library's writer alive until the end of the connection, because aiormq may drop an open writer.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
-    # The links of producers call the methods below.
+    # The links of producers, and the channels of the drop-in for aio-pika, call the methods below.
 
     def add_after(self, after: Callable[[], bool]) -> None:
         """Call a function after every event that may have changed a channel. It returns True if writing is urgent."""
@@ -228,11 +228,11 @@ class TapTransport(asyncio.Transport):
                 raise
 
     def received(self, size: int, *, for_library: bool) -> None:
-        """Report changes and write output, after the tap has handled data. If `delay` is set, delay the next read.
+        """Report changes and write output, after the tap has handled data. Delay the next read as `delay` requires.
 
         Args:
             size: size of the data in bytes.
-            for_library: whether a part of the data was for the library.
+            for_library: whether a part of the data was for the library. If so, the next read is not delayed.
         """
         urgent = False
         for after in tuple(self._afters):

@@ -153,7 +153,7 @@ async def connect_async(
     Args:
         url: ``amqp://`` or ``amqps://`` URL of the broker, with aio-pika's query parameters.
         robust: True for a `RobustConnection`, which reconnects and restores consumers. Producers on this connection
-            continue after a reconnect. On any other connection, producers end when the connection is lost.
+            continue after a reconnect. If False, producers on the connection end when the connection is lost.
         timeout: the time limit for connecting in seconds. With ``None`` only aio-pika's own limits apply.
         ssl_context: the TLS context; by default made from the URL's parameters.
         client_properties: properties that the connection announces, such as ``connection_name``.

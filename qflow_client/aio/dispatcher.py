@@ -13,9 +13,9 @@ __all__ = ["Dispatcher"]
 
 
 class Dispatcher:
-    """Calls callbacks in order, each in a separate iteration of the loop.
+    """Makes the loop call callbacks in order. An error in one callback does not prevent the next call.
 
-    An exception of a callback is logged and has no other effect.
+    An `Exception` of a callback is logged. Any other exception, such as `SystemExit`, is raised in the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -27,7 +27,7 @@ class Dispatcher:
         self._loop.call_soon(self._run, callback, lambda: argument)
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called at that time, not now."""
+        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called just before the callback."""
         self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:

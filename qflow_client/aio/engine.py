@@ -142,7 +142,7 @@ class Engine(BaseEngine):
             self.protocol.reports.settled = []
         # Lets tasks wait for the outbox's disk; set by `open` if there is an outbox.
         self._commits: Commits | None = None
-        # Set when the first close has ended.
+        # Set when all parts of the producer have ended, and in a forked child.
         self._all_ended = asyncio.Event()
         #: The event loop of the producer; set by `open`.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -155,7 +155,7 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held in `_end_without_loop`. The lock is reentrant, because a finalizer may call the method inside itself.
+        # Held in `_end_without_loop`. Reentrant, because a finalizer may call this method on a thread that runs it.
         self._last_end = threading.RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
@@ -170,7 +170,7 @@ class Engine(BaseEngine):
             ConnectionFailed: no host accepted a connection.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
             ProducerClosed: the producer was closed before or during this call.
-            QflowError: the method was called before, or no event loop of asyncio is running.
+            QflowError: this method was called before, or no event loop of asyncio is running.
         """
         if self.ended:
             raise ProducerClosed(CLOSED)
@@ -236,7 +236,7 @@ class Engine(BaseEngine):
             # The close may make the opening fail. Read its error, because asyncio logs each error that is never read.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
-                # Wait for the end of the opening. Without this wait, the next producer could find the outbox in use.
+                # Wait until the opening has ended. Without this wait, the next producer could find the outbox in use.
                 await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
             raise
 
@@ -394,7 +394,7 @@ class Engine(BaseEngine):
                     raise
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
-            # No callback can be called without a running loop. The failed receipts are reported when the producer ends.
+            # Without a running loop, no callback can be called. The failed receipts are reported at the producer's end.
             if settled and self.deliveries is not None:
                 self.deliveries.hand(settled)
             return
@@ -425,7 +425,7 @@ class Engine(BaseEngine):
             WrongLoop: the running loop is not the producer's.
 
         Returns:
-            The error for messages that were not delivered; ``None`` if there are none.
+            The error for messages that were not delivered; ``None`` if there are none, or if this is a second call.
         """
         if self.loop is not None and not self.loop.is_closed():
             self.check_loop()

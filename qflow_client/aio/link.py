@@ -57,14 +57,15 @@ _ENOUGH = 1 << 13
 
 
 class Link:
-    """The publishing channel, and the connection if the producer owns it. Lost connections and channels are replaced.
+    """The publishing channel, and the connection if the producer owns it.
 
+    The link replaces a lost channel and a lost connection of its own. Only aio-pika can replace a shared connection.
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 
     Args:
         connection: a shared connection on which to open the channel; ``None`` to make a connection.
         after: called after every event that may have changed the protocol.
-        topology: the objects to declare on each connection that the link makes; ``None`` for nothing.
+        topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the URLs contain the credentials, or on a shared connection.
     """
 
@@ -82,16 +83,16 @@ class Link:
         self._is_own = connection is None
         self._settings = protocol.settings
         self._reconnection = reconnection
-        # The reason if this link ends the open connection; otherwise empty.
+        # Why this link itself ends the open connection, see `_leave_host`; otherwise empty.
         self._leaves_because = ""
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
         later, post = self._loop.call_later, self._post
         self._upkeep = Upkeep(reconnection, protocol, LOOPS, later, post, self._leave_host, asker)
-        # The transport of the connection; set when the channel is open.
+        # The transport of the newest connection; ``None`` before the channel is open for the first time.
         self.writer: TapTransport | None = None
-        # aiormq's connection and channel; set when the channel is open.
+        # aiormq's newest connection and channel; ``None`` before the channel is open for the first time.
         self._amqp: Any = None
         self._channel: Any = None
         # The number of the channel while it is attached to the tap; otherwise ``None``.
@@ -354,8 +355,8 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # aio-pika's tasks now end without the broker's answer. Wait for these tasks. If the loop were closed while
-            # these tasks run, it would cancel them while they wait for each other.
+            # aio-pika's tasks now end without the broker's answer. Wait for these tasks, because the loop may be closed
+            # soon. The loop would then cancel these tasks while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
@@ -406,7 +407,7 @@ class Link:
             return
         error = _error(closing)
         # If the broker closed the channel, the tap has already reported the close, and the protocol's channel has no
-        # number. If not, the end of the loop has cancelled aiormq's tasks.
+        # number. Without an error, the end of the loop has cancelled aiormq's tasks.
         by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
@@ -451,7 +452,7 @@ class Link:
         pause = self._reconnection.lost(why, time.monotonic()) if returns else None
         wanted = self._leave(why, reconnects=pause is not None)
         if pause is None:
-            # `_leave` does not report the loss if the channel was not open.
+            # If the channel was not open, `_leave` has not reported the loss.
             self._give_up(why)
         elif not wanted:
             return

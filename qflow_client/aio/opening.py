@@ -30,7 +30,8 @@ async def open_channel(
         aiormq's channel, and its number.
 
     Raises:
-        ConnectionFailed: the broker refused a declaration or the channel, or the connection ended.
+        ConnectionFailed: the broker does not announce confirms, refused a declaration, or opened no channel; or the
+            connection ended.
     """
     number: int | None = None
     try:

@@ -74,8 +74,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
             report these receipts again. A message that the callback sends with `send_nowait` is sent before the
             messages of waiting calls.
-        on_flow: called with every flow event, including the first event. The method `on_flow` adds further callbacks.
-        declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
+        on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
+        declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
             coroutine function is awaited in the loop. Any other function is called on a separate thread, and may return
@@ -85,7 +85,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: the manager, which can stop and start all of its producers together; by default that of the process.
+        manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and `qflow_client.aio_pika`.
 
-`Turns` drives these calls. The waiter of a call is a future, which the engine sets when the protocol wakes the call.
+`Turns` drives these calls. The waiter of a call is a future. The code that takes `Reports.wake` sets this future.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Deadlines:
         if self._seconds is None:
             return
         if now >= self._next:
-            # The timer is late because the loop is busy, or there is no timer.
+            # The timer is late because the loop is busy, or there is no timer. Set the futures that are due.
             self._set_due()
         at = self._times[waiter] = now + self._seconds
         if self._timer is None:
@@ -94,7 +94,7 @@ class Deadlines:
         self._next = at
 
     def _disarm(self) -> None:
-        # Forget the timer before it is cancelled. If `_timer` were a cancelled timer, `add` would not start another.
+        # Forget the timer before it is cancelled. If Ctrl-C left a cancelled timer here, `add` would start no timer.
         timer, self._timer, self._next = self._timer, None, -math.inf
         if timer is not None:
             timer.cancel()
@@ -155,7 +155,7 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the waiting calls of a producer or of a `ChannelFlow`, and logs notices about waiting calls of `send`.
+    """Drives the waiting calls of a producer or a channel of aio-pika, and logs notices about waiting calls of `send`.
 
     Args:
         kick: writes the present output, and passes on the protocol's reports.

@@ -226,7 +226,7 @@ def _value(value: object, depth: int) -> bytes:
 
 def _decimal(value: Decimal) -> bytes:
     sign, digits, exponent = value.as_tuple()
-    # A number of 32 bits has at most ten digits. The exponent of an infinite ``Decimal`` is not a number.
+    # A number of 32 bits has at most ten digits. The exponent of an infinite ``Decimal`` and of NaN is a ``str``.
     if isinstance(exponent, int) and exponent >= -255 and len(digits) + max(exponent, 0) <= 10:
         number = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
         try:

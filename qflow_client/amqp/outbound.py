@@ -61,7 +61,7 @@ class Outbound:
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame after the messages of the batch. To shorten its wait, call `discard_unbegun` first."""
+        """Add a control frame after the messages of the batch. To write it earlier, call `discard_unbegun` first."""
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
@@ -131,7 +131,7 @@ class Outbound:
         return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
 
     def stop(self) -> bool:
-        """Stop after the current message. Return True if no message is partly written."""
+        """Stop after the current message. Return True if neither a message nor a control frame is partly written."""
         self.stopped = True
         return self.begun == self.finished and not self._at
 

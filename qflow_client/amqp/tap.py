@@ -2,10 +2,10 @@
 
 The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS, authentication, heartbeats, topology
 and consuming. The tap removes the frames of publishing channels (confirms, returned messages, flow) from the received
-bytes, and passes all other frames to the library. The tap also handles close and blocked frames itself, before it
-passes them on. The tap changes only ``Connection.Start``, to announce confirms. Some brokers confirm messages but do
-not announce confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with
-the library's bytes at frame boundaries. This module does not use producers.
+bytes, and passes the other frames to the library. The tap also handles close and blocked frames itself, before it
+passes them on. The tap adds capabilities to ``Connection.Start``, because some brokers confirm messages but do not
+announce confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with the
+library's bytes at frame boundaries. The tap knows publishing channels only by the interface `TapChannel`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TapChannel(Protocol):
         """The unwritten bytes of a partly written frame. Empty at a frame boundary."""
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the channel's next bytes."""
+        """Return the channel's next bytes, approximately up to `limit`."""
 
     def advance(self, count: int, now: float) -> bool:
         """Record that the first `count` bytes are written. Return True if these bytes end at a frame boundary."""
@@ -142,7 +142,7 @@ class TapChannel(Protocol):
         """Handle ``Connection.Unblocked``."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """Handle ``Channel.Close`` from the broker. The library sends the reply."""
+        """Handle ``Channel.Close`` from the broker. The library, or the owner of the channel (`Tap.own`), replies."""
 
 
 class _Returned:
@@ -209,7 +209,7 @@ class Tap:
         self._fed_at = 0.0
         # The channel whose bytes are being written; ``None`` at a frame boundary.
         self._writer: TapChannel | None = None
-        # Whether `_writer` is allowed to write only the rest of its present frame.
+        # If True, `_writer` may write the rest of its present frame, but no further frame.
         self._writes_last = False
         # The rest of a partly written frame whose channel is detached.
         self._remains = b""
@@ -227,7 +227,7 @@ class Tap:
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Report frames of the open channel `number` to `channel`. With confirms, it must be in confirm mode."""
+        """Report frames of the open channel `number` to `channel`. If it uses confirms, select confirm mode first."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -250,7 +250,7 @@ class Tap:
 
         The broker's answers to written messages are still reported. A broker ends the connection if ``Channel.Close``
         comes in the middle of a message. So a channel that writes the frames of a message separately must complete the
-        message before the library closes the channel. The channels of the drop-ins write each message as one frame.
+        message before the library closes the channel. The drop-ins pass each message to the tap as one frame.
         """
         channel = self._writers.pop(number, None)
         # Let the channel record that its last frame is written. Otherwise the channel would not accept the answer.

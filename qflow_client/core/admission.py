@@ -6,14 +6,14 @@ message to `unsent`. If an interrupt comes before these two changes, the message
 preparations. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the
 unwritten bytes.
 
-`send_at_once` admits nearly every message. It takes no lock and is not a `step`. The limits that it checks are plain
-attributes, so it calls no function between its first check and its last assignment. CPython runs no other thread,
-signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy, builds without the
-GIL) do not guarantee this, so `send_at_once` admits nothing there.
+Without an outbox, `send_at_once` admits nearly every message. It takes no lock and is not a `step`. The limits that it
+checks are plain attributes, so it calls no function between its first check and its last assignment. CPython runs no
+other thread, signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy,
+builds without the GIL) do not guarantee this, so `send_at_once` admits nothing there.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
-least one byte that fits into one frame. The cost of a plain message is its length plus `Route.cost`. For other messages
-the encoder computes the cost.
+least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For
+other messages the encoder computes the cost.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Admission:
         self.gate = limits.controller.gate
         self._returns = returns
         self.steps = steps
-        # Whether `send_at_once` can admit messages. False with a store, with other limits, or if `is_undisturbed` is.
+        # Whether `send_at_once` can admit messages: no store, no limit besides the window, and `is_undisturbed()`.
         self._is_simple = limits.is_plain and is_undisturbed()
         #: True while `SendLine` admits waiting messages. New messages have to wait meanwhile.
         self.is_granting = False
@@ -140,7 +140,7 @@ class Admission:
     # Sending.
 
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
-        """Admit a message if the window is the only limit and has room.
+        """Admit a message if the window is the only limit and has room, the gate is open, and no other message waits.
 
         This method is not a step. Any thread may call it, even while a step runs (E2).
 
@@ -220,7 +220,7 @@ class Admission:
 
         Args:
             cost: the size of the message's frames in bytes.
-            since: when the message began to wait, in seconds.
+            since: when the message began to wait, in seconds; `now` if it did not wait.
         """
         if self.store is not None:
             self.store.admitting(receipt, self.next_number)

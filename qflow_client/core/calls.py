@@ -1,12 +1,12 @@
 """The calls that can wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share these calls.
 
 Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
-time at which it must be resumed. Each producer's engine and each drop-in has its own driver for these generators,
-because threads, tasks and polled connections wait in different ways. The driver does the following:
+time at which it must be resumed. A *driver* runs such a generator. There are several drivers, because threads, tasks
+and polled connections wait in different ways. A driver does the following:
 
 1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
 2. It waits until the call's waiter is set, or until the yielded time.
-3. It calls `resume` with the present time, and repeats steps 2 and 3 until the call has a result.
+3. It calls `resume` with the present time. It repeats 2. and 3. until the call has a result.
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
    forgets the waiter.
 
@@ -92,7 +92,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait as in `Waiters.when_flushed`. Return True if the messages are settled, False if the deadline came first."""
+    """Wait for the messages of `Waiters.when_flushed`. Return True if they are settled, False after the deadline."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)
@@ -157,10 +157,10 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
 def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     """Return whether `drain` should stop waiting.
 
-    A fast producer has the holds ``capacity`` and ``transport`` most of the time, and the next answers lift them. So
-    ``capacity`` and ``transport`` end the wait only if no message was settled since the last check. The holds
+    A fast producer has the holds ``capacity`` and ``transport`` most of the time, and answers and writes soon lift
+    them. So ``capacity`` and ``transport`` end the wait only if no message was settled since the last check. The holds
     ``disconnected`` and ``refused``, and a stop by the broker, delay all messages, so each of these ends the wait. The
-    holds ``paused`` and ``rate`` do not delay admitted messages.
+    holds ``paused``, ``rate`` and ``outbox`` do not delay admitted messages.
 
     Args:
         before: how many messages were unsettled at the last check; -1 at the first check.

@@ -32,12 +32,12 @@ _NO_METHOD = (0, 0)
 #: The reported reason for the end of a channel or a producer, if an interrupted step did not keep the real reason.
 INTERRUPTED = "the connection is lost"
 
-# At the end of a producer, its outbox keeps the messages with these outcomes. The next producer sends the messages.
+# If a producer with an outbox ends, messages that would get these outcomes are *stored*. The next producer sends them.
 _SENT_BY_NEXT_PRODUCER = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Channel:
-    """The current channel of a producer, which has at most one channel at a time."""
+    """The current channel of a producer. A producer has at most one channel at a time."""
 
     __slots__ = (
         "_admission",
@@ -117,7 +117,7 @@ class Channel:
 
     def _encode_all(self, now: float) -> None:
         """Encode the admitted messages. Settle those that do not fit into the frames of the channel."""
-        # An interrupted call may have settled some of these messages.
+        # An interrupted call may have left settled messages in the collections.
         self._discard_settled()
         unfit: list[tuple[Receipt, str]] = []
         for receipt in (*self._resending.again, *self._admission.unsent):
@@ -161,21 +161,22 @@ class Channel:
             gate.lift(kind, now=now)
 
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str | None:
-        """Handle a channel that the broker has closed because of a message. The broker does not report which message.
+        """Handle a channel that the broker has closed, usually because of a message that the broker does not identify.
 
         Returns:
             The reason to hold calls of `send`, if the broker has no room and messages are sent again. Else ``None``.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any message that was not returned may be the cause. Without confirms, the cause may also be a settled message.
+        # Any begun message that was not returned may be the cause. Without confirms, settled messages may also be the
+        # cause. So without confirms, there is a suspect only if just one message was begun on the channel.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
         # A message is known to be the cause only if it was alone in flight, and no other message was abandoned on this
-        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. Then the
-        # message must also be a suspect of an earlier channel.
+        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. So without a
+        # method, the message must also be a suspect of an earlier channel.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []
@@ -199,7 +200,7 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # If a suspect is a second copy, do not use the text, because an earlier text may have been misleading.
+                # Do not narrow down second copies, because the text of an earlier close may have been misleading.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
@@ -278,7 +279,7 @@ class Channel:
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
         """Stop sending messages, and settle them with the outcomes that are known now.
 
-        The caller has taken back the frames of all messages without a written byte.
+        Before this call, the caller must take back the frames of all messages without a written byte.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
@@ -340,7 +341,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # Here and below, repeat the end of the channel. The interrupt may have come before this end was complete.
+            # Here and below, repeat the end of the channel, because the interrupt may have come before it was complete.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

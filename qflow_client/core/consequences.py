@@ -1,7 +1,7 @@
 """The actions that follow a step: review holds, admit waiting messages, wake waiters, and settle expired messages.
 
-`ProducerProtocol` starts these actions when a step has settled messages, or has raised or lifted a hold. This module
-also repairs the state after an interrupted step, see `step`.
+`ProducerProtocol` starts these actions, for example when a step has settled messages or lifted a hold. This module also
+repairs the state after an interrupted step, see `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds until the next check if a message should be sent again now, but the socket is full.
+# Seconds until the next check if a message is due to be sent again, but the socket is full.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -38,7 +38,7 @@ class Consequences:
     def update(self, now: float) -> None:
         """Do the actions that follow when messages were settled or have left `Unconfirmed.flight`."""
         if self._unreported.count and self._reports.settled:
-            # Raise the hold before `proceed` admits waiting messages.
+            # Raise the hold for unreported receipts before `proceed` admits waiting messages.
             self.hold_unreported(now)
         if self._controller.waiting or not self._gate.is_open:
             self.proceed(now)
@@ -60,8 +60,8 @@ class Consequences:
     def review_holds(self, now: float) -> None:
         """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
-        After a loss of the connection, only this method lifts the hold ``disconnected``. Suspects (see `suspects`) are
-        sent one at a time, before new messages. So the hold ``disconnected`` stays while suspects wait.
+        No other method of the core lifts the hold ``disconnected``. Suspects (see `suspects`) are sent one at a time,
+        before new messages. So the hold ``disconnected`` stays while suspects wait in `Resending.again`.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
@@ -91,7 +91,7 @@ class Consequences:
             # The next message is not on disk yet, so it waits for the disk and not for a time.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
-            # The message should be sent now, but the socket is full. Wait before the next check, to avoid a busy loop.
+            # The socket is full, so even a message that is due cannot be sent now. Wait, to avoid a busy loop.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
         return min(times, default=None)
 
@@ -129,7 +129,7 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether holds are lifted because the application has closed the producer."""
+        """Whether the producer is closed and opens no further channel. If so, a lifted hold admits no message."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:
@@ -169,7 +169,7 @@ class Consequences:
     # Ends.
 
     def close(self, reason: str) -> None:
-        """Admit no message from now on, and wake the callers that wait for admission."""
+        """Admit no message from now on, and wake the callers that wait for admission or for an open gate."""
         self._parts.admission.close(reason)
         self._reports.is_ending = True
         self._parts.line.close(reason)
@@ -193,7 +193,7 @@ class Consequences:
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
-        # `take_back` is not allowed here, because the I/O thread may now write the bytes that this would remove.
+        # Do not call `take_back`, because the I/O thread may be writing the bytes that `take_back` would remove.
         parts.writing.move_back()
         self.apply_stops(now)
         parts.admission.heal(parts.channel.unsettled)

@@ -60,6 +60,6 @@ class Expiry:
         return before
 
     def forget(self, before: int) -> None:
-        """Drop the marks up to the number `before`, because all messages with lower numbers are settled."""
+        """Drop the marks with numbers up to `before`, because all messages with lower numbers are settled."""
         while self._marks and self._marks[0][1] <= before:
             self._marks.popleft()

@@ -31,7 +31,7 @@ def check_capacity(capacity: object) -> None:
     """Reject a capacity that an existing producer cannot have.
 
     Raises:
-        SettingsError: the setting `capacity` cannot have this value.
+        SettingsError: the capacity is not a number, or the setting `capacity` does not allow this number.
     """
     check_setting("capacity", capacity)
     if isinstance(capacity, str):
@@ -87,7 +87,7 @@ class Limits:
         """Set a fixed size of the window. Admitted messages are not affected, and new messages wait for room (C6).
 
         Raises:
-            SettingsError: the setting `capacity` cannot have this value.
+            SettingsError: as for `check_capacity`.
         """
         check_capacity(capacity)
         self.adaptive = None

@@ -60,7 +60,7 @@ class Parts:
             max_failed_bytes=settings.max_failed_bytes,
             max_events=settings.max_flow_events,
         )
-        #: Settled receipts that are not reported to the application yet.
+        #: Counts the settled receipts that are not reported to the application yet.
         self.unreported = Unreported(self.reports, self.limits)
         #: The messages on the wire.
         self.unconfirmed = Unconfirmed()

@@ -1,26 +1,26 @@
 """Decides what happens to every message of one producer on its AMQP channel, without I/O (sans-I/O).
 
-The *owner* is the I/O thread or the event loop. The owner reports the events of the connection to `ProducerProtocol`: a
-channel opened, the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write.
-The owner calls one method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the
-protocol. It is a producer's engine or a drop-in for another library.
+A *skin* is the code with I/O around the protocol: a producer's engine or a drop-in for another library. The *owner* is
+the thread or event loop on which the skin does I/O. The owner reports events to `ProducerProtocol`: a channel opened,
+the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write. The skin calls
+one method at a time, and passes the time in monotonic seconds.
 
-The protocol has one part for each decision. A message reaches the parts in this order:
+The protocol has one part for each decision. This list follows the way of a message through the parts:
 
 * `line` keeps messages that cannot be admitted now. `admission` admits messages when `limits` and the gate allow it.
 * `Writing` makes the frames of messages. `unconfirmed` has the messages whose frames are made for the open channel.
 * `settling` applies the broker's answers. `returns` finds the message for a ``Basic.Return``.
 * `resending` has the messages to be sent again, and decides when they are sent.
 * `channel` moves messages between these parts when a channel opens or ends.
-* `reports` collects news for the application. `waiters` has the waiting calls of `flush` and `wait_unflowed`.
-  `unreported` counts the settled receipts that are not reported to the application yet.
+* `reports` collects receipts, flow events and log entries for the application. `waiters` has the waiting calls, except
+  those of `send`. `unreported` counts the settled receipts that are not reported to the application yet.
 
 From its admission until it is settled, a message is in exactly one of three collections:
 
 * `admission.unsent`: no byte of the message was ever written.
 * `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel.
-* `resending.again`: the message was written before, and will be sent again, marked as a second copy. The first copy may
-  have arrived. Even if the broker refused the first copy, one of several queues may have accepted it.
+* `resending.again`: the message was written before, and will be sent again. It is marked as a second copy, because the
+  first copy may have arrived. Even if the broker refused the first copy, one of several queues may have accepted it.
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). A message
 leaves `flight` unsettled if the channel ends, or if the broker has no room and refuses the message. A message also
@@ -41,11 +41,11 @@ broker stops the new channel (``Channel.Flow``).
 6. The confirm of the probe lifts the hold ``refused``. Then the rest of `again` is sent, and finally `unsent`.
 
 While there is a hold, calls of `send` wait. `flush` waits until the message of the example is settled. If the
-connection is lost while the probe is in flight, the message moves back into `again`. If the time for its retries ends
-before the broker's next answer, the message is settled as *unknown* and not as *nacked*. With ``on_disconnect="fail"``,
-each loss of the connection settles all messages.
+connection is lost while the probe is in flight, the message moves back into `again`. If `retry_for` seconds then pass
+before the broker answers the next copy, the message is settled as *unknown* and not as *nacked*, because the probe may
+have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
-The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens the next one.
+The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If
 the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
@@ -109,7 +109,7 @@ class ProducerProtocol:
         )
         self.parts = parts
         self.settings = settings
-        # The parts that skins use. `Parts` describes each of them.
+        # The parts that this class or the skins use. `Parts` describes each of them.
         self.steps, self.limits, self.window = parts.steps, parts.limits, parts.limits.window
         self.controller, self.gate = parts.controller, parts.gate
         self.reports, self.waiters = parts.reports, parts.waiters
@@ -139,13 +139,13 @@ class ProducerProtocol:
 
     @property
     def has_output(self) -> bool:
-        """Whether some unwritten bytes need not wait for the disk. A stop or a pause may still delay these bytes."""
+        """Whether there are unwritten bytes that need not wait for the outbox's disk. Holds may still delay them."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
     @property
     def closed(self) -> str | None:
-        """Why no message can be sent any more; ``None`` while messages can be sent."""
+        """Why no message can be admitted any more; ``None`` while messages can be admitted."""
         return self.admission.closed
 
     @property
@@ -160,7 +160,7 @@ class ProducerProtocol:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a channel is needed, because messages can be admitted, are unsettled, or wait in the outbox."""
+        """Whether a channel is needed, because messages can still be admitted, are unsettled, or wait in the outbox."""
         if self.closed is None or self.window.used > 0:
             return True
         store = self.admission.store
@@ -203,7 +203,7 @@ class ProducerProtocol:
     def take_settled(self, now: float) -> list[Receipt]:
         """Return the settled receipts. The skin reports each receipt to the application, and then calls `reported`."""
         self.consequences.hold_unreported(now)
-        # Call `take` last. If an interrupt comes after `take`, the receipts are settled but never reported.
+        # Call `take` last, because an interrupt after `take` loses the receipts, which would never be reported.
         return self._unreported.take()
 
     @step
@@ -221,7 +221,7 @@ class ProducerProtocol:
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
-            # An interrupted call may have settled the message already.
+            # If an interrupted call has already withdrawn the message, return True again.
             return receipt._outcome is Outcome.FAILED
         cost = self.admission.cost(receipt)
         self._settling.settle_silently(receipt, Outcome.FAILED, now)
@@ -241,7 +241,7 @@ class ProducerProtocol:
 
     @step
     def close(self, reason: str, now: float) -> None:
-        """Admit no message from now on, and wake callers that wait for admission. Admitted messages are still sent."""
+        """Admit no more messages. End waiting calls of `send` and `wait_unflowed`. Admitted messages are still sent."""
         self.consequences.close(reason)
 
     # Events of the connection.
@@ -255,7 +255,7 @@ class ProducerProtocol:
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         """Handle a new channel. The first message on it has delivery tag 1.
 
-        The channel is in confirm mode if the setting `confirms` is on.
+        If the setting `confirms` is on, the channel must be in confirm mode.
 
         Args:
             frame_max: the negotiated maximum size of a frame in bytes; 0 for no limit.
@@ -284,7 +284,7 @@ class ProducerProtocol:
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """Handle a channel that the broker has closed because of a message, see `Channel.closed_by_broker`.
+        """Handle a channel that the broker has closed, see `Channel.closed_by_broker`.
 
         Args:
             method: class and method id in the broker's ``Channel.Close``.
@@ -371,7 +371,7 @@ class ProducerProtocol:
 
     @step
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        """Handle ``Basic.Return``: a mandatory message was routed to no queue. The ack of the message follows.
+        """Handle ``Basic.Return``: no queue took a mandatory message. Its ack follows, or its nack has already come.
 
         Args:
             header: the payload of the content header frame.
@@ -381,7 +381,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Write a frame of the channel after the frames that are already made."""
+        """Write a control frame, such as a probe of the broker, after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.
@@ -423,7 +423,7 @@ class ProducerProtocol:
             self.consequences.lift_transport(now)
 
     def take_output(self, now: float) -> bytes:
-        """Return all bytes to write, and record that they are written.
+        """Return the next bytes to write, and record that they are written. Repeat the call until the result is empty.
 
         Owners that can write any number of bytes call this method. It takes half the time that `data_to_write` and
         `advance` take together.
@@ -450,12 +450,12 @@ class ProducerProtocol:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no further message can be written now."""
+        """Whether no further message can begin now, for example because of the hold ``channel_flow``."""
         return self._unconfirmed.outbound.stopped
 
     @property
     def has_answer(self) -> bool:
-        """Whether frames are made and not written, such as a reply to the broker. A stop does not delay replies."""
+        """Whether frames are made and not written, such as a reply. `is_stopped` does not delay such frames."""
         return not self._unconfirmed.outbound.is_empty
 
     @step

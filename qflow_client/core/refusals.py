@@ -6,8 +6,8 @@ sent until the broker answers the probe. If the broker refuses the probe, anothe
 the broker confirms the probe, the broker has room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
-while no retry is possible: while there is no connection, or while the broker blocks the connection or stops the channel
-(E5). The pause before a probe continues during such a stop.
+while no retry is possible: while there is no channel, or while the broker blocks the connection or stops the channel
+(E5). A pause before a probe continues while the clock is stopped.
 
 When the time for retries is over, a message is settled as *nacked* if the broker has refused the last copy that was
 written. The message is settled as *unknown* if the channel of its last copy ended before the broker answered.
@@ -69,9 +69,9 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: The earliest time at which a probe can be sent, even if it is already in flight. ``None`` if there is room.
+        #: When a probe can be sent. The time stays set while a probe is in flight. ``None`` if the broker has room.
         self.probe_at: float | None = None
-        #: The probe, from its sending until its answer is handled; ``None`` if there is none.
+        #: The probe, from its sending until its answer is handled or its channel ends; ``None`` if there is none.
         self.probe: Receipt | None = None
         # When the clock stopped; ``None`` while it runs.
         self._stopped_at: float | None = None

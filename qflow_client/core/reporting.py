@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
 This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the *skin*
-(a producer's engine or a drop-in) takes the news, releases its lock, and passes the news to the application.
+(a producer's engine or a drop-in) takes the news. The application's callbacks run later, without the producer's lock.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MessageObserver(Protocol):
         """
 
     def record(self, *, now: float) -> None:
-        """The skin calls this without a lock, after each action that may have settled receipts."""
+        """Record what was measured. The skin calls this method without a lock, after steps that may settle receipts."""
 
 
 class Reports:
@@ -114,7 +114,7 @@ class Reports:
         self._counts = counts
         # Waiters to wake. The skin takes this list, `settled`, `events`, `lost_events` and `logs`.
         self.wake: list[Any] = []
-        #: Settled receipts; ``None`` if no listener needs all of them.
+        #: Settled receipts for `on_delivery`; ``None`` without an `on_delivery`.
         self.settled: list[Receipt] | None = None
         #: Flow events; ``None`` without listeners.
         self.events: list[FlowEvent] | None = None
@@ -130,7 +130,7 @@ class Reports:
         self.failures: deque[Receipt] = deque()
         #: How many unseen failed receipts were dropped since the last call of `take_dropped`.
         self.dropped = 0
-        #: True when nothing is admitted any more. Then all failures are kept, because no new messages can fail.
+        #: True when nothing is admitted any more. Then only unsettled messages can fail, so all failures are kept.
         self.is_ending = False
         # The size of `failures` in bytes.
         self._failed_bytes = 0

@@ -72,7 +72,7 @@ class Resending:
         # If an interrupted call is repeated, this dict prevents that messages are added to `again` twice.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # `refusals` comes first. If a call is repeated after `again` was changed, `unanswered` is incomplete.
+        # Update `refusals` before `again`. If a call is repeated after `again` was changed, `unanswered` is incomplete.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))

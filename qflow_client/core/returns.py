@@ -1,7 +1,7 @@
 """Finds the message that a ``Basic.Return`` refers to. `Settling` uses this module.
 
-A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
-message's number. `by_id` has the unsettled mandatory messages whose ids the application has assigned.
+A return identifies a message only by its message id, exchange and routing key. Ids that the producer has assigned
+contain the message's number. `by_id` has the unsettled mandatory messages whose ids the application has assigned.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Returns:
             return None
         found = self._unconfirmed.with_number(number)
         if found is None:
-            # If a message is routed to no queue, Broker-J nacks it first and returns it afterwards.
+            # Broker-J nacks an unroutable message before it returns the message, so the message may be in `again`.
             found = next((each for each in self._resending.again if each._number == number), None)
         elif not self._is_written(found):
             return None
         return found if found is not None and found.message_id == message_id else None
 
     def _is_written(self, receipt: Receipt) -> bool:
-        """Whether an unsettled message is completely written on this channel, or refused on it."""
+        """Whether an unsettled message is completely written on this channel, or was written before."""
         tag = self._unconfirmed.tag_of(receipt)
         if not tag:
             return receipt._number in self._resending.written_before

@@ -3,7 +3,7 @@
 If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
 `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
 *decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
-`Reports.wake`, unless its own sender withdrew the message. `look_at` compares a ticket's deadline with `now` (A4).
+`Reports.wake`, unless its own sender withdrew the message. `look_at` withdraws a ticket after its deadline (A4).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qflow_client.message import Message
 
 __all__ = ["SendLine"]
 
-# The holds that the limits of admission raise.
+# The holds that the windows and the rate raise. The outbox's limiter raises another hold, see `Store.spill_line`.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
 
@@ -86,7 +86,7 @@ class SendLine:
         source: str = "",
         first: bool = False,
     ) -> SendTicket:
-        """Make the ticket of a message that `send` did not admit. The ticket is not in line yet.
+        """Make the ticket of a message that `Admission.send` did not admit. The ticket is not in line yet.
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
@@ -101,7 +101,7 @@ class SendLine:
         """
         if self._admission.closed is not None:
             raise ProducerClosed(self._admission.closed, payload, exchange=exchange, routing_key=routing_key)
-        # Invalid names and properties raise an error before the wait, not after it.
+        # Encode names and properties here, so that an invalid one raises an error before the wait, not after it.
         self._admission.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
             properties(payload.__dict__)
@@ -128,7 +128,7 @@ class SendLine:
             self._controller.stand_in_front(ticket, now, ignoring=ON_DELIVERY)
         else:
             self._controller.stand_in_line(ticket, now)
-        # There may be room by now.
+        # There may be room now, although there was none when `Admission.send` was called.
         self.grant(now)
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
@@ -176,7 +176,7 @@ class SendLine:
         return ticket.notice_at
 
     def _notice(self, ticket: SendTicket, now: float) -> None:
-        # One notice covers all waiting calls of `send`.
+        # One notice covers all waiting calls of `send`, so another ticket's call of `look_at` may have logged it.
         if now >= self._notice_at:
             self._notice_at = now + self._notice_period
             self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)
@@ -204,7 +204,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # Cancel the ticket even if an interrupt kept it out of the line.
+        # If an interrupt kept the ticket out of the line, `leave_line` does not cancel the ticket.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
@@ -261,7 +261,7 @@ class SendLine:
             assert isinstance(ticket, SendTicket)
             self._admit_ticket(ticket, now)
         if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
-            # Update the holds of the limits now, not at the next call of `send`. `wait_unflowed` waits for their end.
+            # Lift outdated holds of the limits now, because calls of `wait_unflowed` wait for the end of all holds.
             controller.look(now)
         if store is not None:
             store.spill_line(now)

@@ -165,7 +165,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # If the message stays in the outbox, the reply text is the outcome that it has without an outbox.
+                # If a message without a reply stays in the outbox, its reply text names the outcome that was replaced.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -209,7 +209,7 @@ class Settling:
             acks: see `TapChannel.on_acks`.
         """
         written = self._unconfirmed.outbound.finished
-        # All tags up to this tag are confirmed, and their messages are not settled yet. 0 if there is no such tag.
+        # All tags up to this tag are confirmed, but this loop has not settled them yet. 0 if there is no such tag.
         confirmed = 0
         for tag, count in acks:
             last = tag + count - 1
@@ -232,7 +232,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record in a receipt that the message was returned. The ack of the message follows."""
+        """Record in a receipt that the broker has returned the message. The message is settled later."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:
@@ -261,7 +261,7 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Plan to send the unsettled messages with these tags again. Settle those whose time for retries is over."""
+        """Send the unsettled messages with these tags again later. Settle those whose time for retries is over."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)

@@ -1,14 +1,14 @@
 """Keeps a producer's state correct, even if ``KeyboardInterrupt`` interrupts a change of the state.
 
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
-a signal may interrupt a step that an asyncio loop or a drop-in executes. Any other exception has the same effect. The
-changes before the interrupt are not undone. An interrupted step leaves `Steps.is_unfinished` set. The next step of the
-same producer first repairs the state (`Consequences._heal`). Two rules make that possible:
+a signal may interrupt a step on the main thread, for example in an asyncio loop. Any other exception has the same
+effect. The changes before the interrupt are not undone. An interrupted step leaves `Steps.is_unfinished` set. The next
+step of the same producer first repairs the state (`Consequences._heal`). Two rules make that possible:
 
 1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move
    can be repeated.
 2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a value completely
-   before it adds the value to such a count. Otherwise another thread could change the count during the computation.
+   before it adds the value to such a count. Otherwise a change of the count by another thread could be lost.
 
 A step never calls another step. Instead, both steps call the same plain methods. The decorator `step` costs 0.2 µs for
 each call, which is too much for the most frequent steps. These steps set `Steps.is_unfinished` themselves, and call
@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 class Steps:
     """Records whether the last step of a producer was completed, and the time of that step.
 
-    All objects that have steps of one producer share one instance.
+    All objects with steps of the same producer share one instance.
     """
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")
@@ -77,8 +77,8 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = True
         result = method(self, *arguments, **named)
         if heals:
-            # Do this after the method, not before. The method may repeat an interrupted withdrawal of a message, and
-            # `follow_up` could admit this message.
+            # Call `follow_up` after the method, not before it. The method may repeat an interrupted withdrawal of a
+            # message, which an earlier call of `follow_up` could admit.
             steps.follow_up()
         steps.is_unfinished = False
         return result

@@ -31,7 +31,7 @@ class Store(Protocol):
         """Reject a message if there is no room and the message cannot wait.
 
         Raises:
-            OutboxFull: there is no room, and the message cannot wait for room.
+            OutboxFull: there is no room and `limiter` is ``None``, or the message is larger than the whole store.
         """
 
     # Admitted messages.
@@ -50,11 +50,11 @@ class Store(Protocol):
     def count_writable(self, unsent: deque[Receipt]) -> int:
         """Return how many of the first messages of `Admission.unsent` can be written now.
 
-        When this number rises, the producer's engine has to call `ProducerProtocol.data_to_write` again.
+        When a commit raises this number, the producer's engine has to call `ProducerProtocol.data_to_write` again.
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
-        """Remove settled messages. A second call with the same receipts changes nothing."""
+        """Remove settled messages that are not *stored*. A second call with the same receipts changes nothing."""
 
     # The backlog.
 
@@ -66,7 +66,7 @@ class Store(Protocol):
         """Admit messages of the backlog, and settle messages of the backlog that have waited for too long."""
 
     def spill_line(self, now: float) -> None:
-        """Move messages that wait in line into the backlog."""
+        """Move messages that wait in line into the backlog (``when_flowed="spill"``), and update the outbox's hold."""
 
     def when_flushed(self, waiter: Any) -> None:
         """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""

@@ -8,7 +8,7 @@ an exchange or a routing key. If so, only the messages with these names are susp
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
 losses, the messages in flight become suspects. If a connection is lost while a suspect is alone in flight, the suspect
-becomes the *candidate*. The candidate is sent only after the connection has stayed open for a while. So losses while
+becomes the *candidate*. The candidate is sent only after a new channel has stayed open for a while. So losses while
 the broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
 sent, the candidate is settled as *unknown*.
 
@@ -56,10 +56,10 @@ class Suspects:
     __slots__ = ("alone", "numbers")
 
     def __init__(self) -> None:
-        #: The numbers of unsettled messages that may have caused the end of an earlier channel.
+        #: Numbers of messages that may have caused the end of an earlier channel. Some of them may be settled by now.
         self.numbers: set[int] = set()
         #: The suspect that was sent last on this channel; ``None`` if there is none. No other message is sent until
-        #: this suspect is settled.
+        #: this suspect is settled or leaves the wire.
         self.alone: Receipt | None = None
 
     @property
@@ -93,8 +93,8 @@ class PoisonDetector:
     """Finds the message that causes lost connections.
 
     Args:
-        hold_time: seconds that a connection has to stay open before the candidate is sent. A loss within this time
-            after the candidate was sent counts against the candidate.
+        hold_time: seconds that a new channel has to stay open before the candidate is sent. A loss of the connection
+            within this time after the candidate was sent counts against the candidate.
     """
 
     __slots__ = ("_candidate_losses", "_hold_time", "_losses", "_send_at", "_sent_at", "_settled", "candidate")
@@ -105,10 +105,9 @@ class PoisonDetector:
         self._losses = 0
         # How many messages were settled before the losses that `_losses` counts.
         self._settled = -1
-        #: The number of the message that was alone in flight when a connection was lost; 0 if there is none.
+        #: The message number of the candidate (see the top of this file); 0 if there is none.
         self.candidate = 0
-        # `_send_at`: when the connection will have been open for the hold time. `_sent_at`: when a suspect was last
-        # sent.
+        # `_send_at`: when the channel will have been open for the hold time. `_sent_at`: when a suspect was last sent.
         self._send_at = self._sent_at = 0.0
         # How many connections were lost soon after the candidate was sent.
         self._candidate_losses = 0

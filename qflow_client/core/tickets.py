@@ -48,7 +48,7 @@ class SendTicket(Ticket):
         self.deadline = math.inf
         #: When to log a notice about the wait, in seconds.
         self.notice_at = math.inf
-        #: The receipt. It gets a number when the message is admitted or put into the outbox.
+        #: The receipt; ``None`` at first. It gets a number when the message is admitted or put into the outbox.
         self.receipt: Receipt | None = None
         #: The error that the sender gets if the message will never be admitted.
         self.error: BaseException | None = None

@@ -1,9 +1,9 @@
 """The messages on the wire of the channel, and their encoded bytes.
 
-`Writing` adds messages, and `Settling` removes them. A message gets its *number* when it is admitted. Numbers define
-the order of messages. A message gets its *delivery tag* when its frames are made, because the tag is its position on
-the wire. Tags are assigned in ascending order, so the dict `flight` is in the order of the tags. `flight` has only
-unsettled messages. A message in `flight` is *on the wire*, even if none of its bytes is written yet.
+`Writing` adds messages, and `Settling` removes settled ones. A message gets its *number* when it is admitted. Numbers
+define the order of messages. A message gets its *delivery tag* when its frames are made, because the tag is its
+position on the wire. Tags are assigned in ascending order, so the dict `flight` is in the order of the tags. `flight`
+has only unsettled messages. A message in `flight` is *on the wire*, even if none of its bytes is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags.
@@ -48,11 +48,11 @@ class Unconfirmed:
         #: Whether a partly or completely written message was settled before the broker answered it. The broker may
         #: still close the channel because of this message.
         self.has_abandoned = False
-        # A tag. No message in `flight` has a lower tag.
+        # No message in `flight` has a lower tag than this one.
         self._low = 1
         # The number of the last message that got a tag.
         self._last = 0
-        # Whether `flight` is in the order of admission.
+        # False if `flight` may not be in the order of admission.
         self._is_ordered = True
         # A heap of numbers, tags and messages. `oldest_number` fills the heap if the messages are not in order. Some
         # messages of the heap may not be on the wire any more.
@@ -116,7 +116,7 @@ class Unconfirmed:
     @property
     def in_flight(self) -> int:
         """How many unsettled messages are written, at least in part."""
-        # The broker cannot have answered a message without a written byte, so each such message is in `flight`.
+        # Subtract the messages without a written byte. All of them are in `flight`, because none can have an answer.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # Answers.
@@ -140,8 +140,8 @@ class Unconfirmed:
 
         Args:
             source: messages that were never written, or messages to be sent again.
-            limit: the maximum number of bytes of a batch. A batch is larger only if its first message alone is larger.
-                A larger batch would need a second write.
+            limit: the maximum number of bytes of a batch, because a larger batch would need a second write. A batch is
+                larger only if its first message alone is larger.
             most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):
@@ -182,7 +182,7 @@ class Unconfirmed:
             receipt._tag = tag
         parts: list[bytes] = []
         while bodies:
-            # Make the frames of the messages whose numbers differ only in the last two hexadecimal digits.
+            # Make the frames of the next messages whose numbers differ only in the last two hexadecimal digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
             head, middle, tail = encoder.plain(length, number)
             frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
@@ -314,7 +314,7 @@ class Unconfirmed:
         self._last = batch[-1]._number
 
     def beyond(self) -> Receipt | None:
-        """Return the last message of `flight` if its frames were taken back; ``None`` if they were not."""
+        """Return the last message of `flight` if its frames were removed from `outbound`; otherwise ``None``."""
         flight = self.flight
         last = next(reversed(flight), 0)
         return flight[last] if last > self.outbound.given else None

@@ -14,7 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of `flush` and `wait_unflowed`. Woken waiters are added to `Reports.wake`."""
+    """The waiters of the calls in `calls`, except `send`. Woken waiters are added to `Reports.wake`."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 
@@ -66,8 +66,8 @@ class Waiters:
 
         Args:
             waiter: the waiter to put into `Reports.wake`.
-            in_callback: whether a callback waits. Senders may be held until the callback returns, so the callback
-                ignores this hold.
+            in_callback: whether a callback waits. The hold for slow callbacks (`ON_DELIVERY`) may last until this
+                callback returns, so the wait ignores that hold.
 
         Returns:
             False if the producer is already unflowed or closed. Then the waiter is not kept, and is never woken.

@@ -1,9 +1,9 @@
-"""Makes the bytes that `ProducerProtocol.data_to_write` returns, and takes back messages that are not written.
+"""Makes the bytes that a producer writes, and takes back messages that are not written.
 
 The bytes come from `Unconfirmed.outbound`. If `outbound` is empty, the next messages get their tags and frames.
 Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
-admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, unwritten
-messages go back to the collection that they came from.
+admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, messages
+without a written byte go back to the collection that they came from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Writing:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
-        #: True if no further message can be written on this channel, even without holds.
+        #: True after `ProducerProtocol.end_writing`: no further message begins on this channel, even without holds.
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
@@ -70,7 +70,7 @@ class Writing:
         return data
 
     def put_control(self, frame: bytes) -> None:
-        """Write a control frame of the channel, such as a reply, after the frames that are already made."""
+        """Write a control frame, such as a reply to the broker, after the frames that are already made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size
@@ -81,7 +81,7 @@ class Writing:
         self.move_back()
 
     def move_back(self) -> None:
-        """Put messages whose frames were taken back into the collection that they came from."""
+        """Return the messages whose frames were removed from `outbound` to the collections that they came from."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
         # `beyond` returns the last message first, so each message belongs before the messages moved so far.
         while (receipt := unconfirmed.beyond()) is not None:

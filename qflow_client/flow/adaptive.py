@@ -7,16 +7,16 @@ latency is the shortest trip of the epoch. Only a few elements are timed, so the
 
 Four rules change the window:
 
-1. *Is the last part of the window useful?* About every second epoch uses only 70 % of the window. If throughput stays
-    the same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
+1. *Are the last 30 % of the window useful?* About every second epoch uses only the first 70 %. If throughput stays the
+    same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
     an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
-    queue, or the broker commits in groups, so an element may wait for the next commit. In both cases the last part
-    of the window is kept only if it adds more throughput than rule 1 requires. The window grows only if throughput
-    grows in proportion. If the latency is longer than `_bound`, the window always shrinks. Here rule 1 would not
-    shrink it: if other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved before
-    another element enters.
+    queue, or the broker commits in groups, so an element may wait for the next commit. In both cases the last 30 %
+    of the window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput
+    grows in proportion. If the latency is longer than `_bound`, the window stops doubling, or shrinks. Rule 1 would
+    not shrink this window: if other producers use the same queue, a larger window always adds some throughput.
+3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved when
+    the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
     nothing.
 """
@@ -36,11 +36,11 @@ _INITIAL = 32
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
-# The throughput that a part of the window must add, as d(log rate) / d(log capacity). The value is 1 if only the window
-# limits throughput, and 0 if the window has no effect.
+# The throughput that a part of the window must add: the first value to keep the part, the second to double the window.
+# The unit is d(log rate) / d(log capacity): 1 if only the window limits throughput, and 0 if the window has no effect.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The throughput that a part must add if elements may wait in a queue: first to keep the part, then to add it.
+# The same if elements may wait in a queue: the first value to keep the part, the second to let the window grow.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
 # A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
@@ -76,7 +76,7 @@ class _Epoch(Enum):
     GROWTH = auto()
     #: The whole window.
     FULL = auto()
-    #: Only 70 % of the window, to measure how much throughput the last part adds.
+    #: Only 70 % of the window, to measure how much throughput the other 30 % add.
     TRIAL = auto()
     #: The smallest window, to measure the latency without a queue.
     PROBE = auto()
@@ -147,7 +147,7 @@ class AdaptiveWindow(WindowLimiter):
         self.maximum = maximum
         # The smallest capacity.
         self._floor = min(_FLOOR, maximum)
-        # The smallest window, at which a trial has the smallest capacity.
+        # The smallest window. A trial with this window has the smallest capacity.
         self._least = min(_FLOOR / _TRIAL, maximum)
         #: Elements per second in the last epoch; 0 before the end of the first epoch.
         self.rate = 0.0
@@ -155,7 +155,7 @@ class AdaptiveWindow(WindowLimiter):
         self.latency = 0.0
         #: The latency without a queue, in seconds, as measured; infinite before the end of the first epoch.
         self.way = inf
-        # When `way` was last measured.
+        # When `way` was last measured, or when the measurements last began again.
         self._way_at = -inf
         # The size of the window. The capacity of each epoch is a part of this size.
         self._window = float(self.capacity)
@@ -210,7 +210,7 @@ class AdaptiveWindow(WindowLimiter):
         return self.kind
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because `FlowController.try_acquire` calls this method for each element.
+        # `refusal` and `add` are inlined for speed, because `try_acquire` calls this method for each element.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -273,7 +273,7 @@ class AdaptiveWindow(WindowLimiter):
         """Forget the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
-        # While nothing is measured, `way` does not expire.
+        # Nothing was measured for a while, so do not let `way` expire now.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)

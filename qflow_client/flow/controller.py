@@ -1,9 +1,10 @@
 """A controller combines a limiter, a gate, and a waiting line.
 
-A `FlowController` controls the entrance of one resource. There are two kinds of sources:
+A `FlowController` controls the entrance of *elements* (for example messages) into one resource (for example a queue).
+The elements come from *sources*. There are two kinds of sources:
 
 * A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
-    in line with a `Ticket`. The limit is never exceeded.
+    in line with a `Ticket`. Such sources never exceed the limit.
 * A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
     gate is closed, the controller blocks the source.
 
@@ -47,7 +48,7 @@ class Ticket:
         self.size = size
         #: The source of the element.
         self.source = source
-        #: Whether the ticket was withdrawn. The line drops a withdrawn ticket when the ticket reaches the head.
+        #: Whether the ticket was withdrawn. The line drops a withdrawn ticket when it reaches the head, or earlier.
         self.cancelled = False
         # The controller in whose line the ticket waits; ``None`` if the ticket does not wait.
         self._controller: FlowController | None = None
@@ -56,7 +57,7 @@ class Ticket:
 
 
 class Line(Protocol):
-    """The order in which tickets are served (F4). Every ticket must finally reach the head of the line."""
+    """The order in which tickets are served (F4). Every ticket must eventually reach the head of the line."""
 
     def push(self, ticket: Ticket) -> None:
         """Add a ticket."""
@@ -160,7 +161,7 @@ class WeightedLine:
             ticket = self._lines[source].head()
             if ticket is not None:
                 return ticket
-            # All tickets of the source are cancelled, so the source has used no turn.
+            # All tickets of the source are cancelled, so remove the source without counting a turn.
             self._leave()
         return None
 
@@ -198,7 +199,7 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements enter at once. If a controller is above its limit, it blocks the source (F3, J4).
+    """A source whose elements enter at once. A controller that is above its limit or held blocks the source (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
     more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must
@@ -303,7 +304,7 @@ class FlowController:
         self._line: Line = line if line is not None else FifoLine()
         # The ticket in front of the line; ``None`` if there is none.
         self._front: Ticket | None = None
-        # The source whose holds the ticket in front of the line ignores.
+        # The `Hold.source` of the holds that the ticket in front of the line ignores.
         self._ignored = ""
         # The kinds of the holds that the controller has raised for the limiter, as keys. Usually there is at most one
         # key. If the kind changes, there are two keys until the older hold is lifted. A key is added before its hold is
@@ -335,7 +336,7 @@ class FlowController:
         return False
 
     def stand_in_line(self, ticket: Ticket, now: float) -> None:
-        """Put a ticket in line. When its element has entered, `grant` returns the ticket.
+        """Put a ticket in line. A later call of `grant` admits its element, and returns the ticket.
 
         Raises:
             ValueError: the ticket is already in a line, or was withdrawn.
@@ -354,7 +355,7 @@ class FlowController:
         not wait for these senders.
 
         Args:
-            ignoring: the ticket ignores holds from this source.
+            ignoring: the ticket ignores the holds that have this `Hold.source`.
 
         Raises:
             ValueError: the ticket is already in a line, or was withdrawn, or another ticket is in front.
@@ -377,7 +378,7 @@ class FlowController:
         """Remove a ticket from the line. Call `grant` next, because the next element may be smaller and fit.
 
         Returns:
-            True if the ticket was in this line. False if it was granted, dismissed or withdrawn before.
+            True if the ticket was in this line. False if it was never in line, or was granted, dismissed or withdrawn.
         """
         if ticket._controller is not self:
             return False
@@ -414,8 +415,8 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        While other tickets wait, the hold for the limiter stays. If no ticket waits and the limiter has room, the hold
-        is lifted.
+        While tickets wait only for the limiter, the limiter's hold stays. If the limiter has room, its hold is lifted
+        when no ticket waits, or when the next ticket waits for another hold.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.
@@ -489,7 +490,7 @@ class FlowController:
     def next_size(self) -> int:
         """The size of the next ticket, or 1 if no ticket waits."""
         head = self._head()
-        # The default is not 0, because an element of size 0 always fits, even into a full limiter.
+        # The default is not 0, because an element of size 0 always fits, even into a full `SizeLimiter`.
         return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
@@ -537,7 +538,7 @@ class FlowController:
         self._look_again(source, now)
 
     def _look_again(self, source: FlowSource, now: float | None) -> None:
-        """Unblock a source that the controller has just blocked, if there is room again (J5)."""
+        """Unblock a source that was just blocked, if `FlowSource.on_blocked` has made room (J5)."""
         if self._may_go_on(now):
             self._unblock(source)
 
@@ -580,7 +581,7 @@ class FlowController:
         return self._holds_back(None)
 
     def _holds_back(self, ticket: Ticket | None) -> bool:
-        """Whether a ticket has to wait, because the gate is shut or has a hold that does not belong to the limiter."""
+        """Whether the gate is shut, or has a hold that is neither the limiter's nor ignored by the ticket."""
         gate = self.gate
         if gate.is_open or gate.is_shut:
             return gate.is_shut

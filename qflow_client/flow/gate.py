@@ -52,7 +52,7 @@ class Gate:
         self.is_open = True
         #: Whether the gate is shut permanently. Read-only.
         self.is_shut = False
-        #: How often the gate has changed from no hold to a hold.
+        #: How often the gate has changed from no hold to a hold, since `forget_past` was last called.
         self.times_closed = 0
         #: Called with three arguments: a hold, True if the hold was raised or False if it was lifted, and the time.
         #: ``None`` for no observer. The function must raise no exception, and must not call a controller of this gate.
@@ -69,7 +69,7 @@ class Gate:
         return self._closed_at
 
     def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
-        """Raise a hold. An existing hold stays unchanged.
+        """Raise a hold. If there is already a hold of this kind from this source, nothing changes.
 
         Args:
             source: a name for the caller. `lift` needs the same source.

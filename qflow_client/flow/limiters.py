@@ -1,7 +1,7 @@
 """Limiters limit how many admitted elements are not yet released, or how many are admitted per second (F2).
 
-A limiter counts elements. The controller decides which source to block and which element is next. Sizes are 0 or more,
-in a unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
+A limiter counts elements or their sizes. The controller decides which source to block and which element is next. Sizes
+are 0 or more, in a unit that the caller chooses (usually bytes). Times are in seconds of the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WindowLimiter(_CapacityLimiter):
         return self.used > self._capacity
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because `FlowController.try_acquire` calls this method for each element.
+        # `refusal` and `add` are inlined for speed, because `try_acquire` calls this method for each element.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -197,7 +197,7 @@ class RateLimiter(Limiter):
             least 1.
         by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
             `burst` passes when the bucket is full, and leaves a debt.
-        kind: kind of the hold while the bucket is empty.
+        kind: kind of the hold while the bucket has too little for the next element.
 
     Raises:
         ValueError: the rate is 0, negative or not finite, or the burst is below 1 or not finite.
@@ -208,7 +208,7 @@ class RateLimiter(Limiter):
     def __init__(self, rate: float, *, burst: float = 1, by_size: bool = False, kind: str = "rate") -> None:
         #: Whether the cost of an element is its size. Otherwise the cost is 1.
         self.by_size = by_size
-        #: Kind of the hold while the bucket is empty.
+        #: Kind of the hold while the bucket has too little for the next element.
         self.kind = kind
         # When the bucket is full again. The time is in the past if the bucket is full.
         self._full_at = -math.inf

@@ -13,8 +13,8 @@ __all__ = ["FlowManager", "FlowResource"]
 class FlowResource(Protocol):
     """A resource that a manager can stop and start.
 
-    A resource must be hashable and weakly referable. A manager calls `hold` and `lift` while it has its lock. So `hold`
-    and `lift` must not wait for a thread that calls the manager.
+    A resource must be hashable and weakly referable. A manager calls `hold` and `lift` under the manager's lock. So
+    `hold` and `lift` must not wait for a thread that calls the manager.
     """
 
     @property
@@ -32,7 +32,7 @@ class FlowManager:
     """A thread-safe registry of all registered resources that still exist (F1).
 
     The manager has only weak references to resources. `stop_all` raises a hold on all registered resources, and on each
-    resource that registers later. If a resource is unregistered, the manager lifts this hold.
+    resource that registers before `start_all`. If a resource is unregistered, the manager lifts this hold.
 
     Args:
         name: the source of the holds. If two managers register the same resource, they need different names.
@@ -88,7 +88,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on every resource, including resources that register later.
+        """Stop all producers (D5): raise a hold on every resource, and until `start_all` on every new resource too.
 
         Args:
             reason: text for people, used as the detail of the hold.

@@ -151,7 +151,7 @@ class Capacity:
 
     Attributes:
         capacity: depth in body bytes above which the state is ON; 0 for no limit.
-        resume: depth in body bytes at which the state is OFF (``flowResumeCapacity``). ``None`` means `capacity`.
+        resume: depth in body bytes at or below which the state is OFF (``flowResumeCapacity``); ``None``: `capacity`.
 
     Raises:
         ValueError: `resume` is above `capacity`, or a value is negative. The text contains the invalid values.

@@ -2,8 +2,8 @@
 
 A `BlockingConnection` belongs to one thread of the application, and reads and writes only while this thread calls pika.
 So each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes of pika,
-frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread calls
-pika, and no other thread waits for the application's thread. Each producer has a `SharedLink` on the connection.
+frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread runs
+pika's connection, and no other thread waits for this thread. Each producer has a `SharedLink` on the connection.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# While more than this number of pika's bytes are unwritten, the carrier reads no more bytes from pika.
+# If more than this number of pika's bytes are unwritten, the carrier stops reading from pika until `_go_on_reading`.
 _HIGH = 1 << 16
 # Size of the protocol header ("AMQP" and the version). pika sends this header before the first frame.
 _GREETING_SIZE = 8
@@ -81,7 +81,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Called by pika's transport when it has written all of its data."""
+        """Called by pika's transport when all of its data is written, and by `Carrier._feed` for its own socket."""
         had = super().remove_writer(fd)
         self._drained()
         return had

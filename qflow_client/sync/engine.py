@@ -108,11 +108,11 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._asker = None if credentials is None else Asker(credentials, settings.name)
-        #: Guards the protocol, the link's `awake`, and the listeners. Producers on a shared connection share this lock.
+        #: Guards the protocol and the listeners. All producers on a shared connection use the lock of its `Carrier`.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
-        # Set when the first close has ended.
+        # Set when all parts of the producer have ended, and in a forked child.
         self._all_ended = Latch()
         # The deadline of a close for which the end of the process waits; ``None`` if there is no such close.
         self._leaves_until: float | None = None
@@ -312,7 +312,7 @@ class Engine(BaseEngine):
             raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
         return receipt
 
-    # The methods below run after a step, without the lock.
+    # The methods below run after a step, and only `_pass_on` runs under the lock.
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:
@@ -358,7 +358,7 @@ class Engine(BaseEngine):
             waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
 
         Returns:
-            The error for messages that were not delivered; ``None`` if there are none.
+            The error for messages that were not delivered; ``None`` if there are none, or if this is a second call.
         """
         if sys.is_finalizing():
             # While the interpreter ends, no other thread runs, so do not wait.
@@ -399,7 +399,7 @@ class Engine(BaseEngine):
     def close_later(self, deadline: float) -> None:
         """Close on a separate thread, and log messages that are not delivered.
 
-        At its end, the process waits for this thread.
+        When the process ends, it waits for this thread until the deadline.
         """
 
         def close() -> None:
@@ -509,7 +509,7 @@ class Engine(BaseEngine):
     def forked(self) -> None:
         if self.link is not None:
             self.link.forget()
-        # Threads of the parent may have held these locks when the process was forked.
+        # Replace the locks, because threads of the parent may have held them when the process was forked.
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()

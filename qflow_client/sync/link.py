@@ -136,7 +136,7 @@ class Link(ChannelIO):
     Args:
         hosts: pika's connection parameters for each host, made by `parameters`.
         after: called on the I/O thread after every event that may have changed the protocol, but not under `lock`.
-        topology: the objects to declare on each connection; ``None`` for nothing.
+        topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """
 
@@ -166,9 +166,9 @@ class Link(ChannelIO):
         self._is_open = self._is_up = False
         # True if a lost connection will not be replaced.
         self._leaves = False
-        # The timer that starts the next try to connect, or ends a try that takes too long; ``None`` without a timer.
+        # The timer that starts the next try to open a connection or channel, or ends a try that takes too long.
         self._next: Any = None
-        # Why this link ends the connection, and whether all further tries would fail; ``None`` if it does not.
+        # Why this link ends the connection, and whether all further tries would fail; ``None`` if others end it.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -338,7 +338,8 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # The broker closes the connection if an exchange has an unknown type. `_on_close` handles other closes.
+                # If an exchange has an unknown type, the broker closes the connection. If the broker closes the
+                # connection for another reason, only `_on_close` handles that.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:

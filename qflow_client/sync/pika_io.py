@@ -94,7 +94,7 @@ class _TapSocket:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
             # A partly written TLS record must be written again before any other data. A plain socket has accepted no
-            # byte of `data`, but an earlier call may have written a first part of the chunk.
+            # byte of `data`. The flag stays True if an earlier call has written a first part of the chunk.
             self.library_mid_chunk = self.library_mid_chunk or self._is_tls
             raise
         self.library_mid_chunk = sent < len(data)
@@ -209,10 +209,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._ours = False
         #: Puts the addresses of a host name into the order in which pika tries them; ``None`` for the resolver's order.
         self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
-        # Number of bytes that pika has sent since a producer last wrote.
+        # Number of bytes that pika has sent since a producer last wrote or had nothing to write.
         self.library_sent = 0
-        # True while `pump` runs or is scheduled. `pump` clears the flag before its final check for output. So a thread
-        # that has added output and finds the flag True need not wake the I/O thread.
+        # If True, `pump` runs now or will be called. `pump` clears the flag before its final check for output. So a
+        # thread that has added output and finds the flag True need not wake the I/O thread.
         self.awake = False
         # How often `awake` was cleared.
         self._rests = 0

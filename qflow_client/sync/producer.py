@@ -76,8 +76,8 @@ class Producer(BaseProducer[SyncReceipt]):
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
             stops the producer. A call of `send` by the callback waits neither for other senders nor for other
             callbacks.
-        on_flow: called with every flow event, including the first event. The method `on_flow` adds further callbacks.
-        declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
+        on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
+        declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
             try to connect. `connect_timeout` includes the time of this call. If the function raises an error, the try
@@ -86,7 +86,7 @@ class Producer(BaseProducer[SyncReceipt]):
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
             `WeightedLine` uses the `source` of each call.
-        manager: the manager, which can stop and start all of its producers together; by default that of the process.
+        manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
@@ -171,7 +171,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            NestedCall: a wait here might never end (E2); the message was not and will not be sent.
+            NestedCall: a wait might never end here, as in a finalizer (E2); the message was not and will not be sent.
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
@@ -388,6 +388,6 @@ class Producer(BaseProducer[SyncReceipt]):
         else:
             deadline = close_deadline(DEFAULT, self.settings)
             check_can_wait("close()")
-            # After a `NestedCall`, another thread logs the undelivered messages.
+            # If the close began before the `NestedCall`, another thread completes it, and logs undelivered messages.
             with suppress(NestedCall):
                 report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))

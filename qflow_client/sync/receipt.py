@@ -41,6 +41,7 @@ class SyncReceipt(Receipt):
             True if the message is settled; False after the timeout.
 
         Raises:
+            NestedCall: a wait might never end here, for example in a finalizer that interrupts another call (E2).
             TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is not None:
@@ -69,7 +70,7 @@ class SyncReceipt(Receipt):
         Raises:
             ConfirmTimeout: the message is not settled yet, but may still be settled later.
             DeliveryError: the message has any other outcome; each outcome has its own subclass of this error.
-            TypeError, ValueError: `timeout` is not a number.
+            NestedCall, TypeError, ValueError: as for `wait`.
         """
         if not self.wait(timeout):
             assert timeout is not None
