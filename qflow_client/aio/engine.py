@@ -233,7 +233,7 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
-            # The close may make the opening fail. Read its error, because asyncio logs each error that is never read.
+            # `storage.close` may make `opening` fail. Read this error, because asyncio logs errors that are never read.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
                 # Wait until the opening has ended. Without this wait, the next producer could find the outbox in use.
@@ -343,7 +343,7 @@ class Engine(BaseEngine):
         if self.loop is None or self.loop.is_closed():
             self.after()
         elif not self._passes_on and not (self.protocol.reports.is_empty and self.protocol.admission.observer is None):
-            # Let the loop call `after`. An interrupt of a call from here would lose wake-ups and log entries.
+            # Let the loop call `after`. If Ctrl-C interrupted a call of `after` here, wake-ups and logs would be lost.
             self.loop.call_soon(self.after)
             self._passes_on = True
 

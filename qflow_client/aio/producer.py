@@ -78,7 +78,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
-            coroutine function is awaited in the loop. Any other function is called on a separate thread, and may return
+            coroutine function runs in the loop. Any other function is called on a separate thread, and may return
             an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try to
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
@@ -167,7 +167,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
-            source: the source of the message, for a `WeightedLine`.
+            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
@@ -245,7 +245,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
             timeout: the longest wait of each message in seconds, as for `send`.
-            source: the source of the messages, for a `WeightedLine`.
+            source: a name for the origin of the messages, as for `send`.
 
         Returns:
             The receipts of all messages, as soon as the last message is admitted.

@@ -29,8 +29,8 @@ def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
     """Set a future at a deadline, and never earlier, although the loop's clock may be coarser than `time.monotonic`.
 
     Args:
-        deadline: seconds of `time.monotonic`.
-        waiter: the future to set at the deadline, unless it is already done.
+        deadline: when to set the future, in seconds of `time.monotonic`.
+        waiter: the future. If it is already done at the deadline, nothing happens.
 
     Returns:
         The timer, which does nothing if `waiter` is done. So it need not be cancelled.
@@ -184,7 +184,7 @@ class Turns:
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-            source: the source of the message, for a `WeightedLine`.
+            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
 
         Raises:
             FlowControlTimeout: the message was not admitted within the timeout, and will not be sent.

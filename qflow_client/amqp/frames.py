@@ -163,8 +163,8 @@ class FrameSplitter:
         Consume the iterator completely before the next call.
 
         Yields:
-            The type and channel of each complete frame, and the offsets of its payload in `data`. The frame is
-            ``data[start - 7 : stop + 1]``.
+            The type and channel of each complete frame, and the offsets of its payload in the attribute `data`. The
+            frame is ``self.data[start - 7 : stop + 1]``.
 
         Raises:
             FrameError: a frame has an unknown type or a wrong end, or is too large.
@@ -303,8 +303,8 @@ class Route:
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-#: The last two digits of a message id, by the last byte of the message's number. To format them for each message would
-#: add 0.2 µs to the 3.3 µs that a message takes.
+#: The last two digits of a message id. The index is the last byte of the message's number. To format the digits for
+#: each message would add 0.2 µs to the 3.3 µs that a message takes.
 LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 

@@ -250,7 +250,7 @@ class Tap:
 
         The broker's answers to written messages are still reported. A broker ends the connection if ``Channel.Close``
         comes in the middle of a message. So a channel that writes the frames of a message separately must complete the
-        message before the library closes the channel. The drop-ins pass each message to the tap as one frame.
+        message before the library closes the channel. The drop-ins for aio-pika and kombu write a message as one frame.
         """
         channel = self._writers.pop(number, None)
         # Let the channel record that its last frame is written. Otherwise the channel would not accept the answer.
@@ -558,7 +558,7 @@ class Tap:
     def data_to_write(self, limit: int) -> bytes:
         """Return the channels' next bytes, approximately up to `limit`; empty if there are none.
 
-        The caller must write these bytes, or only the first of them, and then call `advance` before any other method.
+        The caller must write these bytes, or a first part of them, and then call `advance` before any other method.
         """
         if self._remains:
             return self._remains

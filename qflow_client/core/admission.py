@@ -115,7 +115,7 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Encode messages for another channel from now on."""
+        """Encode messages for another channel. Most messages have the given exchange and routing key."""
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain

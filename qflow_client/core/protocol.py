@@ -50,7 +50,7 @@ If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner d
 the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
-as E1, C6 and J7 refer to lines of the specification, see ``docs/sources.md``. The names of tests contain these ids.
+as E1, C6 and J7 name lines of the sources in ``docs/sources.md``. The names of tests contain these ids.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class SendLine:
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
             waiter: the waiter to put into `Reports.wake` when the ticket is decided.
-            source: the source of the message, for a `WeightedLine`.
+            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
             first: whether the ticket goes to the front of the line. Callbacks use this, because the other senders may
                 be waiting for the callback to return.
 
@@ -224,7 +224,7 @@ class SendLine:
         self.grant(now)
 
     def close(self, reason: str) -> None:
-        """Same as `give_up_all`, but inside a step, and without the call of `grant`."""
+        """Same as `give_up_all`, for callers that are already inside a step, and without the call of `grant`."""
         for ticket in self.tickets:
             ticket.error = ticket.closed_error(reason)
         self._leave()

@@ -54,7 +54,7 @@ class Waiters:
         return self.add_settled(waiter)
 
     def add_settled(self, waiter: Any) -> bool:
-        """Same as `when_settled`, but inside a step."""
+        """Same as `when_settled`, for callers that are already inside a step."""
         if not self._limits.window.used:
             return False
         self.settled.append((self._admission.admitted, waiter))

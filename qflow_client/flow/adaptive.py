@@ -7,7 +7,7 @@ latency is the shortest trip of the epoch. Only a few elements are timed, so the
 
 Four rules change the window:
 
-1. *Are the last 30 % of the window useful?* About every second epoch uses only the first 70 %. If throughput stays the
+1. *Are the last 30 % of the window useful?* About every second epoch uses only the other 70 %. If throughput stays the
     same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
     an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a

@@ -522,8 +522,8 @@ class FlowController:
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
         """Accept an element immediately. Block its source if the limit is exceeded (F3 J3) or the gate is closed.
 
-        Even a closed gate admits an offered element, because the element has no other place. The source stays blocked
-        until the limiter lets sources continue and the gate has no other hold.
+        Even a closed gate admits an offered element, because the source cannot keep it. The source stays blocked until
+        the limiter lets sources continue, and the gate has no hold except the limiter's.
 
         Returns:
             Whether this controller blocks the source now.

@@ -94,7 +94,7 @@ class FlowManager:
             reason: text for people, used as the detail of the hold.
 
         Returns:
-            The number of resources.
+            The number of registered resources.
 
         Raises:
             ExceptionGroup: `hold` of some resources has failed. All other resources are stopped.
@@ -107,7 +107,7 @@ class FlowManager:
         """Start all producers (D5): lift the hold that `stop_all` has raised. Other holds stay.
 
         Returns:
-            The number of resources.
+            The number of registered resources.
 
         Raises:
             ExceptionGroup: `lift` of some resources has failed. All other resources are started.

@@ -24,7 +24,7 @@ class ChannelIO(ABC):
     """Attaches the channel to the `Tap`, runs the timer of the protocol, and schedules calls on the I/O thread.
 
     Args:
-        after: called on the I/O thread after every event that may have changed the protocol, but not under `lock`.
+        after: called after every event that may have changed the protocol, usually on the I/O thread, without `lock`.
     """
 
     #: pika's I/O services. The I/O thread runs the loop of these services.

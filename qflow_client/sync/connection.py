@@ -81,7 +81,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Called by pika's transport when all of its data is written, and by `Carrier._feed` for its own socket."""
+        """Called by pika's transport when all of its data is written, and by `Carrier` for the carrier's own socket."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -488,7 +488,7 @@ class SharedLink(ChannelIO):
     pika does not know the channel. The I/O thread opens and closes the channel, without the application's thread.
 
     Args:
-        after: called on the I/O thread after every event that may have changed the protocol, but not under the lock.
+        after: called on the I/O thread after every event that may have changed the protocol, without the lock.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:

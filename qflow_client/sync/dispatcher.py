@@ -63,7 +63,7 @@ class Dispatcher:
         self._calls.put((callback, lambda: argument))
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called at that time, not now."""
+        """Schedule ``callback(take())`` after all earlier calls. ``take()`` is called just before the callback."""
         self._calls.put((callback, take))
 
     @property

@@ -8,7 +8,7 @@ __all__ = ["Latch"]
 
 
 class Latch:
-    """A flag that is set only once. Any number of threads can wait until it is set.
+    """A flag that is never cleared after it was set. Any number of threads can wait until it is set.
 
     `Latch` replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay
     locked. In this case the I/O thread, which sets the `Event`, would wait for this lock forever.

@@ -98,7 +98,7 @@ def url_parameters(url: str) -> pika.URLParameters:
     try:
         return pika.URLParameters(url)
     except OSError as error:
-        # The error of the TLS library does not contain the file's name.
+        # The error of the TLS library does not contain the file's name, so name the parameter of the URL.
         why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         why = words_of(error, url)
@@ -135,7 +135,7 @@ class Link(ChannelIO):
 
     Args:
         hosts: pika's connection parameters for each host, made by `parameters`.
-        after: called on the I/O thread after every event that may have changed the protocol, but not under `lock`.
+        after: called after every event that may have changed the protocol, usually on the I/O thread, without `lock`.
         topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """

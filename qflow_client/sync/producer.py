@@ -161,7 +161,7 @@ class Producer(BaseProducer[SyncReceipt]):
             routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
-            source: the source of the message, for a `WeightedLine`.
+            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
@@ -232,7 +232,7 @@ class Producer(BaseProducer[SyncReceipt]):
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
             timeout: the longest wait of each message in seconds, as for `send`.
-            source: the source of the messages, for a `WeightedLine`.
+            source: a name for the origin of the messages, as for `send`.
 
         Returns:
             The receipts of all messages, as soon as the last message is admitted.
@@ -289,7 +289,7 @@ class Producer(BaseProducer[SyncReceipt]):
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
                 If several threads call `flush`, one of them gets the error for all threads.
-            NestedCall: a wait here might never end (E2); nothing has changed.
+            NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -319,7 +319,7 @@ class Producer(BaseProducer[SyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            NestedCall: a wait here might never end (E2); nothing has changed.
+            NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer is closed, so it will never send again.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -368,8 +368,8 @@ class Producer(BaseProducer[SyncReceipt]):
                 setting `close_timeout`.
 
         Raises:
-            NestedCall: a wait here might never end (E2). The call may nevertheless have begun to close the producer.
-                Then another thread completes the close, and logs the messages that were not delivered.
+            NestedCall: a wait might never end here, as in a finalizer (E2). The call may nevertheless have begun to
+                close the producer. Then another thread completes the close, and logs the undelivered messages.
             UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """

@@ -41,7 +41,7 @@ class SyncReceipt(Receipt):
             True if the message is settled; False after the timeout.
 
         Raises:
-            NestedCall: a wait might never end here, for example in a finalizer that interrupts another call (E2).
+            NestedCall: a wait might never end here, as in a finalizer (E2).
             TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is not None:
