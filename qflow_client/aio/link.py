@@ -1,6 +1,6 @@
 """The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
 
-`Engine` makes a `Link` for each host that the engine tries. If the connection is lost, the link connects again.
+`Engine` makes a `Link` for each host that it tries. If the producer's own connection is lost, the link connects again.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ _ENOUGH = 1 << 13
 
 
 class Link:
-    """The publishing channel, and the connection if the producer owns it.
+    """The publishing channel, and the connection if the producer owns it. The link replaces both when they are lost.
 
-    The link replaces a lost channel and a lost connection of its own. Only aio-pika can replace a shared connection.
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 
     Args:
@@ -425,7 +424,7 @@ class Link:
 
     def _on_close(self, closing: asyncio.Future[Any]) -> None:
         if self._number is None:
-            # The producer has ended the connection, or `_open_channel_again` is running and will notice the loss.
+            # The producer has ended the connection. Or `_open_channel_again` is running, and will notice the loss.
             return
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""

@@ -30,8 +30,7 @@ async def open_channel(
         aiormq's channel, and its number.
 
     Raises:
-        ConnectionFailed: the broker does not announce confirms, refused a declaration, or opened no channel; or the
-            connection ended.
+        ConnectionFailed: confirms are not announced, a declaration was refused, or the channel could not be opened.
     """
     number: int | None = None
     try:

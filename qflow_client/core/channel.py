@@ -168,8 +168,7 @@ class Channel:
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause. Without confirms, settled messages may also be the
-        # cause. So without confirms, there is a suspect only if just one message was begun on the channel.
+        # Any begun message that was not returned may be the cause. Without confirms, the cause may be settled already.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]

@@ -11,8 +11,7 @@ The elements come from *sources*. There are two kinds of sources:
 This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. The caller also
 calls the controller when there may be room again. There may be room after `release`, at the time that `ready_at`
 returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or thresholds. At these times the
-caller calls `grant` until the result is ``None``, and `resume` for the blocked sources. `release` itself calls
-`resume`.
+caller calls `grant` until the result is ``None``, and `resume` for the blocked sources. `release` calls `resume`.
 """
 
 from __future__ import annotations

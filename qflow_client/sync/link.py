@@ -338,8 +338,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # If an exchange has an unknown type, the broker closes the connection. If the broker closes the
-                # connection for another reason, only `_on_close` handles that.
+                # The broker closes the connection if an exchange type is unknown. `_on_close` handles any other close.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:
