@@ -91,7 +91,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         try:
             self._take(data)
         except BaseException as error:
-            # After Ctrl-C, for example, `data` is lost. It may contain an answer for which a caller waits.
+            # After Ctrl-C, for example, `data` is lost. Abort the connection, because a caller may wait for an answer.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 

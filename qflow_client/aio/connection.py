@@ -48,7 +48,7 @@ _CODES = {
     ChannelNotFoundEntity: 404,
     ChannelLockedResource: 405,
     ChannelPreconditionFailed: 406,
-    # The broker's reply if the type of an exchange is unknown.
+    # The broker's reply code if the type of an exchange is unknown.
     ConnectionCommandInvalid: 503,
 }
 

@@ -251,7 +251,7 @@ class Engine(BaseEngine):
             self.arm_timer()
 
         assert self.loop is not None
-        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no messages can be sent.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then the step is not needed.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(take)
 
@@ -581,7 +581,7 @@ class Engine(BaseEngine):
     # Forks and the end of the process.
 
     def forked(self) -> None:
-        # The loop does not run in the child. A call of a loop's method would wake the parent's loop.
+        # The loop does not run in the child. Call no method of the loop, because it would wake the parent's loop.
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -590,6 +590,6 @@ class Engine(BaseEngine):
             events.forget()
 
     def forgotten(self) -> None:
-        # At the end of the process, no loop runs.
+        # No loop runs at the end of the process, so a normal close is not possible.
         if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
             self._end_without_loop()

@@ -297,7 +297,7 @@ class Link:
         if self._restoration is not None:
             self._restoration.forget()
         if self._loop.is_closed():
-            # The tasks of aio-pika never run again in the closed loop.
+            # The tasks of aio-pika never run again in the closed loop, so do not wait for them.
             return
         if self._returning is not None and not self._returning.done():
             self._returning.cancel()

@@ -105,7 +105,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         try:
             since = value.astimezone(UTC) - _EPOCH
         except (OverflowError, ValueError):
-            # At both ends of the calendar, a time zone may lead to a year that does not exist.
+            # At both ends of the calendar, a time zone may lead to a year that does not exist. Reject such a time.
             since = _BEFORE
         if since.days < 0:
             raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")

@@ -253,7 +253,7 @@ class Tap:
         message before the library closes the channel. The drop-ins for aio-pika and kombu write a message as one frame.
         """
         channel = self._writers.pop(number, None)
-        # Let the channel record that its last frame is written. Otherwise the channel would not accept the answer.
+        # Let the channel record that its present frame is written. Otherwise it would reject the answer to the message.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 

@@ -216,7 +216,7 @@ class Admission:
     # Admitting.
 
     def admit(self, receipt: Receipt, cost: int, since: float, now: float) -> None:
-        """Admit a message. The caller has checked the limits.
+        """Admit a message. The caller has checked the limits, and has counted the message in them.
 
         Args:
             cost: the size of the message's frames in bytes.

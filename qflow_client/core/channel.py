@@ -76,7 +76,7 @@ class Channel:
         self._settling = settling
         #: The number of the open channel; ``None`` if no channel is open.
         self.number: int | None = None
-        # The number and the maximum frame size of a channel while `open` runs; ``None`` otherwise.
+        # The number and the maximum frame size of a channel whose `open` is not complete; otherwise ``None``.
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
@@ -124,7 +124,7 @@ class Channel:
             try:
                 self._encode(receipt)
             except Exception as error:
-                # This channel allows only smaller frames than the channel for which the message was admitted.
+                # The message was admitted for another channel, and the frames of this channel are too small for it.
                 unfit.append((receipt, f"it cannot be encoded again: {error}"))
         for receipt, reason in unfit:
             self._settling.settle([receipt], self._outcome_at_end(receipt, ()), now, (0, reason))
@@ -251,7 +251,7 @@ class Channel:
             suspects,
             unanswered=[each for each in left if each._number in begun],
         )
-        # An interrupted call may have moved some of the messages already.
+        # If an interrupted call is repeated, skip the messages that are already in `unsent`.
         first = unsent[0]._number if unsent else self._admission.next_number
         unsent.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
         self._reset(0, 0)

@@ -88,7 +88,7 @@ class Consequences:
         times = parts.resending.next_times(not parts.unconfirmed.flight, now)
         store, unsent = parts.admission.store, parts.admission.unsent
         if times and store is not None and not parts.resending.again and not store.count_writable(unsent):
-            # The next message is not on disk yet, so it waits for the disk and not for a time.
+            # The next message waits for the disk, so ignore times in the past.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
             # The socket is full, so even a message that is due cannot be sent now. Wait, to avoid a busy loop.

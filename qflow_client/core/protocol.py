@@ -116,7 +116,7 @@ class ProducerProtocol:
         self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
         self._unreported, self._expiry = parts.unreported, parts.expiry
-        #: The actions that follow every step.
+        #: The actions that follow a step.
         self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
@@ -330,7 +330,7 @@ class ProducerProtocol:
         if self.channel.number is None:
             # The channel has ended, so no reply is needed.
             return
-        # Frames that are not begun are taken back first, so that the reply is written before them.
+        # First take back the frames without a written byte, so that the reply is written before them.
         self._writing.take_back()
         self._writing.put_control(flow_ok(self.channel.number, active))
         if active:

@@ -204,7 +204,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # If an interrupt kept the ticket out of the line, `leave_line` does not cancel the ticket.
+        # Cancel the ticket here, because `leave_line` cancels no ticket that an interrupt kept out of the line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)

@@ -198,7 +198,7 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements enter at once. A controller that is above its limit or held blocks the source (F3, J4).
+    """A source whose elements enter at once. Controllers with a closed gate, or above their limit, block it (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
     more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must

@@ -586,7 +586,7 @@ class SharedLink(ChannelIO):
             self._ready(number)
         elif method == CHANNEL_CLOSE:
             self._carrier.write(number, CHANNEL_CLOSE_OK)
-            # If this side has also sent ``Channel.Close``, wait for the broker's ``Channel.CloseOk``.
+            # If this side has also sent ``Channel.Close``, wait for the broker's ``Channel.Close-Ok``.
             if not self._is_closing:
                 code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
                 self.lost(f"the channel was closed: {code} {text}")
@@ -666,7 +666,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
+        # Report the changes that are not reported yet. From now on each thread reports the changes of its own steps.
         self._after()
         self._parted.set()
         self._left.set()

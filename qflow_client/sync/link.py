@@ -168,7 +168,7 @@ class Link(ChannelIO):
         self._leaves = False
         # The timer that starts the next try to open a connection or channel, or ends a try that takes too long.
         self._next: Any = None
-        # Why this link ends the connection, and whether all further tries would fail; ``None`` if others end it.
+        # Why this link ends the connection, and whether all further tries would fail; ``None`` if it does not end it.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -266,7 +266,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
+            # Report the changes that are not reported yet. From now on each thread reports those of its own steps.
             self._after()
             self.services.close()
 

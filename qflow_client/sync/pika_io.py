@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# After this number of consecutive reads of a TLS socket, more reads follow only while the TLS layer has decrypted data.
+# After this number of reads of a TLS socket without data for pika, read on only while the TLS layer has buffered data.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -44,7 +44,7 @@ class _TapSocket:
         self._sock = sock
         self._services = services
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        # Whether the socket accepted only a part of pika's present chunk.
+        # True if pika must write next, because the socket accepted only a part of pika's chunk or of a TLS record.
         self.library_mid_chunk = False
         # Whether a write has failed or the connection was aborted. pika notices this at its next read.
         self.broken = False

@@ -127,7 +127,7 @@ class Producer(BaseProducer[SyncReceipt]):
             )
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         engine.warn_in_loop(stacklevel=3)
-        # If Ctrl-C interrupts the block below, the outbox and the connection must be closed.
+        # After an error or Ctrl-C in this block, `discard` closes the outbox and the connection.
         try:
             engine.open(line, on_flow)
             assert engine.link is not None
