@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 _monotonic = time.monotonic
 
 # Maximum seconds to end the channel and the outbox after the deadline of a close. After a cancel, this limit applies
-# only to the end of the outbox.
+# only to the end, or to the opening, of the outbox.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.

@@ -177,8 +177,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ProducerClosed: the producer is closed, has lost its connection or never had one, or its loop is closed; the
-                message was not sent.
+            ProducerClosed: the producer is closed or was never connected, its loop is closed, or its lost connection is
+                not replaced; the message was not sent.
             WrongLoop: the producer belongs to another event loop; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.

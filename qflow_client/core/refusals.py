@@ -120,7 +120,7 @@ class Refusals:
         del self._first_refused[receipt._number]
 
     def is_refused(self, receipt: Receipt) -> bool:
-        """Whether the broker has refused a message that is not settled."""
+        """Whether the broker has refused an unsettled message."""
         return receipt._number in self._first_refused
 
     def end_channel(self, unsettled: Collection[int], unanswered: Iterable[Receipt]) -> None:

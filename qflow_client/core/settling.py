@@ -261,7 +261,7 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Send the unsettled messages with these tags again later. Settle those whose time for retries is over."""
+        """Send messages with tags in ``range(first, stop)`` again later. Settle those that are refused for too long."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)

@@ -302,7 +302,7 @@ class Unconfirmed:
         return frames[0]
 
     def _note_order(self, batch: Sequence[Receipt]) -> None:
-        """Update `_is_ordered`. Call this before the messages are added to `flight`."""
+        """Update `_is_ordered`, `_by_number` and `_last`. Call this before the messages are added to `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()

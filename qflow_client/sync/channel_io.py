@@ -40,7 +40,7 @@ class ChannelIO(ABC):
         self._after = after
         # Whether the I/O thread has finished its work for the channel; set under `_lock`.
         self.ended = False
-        # Done when the channel is open for the first time. If the channel cannot be opened, the future has the error.
+        # Done when `open` need not wait any more. If the channel could not be opened, the future has the error.
         self._opened: Future[None] = Future()
         # The time at which the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
         self._timer_at: float | None = None
@@ -89,7 +89,7 @@ class ChannelIO(ABC):
         return connection_failed(self.url, why)
 
     def _not_opened(self, why: str) -> bool:
-        """If the channel was never open, make `open` raise an error with the reason, and return True."""
+        """If `open` still waits, make it raise an error with the reason. Return False if `open` has succeeded."""
         try:
             self._opened.set_exception(self._failed(why))
         except InvalidStateError:

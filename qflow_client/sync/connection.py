@@ -194,7 +194,7 @@ class Carrier:
         self._taken.discard(number)
 
     def write(self, number: int, method: bytes) -> None:
-        """Write a method frame between pika's frames."""
+        """Write a method frame on a producer's channel, between pika's frames."""
         if self.ended is None:
             self._transport.write(frame(METHOD_FRAME, number, method))
 

@@ -397,10 +397,7 @@ class Engine(BaseEngine):
         return not was_ended
 
     def close_later(self, deadline: float) -> None:
-        """Close on a separate thread, and log messages that are not delivered.
-
-        When the process ends, it waits for this thread until the deadline.
-        """
+        """Close on a separate thread. When the process ends, it waits for this thread, at most until the deadline."""
 
         def close() -> None:
             if self.lock.take(self._begin_to_close):

@@ -148,7 +148,7 @@ def _close_copy(sock: socket.socket) -> None:
 
 
 class _TapContext(ssl.SSLContext):
-    """A TLS context that makes `_TapSocket` objects. The application's context makes the TLS sockets."""
+    """A TLS context that wraps the TLS sockets of the application's context in `_TapSocket` objects."""
 
     _context: ssl.SSLContext
     _services: TapIOServices
@@ -281,7 +281,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         return passed
 
     def pump(self) -> None:
-        """Write the channels' bytes until all are written or the socket is full."""
+        """Write the channels' bytes until all are written, the socket is full, or it is pika's turn to write."""
         tapped = self.tapped
         if tapped is None or tapped.broken or tapped.library_mid_chunk:
             # When there is a connection, or pika's chunk is written, `pump` is called again.

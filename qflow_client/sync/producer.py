@@ -96,6 +96,7 @@ class Producer(BaseProducer[SyncReceipt]):
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
         ConnectionFailed: no host accepted a connection.
+        OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
         TypeError: an argument has the wrong type.
     """
 
@@ -172,7 +173,7 @@ class Producer(BaseProducer[SyncReceipt]):
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
             NestedCall: a wait might never end here, as in a finalizer (E2); the message was not and will not be sent.
-            ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
+            ProducerClosed: the producer is closed, or its lost connection is not replaced; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
             SettingsError: a position is given, but there is no outbox; the message was not sent.
@@ -287,7 +288,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
-            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
                 If several threads call `flush`, one of them gets the error for all threads.
             NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
@@ -359,9 +360,10 @@ class Producer(BaseProducer[SyncReceipt]):
     # Closing.
 
     def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and end the connection. A second call only waits until the first call ends.
+        """Flush, and close the channel. If the connection belongs to the producer, close the connection too.
 
-        The call returns within a second after the timeout, even if the broker or the network does not answer.
+        A second call only waits until the first call ends. Each call returns within a second after its timeout, even if
+        the broker or the network does not answer.
 
         Args:
             timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the
