@@ -42,8 +42,8 @@ broker stops the new channel (``Channel.Flow``).
 
 While there is a hold, calls of `send` wait. `flush` waits until the message of the example is settled. If the
 connection is lost while the probe is in flight, the message moves back into `again`. If `retry_for` seconds then pass
-before the broker answers the next copy, the message is settled as *unknown* and not as *nacked*, because the probe may
-have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
+before the broker answers the next copy, the message is settled as *unknown*. Its outcome is not *nacked*, because the
+probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
 The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If

@@ -15,8 +15,8 @@ Four rules change the window:
     of the window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput
     grows in proportion. If the latency is longer than `_bound`, the window stops doubling, or shrinks. Rule 1 would
     not shrink this window: if other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved when
-    the next elements leave, before further elements enter.
+3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved. This
+    happens when the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
     nothing.
 """
@@ -53,7 +53,7 @@ _MAX_FLAT_STEPS = 2
 _EQUAL_RATIO = 1.05
 # If the window was not allowed to grow, this number of full epochs come before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
-# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds, because a
+# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds. For example, a
 # broker on a busy machine may get no CPU time for a while.
 _JITTER = 0.25
 _QUEUE = 0.01

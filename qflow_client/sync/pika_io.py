@@ -364,8 +364,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         try:
             return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
-            # The peer has already reset the connection. pika treats this as a mistake of the caller: pika has closed
-            # the socket, and has raised an error that no other code catches.
+            # The peer has already reset the connection. pika treats this as a mistake of its caller. It has closed the
+            # socket, and has raised an error that no other code catches.
             self.tapped = None
             error = ConnectionResetError(errno.ECONNRESET, "the connection was reset as soon as it was open")
             return self.call_later(0.0, partial(on_done, error))
