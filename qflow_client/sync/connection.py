@@ -327,7 +327,7 @@ class Carrier:
                 self.services.remove_reader(self._far.fileno())
 
     def _go_on_reading(self) -> None:
-        if self._paused and self.ended is None:
+        if self._paused and self.ended is None and self._transport.get_write_buffer_size() <= _HIGH:
             self._paused = False
             self.services.set_reader(self._far.fileno(), self._on_readable)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Self, Unpack
 
 import pika
@@ -390,6 +389,8 @@ class Producer(BaseProducer[SyncReceipt]):
         else:
             deadline = close_deadline(DEFAULT, self.settings)
             check_can_wait("close()")
-            # If the close began before the `NestedCall`, another thread completes it, and logs undelivered messages.
-            with suppress(NestedCall):
+            try:
                 report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))
+            except NestedCall:
+                # Another thread closes the producer, and logs undelivered messages. It may have begun already.
+                self._engine.close_later(deadline)

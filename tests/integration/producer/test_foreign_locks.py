@@ -250,6 +250,16 @@ def test_E2_a_close_that_cannot_run_because_the_producer_is_busy_ends_the_produc
     assert "shut down: 1 admitted messages were not delivered" in caplog.text
 
 
+def test_E2_a_with_block_left_by_an_exception_while_the_producer_is_busy_ends_the_producer_later(
+    broker: Broker,
+) -> None:
+    producer = Producer(broker.url, routing_key="q", close_timeout=0.05)
+    with Handler().logs_in_a_step_of(producer), pytest.raises(LookupError), producer:
+        raise LookupError
+    assert producer._engine._all_ended.wait(PATIENCE)
+    eventually(lambda: not broker.connections())
+
+
 def test_E2_a_producer_without_references_ends_even_if_it_is_busy_for_a_long_time(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)
     engine = producer._engine
