@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -48,6 +49,24 @@ _NEAR_THE_LOOP = (
     "test_flow_control_works_over_tls",
     "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_close_callbacks",
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(name: str, obj: object) -> None:
+    """Let each test that is a coroutine function use the fixture `run`."""
+    if name.startswith("test_") and inspect.iscoroutinefunction(obj):
+        pytest.mark.usefixtures("run")(obj)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run each test that is a coroutine function with the fixture `run`."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    values: dict[str, Any] = pyfuncitem.funcargs
+    values["run"](test(**{name: values[name] for name in inspect.signature(test).parameters}))
+    return True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

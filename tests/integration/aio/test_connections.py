@@ -28,7 +28,7 @@ from qflow_client.logs import flush_logs
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-from .tools import Run, held, in_line, kinds, soon
+from .tools import held, in_line, kinds, soon
 
 
 def channels(broker: Broker) -> list[int]:
@@ -36,370 +36,304 @@ def channels(broker: Broker) -> list[int]:
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_a_shared_connection_is_a_complete_aio_pika_connection(run: Run, broker: Broker, robust: bool) -> None:
-    async def main() -> None:
-        connection = await connect_async(broker.url, robust=robust, client_properties={"connection_name": "shop"})
-        assert isinstance(connection, aio_pika.RobustConnection if robust else aio_pika.Connection)
-        assert broker.connections()[0].client_properties["connection_name"] == "shop"
-        async with connection:
-            channel = await connection.channel()
-            queue = await channel.declare_queue("theirs")
-            got: list[bytes] = []
+async def test_a_shared_connection_is_a_complete_aio_pika_connection(broker: Broker, robust: bool) -> None:
+    connection = await connect_async(broker.url, robust=robust, client_properties={"connection_name": "shop"})
+    assert isinstance(connection, aio_pika.RobustConnection if robust else aio_pika.Connection)
+    assert broker.connections()[0].client_properties["connection_name"] == "shop"
+    async with connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue("theirs")
+        got: list[bytes] = []
 
-            async def consume(message: Any) -> None:
-                async with message.process():
-                    got.append(message.body)
+        async def consume(message: Any) -> None:
+            async with message.process():
+                got.append(message.body)
 
-            await queue.consume(consume)
-            async with AsyncProducer(connection=connection, routing_key="theirs") as producer:
-                for number in range(500):
-                    await producer.send(b"ours %d" % number)
-                    if number % 100 == 0:
-                        # With confirms of its own, which the tap leaves alone.
-                        await channel.default_exchange.publish(aio_pika.Message(b"theirs"), "theirs")
-                await producer.flush()
-            await soon(lambda: len(got) == 505)
-            assert [body for body in got if body != b"theirs"] == [b"ours %d" % number for number in range(500)]
-            await soon(lambda: broker.queue("theirs").acked == 505)
-        await soon(lambda: not broker.connections())
-
-    run(main())
+        await queue.consume(consume)
+        async with AsyncProducer(connection=connection, routing_key="theirs") as producer:
+            for number in range(500):
+                await producer.send(b"ours %d" % number)
+                if number % 100 == 0:
+                    # With confirms of its own, which the tap leaves alone.
+                    await channel.default_exchange.publish(aio_pika.Message(b"theirs"), "theirs")
+            await producer.flush()
+        await soon(lambda: len(got) == 505)
+        assert [body for body in got if body != b"theirs"] == [b"ours %d" % number for number in range(500)]
+        await soon(lambda: broker.queue("theirs").acked == 505)
+    await soon(lambda: not broker.connections())
 
 
-def test_producers_on_one_connection_are_flowed_independently(run: Run, broker: Broker) -> None:
+async def test_producers_on_one_connection_are_flowed_independently(broker: Broker) -> None:
     broker.declare_queue("r")
-
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            channel = await connection.channel()
-            one = await AsyncProducer(connection=connection, routing_key="q", name="one").connect()
-            two = await AsyncProducer(connection=connection, routing_key="r", name="two").connect()
-            await asyncio.gather(one.send(b""), two.send(b""))
-            await asyncio.gather(one.flush(), two.flush())
-            numbers = {producer: producer._protocol.channel.number for producer in (one, two)}
-            (name,) = [c.name for c in broker.channels() if c.number == numbers[one]]
-            broker.flow(False, name)
-            await held(one, "channel_flow")
-            waiting = asyncio.create_task(one.send(b"waits", timeout=None))
-            await in_line(one, 1)
-            for number in range(1000):
-                await two.send(b"%d" % number)
-            await two.flush()
-            # What is aio-pika's goes on, too: calls, consumers, acks.
-            await (await channel.declare_queue("new")).delete()
-            assert (kinds(one), kinds(two)) == (["channel_flow"], [])
-            assert not waiting.done()
-            broker.flow(True, name)
-            assert await (await waiting) is Outcome.CONFIRMED
-            broker.block("alarm")
-            await held(one, "connection_blocked")
-            await held(two, "connection_blocked")
-            broker.unblock()
-            await one.wait_unflowed()
-            await two.wait_unflowed()
-            await one.close()
-            await two.close()
-
-    run(main())
+    async with await connect_async(broker.url) as connection:
+        channel = await connection.channel()
+        one = await AsyncProducer(connection=connection, routing_key="q", name="one").connect()
+        two = await AsyncProducer(connection=connection, routing_key="r", name="two").connect()
+        await asyncio.gather(one.send(b""), two.send(b""))
+        await asyncio.gather(one.flush(), two.flush())
+        numbers = {producer: producer._protocol.channel.number for producer in (one, two)}
+        (name,) = [c.name for c in broker.channels() if c.number == numbers[one]]
+        broker.flow(False, name)
+        await held(one, "channel_flow")
+        waiting = asyncio.create_task(one.send(b"waits", timeout=None))
+        await in_line(one, 1)
+        for number in range(1000):
+            await two.send(b"%d" % number)
+        await two.flush()
+        # What is aio-pika's goes on, too: calls, consumers, acks.
+        await (await channel.declare_queue("new")).delete()
+        assert (kinds(one), kinds(two)) == (["channel_flow"], [])
+        assert not waiting.done()
+        broker.flow(True, name)
+        assert await (await waiting) is Outcome.CONFIRMED
+        broker.block("alarm")
+        await held(one, "connection_blocked")
+        await held(two, "connection_blocked")
+        broker.unblock()
+        await one.wait_unflowed()
+        await two.wait_unflowed()
+        await one.close()
+        await two.close()
     assert broker.queue("q").depth == 2
     assert broker.queue("r").depth == 1001
 
 
-def test_closing_a_producer_closes_its_channel_and_nothing_else(run: Run, broker: Broker, wire: Wire) -> None:
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            channel = await connection.channel()
-            producers = [await AsyncProducer(connection=connection, routing_key="q").connect() for _ in range(3)]
-            assert channels(broker) == [1, 2, 3, 4]
-            receipts = [await producer.send(b"") for producer in producers]
-            await producers[1].close()
-            assert channels(broker) == [1, 2, 4]
-            assert not producers[0].closed
-            assert [await (await producers[at].send(b"")) for at in (0, 2)] == [Outcome.CONFIRMED] * 2
-            # Its number is free again, sooner or later.
-            again = await AsyncProducer(connection=connection, routing_key="q").connect()
-            assert len(channels(broker)) == 4
-            for producer in (producers[0], producers[2], again):
-                await producer.close()
-            assert channels(broker) == [1]
-            await channel.declare_queue("still there")
-            assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-        assert wire.count("in", "Connection.Close") == 1
-
-    run(main())
+async def test_closing_a_producer_closes_its_channel_and_nothing_else(broker: Broker, wire: Wire) -> None:
+    async with await connect_async(broker.url) as connection:
+        channel = await connection.channel()
+        producers = [await AsyncProducer(connection=connection, routing_key="q").connect() for _ in range(3)]
+        assert channels(broker) == [1, 2, 3, 4]
+        receipts = [await producer.send(b"") for producer in producers]
+        await producers[1].close()
+        assert channels(broker) == [1, 2, 4]
+        assert not producers[0].closed
+        assert [await (await producers[at].send(b"")) for at in (0, 2)] == [Outcome.CONFIRMED] * 2
+        # Its number is free again, sooner or later.
+        again = await AsyncProducer(connection=connection, routing_key="q").connect()
+        assert len(channels(broker)) == 4
+        for producer in (producers[0], producers[2], again):
+            await producer.close()
+        assert channels(broker) == [1]
+        await channel.declare_queue("still there")
+        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert wire.count("in", "Connection.Close") == 1
     assert broker.queue("q").depth == 5
 
 
-def test_a_hundred_producers_on_one_connection_can_all_send_their_messages(run: Run, broker: Broker) -> None:
+async def test_a_hundred_producers_on_one_connection_can_all_send_their_messages(broker: Broker) -> None:
     count = rounds(50, least=20)
+    async with await connect_async(broker.url) as connection:
+        producers = [
+            await AsyncProducer(connection=connection, routing_key="q", capacity=10).connect() for _ in range(100)
+        ]
 
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            producers = [
-                await AsyncProducer(connection=connection, routing_key="q", capacity=10).connect() for _ in range(100)
-            ]
+        async def work(producer: AsyncProducer) -> None:
+            for number in range(count):
+                await producer.send(bytes(number * 100))
+            await producer.close()
 
-            async def work(producer: AsyncProducer) -> None:
-                for number in range(count):
-                    await producer.send(bytes(number * 100))
-                await producer.close()
-
-            await asyncio.gather(*map(work, producers))
-
-    run(main())
+        await asyncio.gather(*map(work, producers))
     assert broker.queue("q").depth == 100 * count
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_creating_a_producer_on_a_connection_of_another_library_raises_an_error(
-    run: Run, broker: Broker, robust: bool
+async def test_creating_a_producer_on_a_connection_of_another_library_raises_an_error(
+    broker: Broker, robust: bool
 ) -> None:
-    async def main() -> None:
-        connect = aio_pika.connect_robust if robust else aio_pika.connect
-        async with await connect(broker.url) as connection:
-            with pytest.raises(SettingsError, match="connect_async") as caught:
-                AsyncProducer(connection=connection)
-            assert "guest:guest" not in str(caught.value)
-
-    run(main())
+    connect = aio_pika.connect_robust if robust else aio_pika.connect
+    async with await connect(broker.url) as connection:
+        with pytest.raises(SettingsError, match="connect_async") as caught:
+            AsyncProducer(connection=connection)
+        assert "guest:guest" not in str(caught.value)
 
 
-def test_creating_a_producer_with_both_a_url_and_a_connection_raises_an_error(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            with pytest.raises(SettingsError, match="one"):
-                AsyncProducer(broker.url, connection=connection)
-
-    run(main())
+async def test_creating_a_producer_with_both_a_url_and_a_connection_raises_an_error(broker: Broker) -> None:
+    async with await connect_async(broker.url) as connection:
+        with pytest.raises(SettingsError, match="one"):
+            AsyncProducer(broker.url, connection=connection)
 
 
-def test_creating_a_producer_on_a_closed_connection_raises_an_error(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        connection = await connect_async(broker.url)
-        await connection.close()
-        with pytest.raises(ConnectionFailed, match="not open"):
-            await AsyncProducer(connection=connection).connect()
-
-    run(main())
+async def test_creating_a_producer_on_a_closed_connection_raises_an_error(broker: Broker) -> None:
+    connection = await connect_async(broker.url)
+    await connection.close()
+    with pytest.raises(ConnectionFailed, match="not open"):
+        await AsyncProducer(connection=connection).connect()
 
 
-def test_opening_more_channels_than_the_broker_allows_raises_an_error(
-    run: Run, make_broker: Callable[..., Broker]
-) -> None:
+async def test_opening_more_channels_than_the_broker_allows_raises_an_error(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(channel_max=3)
-
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            producers = [await AsyncProducer(connection=connection, routing_key="q").connect() for _ in range(3)]
-            with pytest.raises(ConnectionFailed, match="all 3 channels"):
-                await AsyncProducer(connection=connection).connect()
-            await producers[0].close()
-            producers[0] = await AsyncProducer(connection=connection, routing_key="q").connect()
-            for producer in producers:
-                assert await (await producer.send(b"")) is Outcome.CONFIRMED
-                await producer.close()
-
-    run(main())
-
-
-def test_a_channel_closed_by_the_broker_does_not_close_the_other_channels_of_the_connection(
-    run: Run, broker: Broker
-) -> None:
-    async def main() -> None:
-        async with await connect_async(broker.url) as connection:
-            one = await AsyncProducer(connection=connection, routing_key="q").connect()
-            two = await AsyncProducer(connection=connection, routing_key="q").connect()
-            with pytest.raises(MessageRejected, match="404"):
-                await (await one.send(b"", exchange="no such exchange"))
-            assert await (await one.send(b"", timeout=20)) is Outcome.CONFIRMED
-            await one.close()
-            assert await (await two.send(b"")) is Outcome.CONFIRMED
-            # Nothing of it is kept.
-            assert two._engine.link is not None
-            assert two._engine.link.writer is not None
-            assert len(two._engine.link.writer._afters) == 1
-            async with AsyncProducer(connection=connection, routing_key="q") as three:
-                assert await (await three.send(b"")) is Outcome.CONFIRMED
-            await two.close()
-
-    run(main())
-
-
-def test_closing_the_shared_connection_ends_its_producers(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        connection = await connect_async(broker.url)
-        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
-        broker.withhold_confirms()
-        receipt = await producer.send(b"")
-        await soon(lambda: broker.queue("q").depth)
-        producer.pause()
-        waiting = asyncio.create_task(producer.send(b"", timeout=None))
-        await in_line(producer, 1)
-        await connection.close()
-        with pytest.raises(ProducerClosed, match="the connection is lost"):
-            await waiting
-        with pytest.raises(UndeliveredMessages):
-            await producer.close()
-        assert receipt.outcome is Outcome.UNKNOWN
-
-    run(main())
-
-
-def test_a_robust_connection_reconnects_together_with_its_producers(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        connection = await connect_async(broker.url, robust=True, reconnect_interval=0.1)
-        channel = await connection.channel()
-        got: list[bytes] = []
-
-        async def consume(message: Any) -> None:
-            got.append(message.body)
-
-        await (await channel.get_queue("q")).consume(consume, no_ack=True)
-        broker.declare_queue("r")
-        producer = await AsyncProducer(connection=connection, routing_key="r").connect()
-        broker.withhold_confirms()
-        written = await producer.send(b"1")
-        await soon(lambda: broker.queue("r").depth == 1)
-        broker.drop_connections()
-        await soon(lambda: kinds(producer) == ["disconnected"])
-        broker.release_confirms()
-        after = await producer.send(b"2", timeout=20)
-        assert [await written, await after] == [Outcome.CONFIRMED] * 2
-        assert [message.body for message in broker.messages("r")] == [b"1", b"1", b"2"]
-        await soon(lambda: broker.queue("q").consumers == 1)
-        await producer.close()
-        async with AsyncProducer(connection=connection, routing_key="q") as another:
-            for _ in range(100):
-                await another.send(b"again")
-            await another.flush()
-        await soon(lambda: got == [b"again"] * 100)
-        await connection.close()
-
-    run(main())
-
-
-def test_a_connection_opens_even_if_the_broker_blocks_it_immediately(
-    run: Run, make_broker: Callable[..., Broker]
-) -> None:
-    broker = make_broker()
-    broker.block("alarm")
-
-    async def main() -> None:
-        async with await connect_async(broker.url, timeout=20) as connection:
-            producer = await AsyncProducer(connection=connection, routing_key="q").connect()
-            assert kinds(producer) == ["connection_blocked"]
-            with pytest.raises(FlowControlTimeout, match="alarm"):
-                await producer.send(b"", timeout=0.05)
-            broker.unblock()
+    async with await connect_async(broker.url) as connection:
+        producers = [await AsyncProducer(connection=connection, routing_key="q").connect() for _ in range(3)]
+        with pytest.raises(ConnectionFailed, match="all 3 channels"):
+            await AsyncProducer(connection=connection).connect()
+        await producers[0].close()
+        producers[0] = await AsyncProducer(connection=connection, routing_key="q").connect()
+        for producer in producers:
             assert await (await producer.send(b"")) is Outcome.CONFIRMED
             await producer.close()
 
-    run(main())
+
+async def test_a_channel_closed_by_the_broker_does_not_close_the_other_channels_of_the_connection(
+    broker: Broker,
+) -> None:
+    async with await connect_async(broker.url) as connection:
+        one = await AsyncProducer(connection=connection, routing_key="q").connect()
+        two = await AsyncProducer(connection=connection, routing_key="q").connect()
+        with pytest.raises(MessageRejected, match="404"):
+            await (await one.send(b"", exchange="no such exchange"))
+        assert await (await one.send(b"", timeout=20)) is Outcome.CONFIRMED
+        await one.close()
+        assert await (await two.send(b"")) is Outcome.CONFIRMED
+        # Nothing of it is kept.
+        assert two._engine.link is not None
+        assert two._engine.link.writer is not None
+        assert len(two._engine.link.writer._afters) == 1
+        async with AsyncProducer(connection=connection, routing_key="q") as three:
+            assert await (await three.send(b"")) is Outcome.CONFIRMED
+        await two.close()
+
+
+async def test_closing_the_shared_connection_ends_its_producers(broker: Broker) -> None:
+    connection = await connect_async(broker.url)
+    producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+    broker.withhold_confirms()
+    receipt = await producer.send(b"")
+    await soon(lambda: broker.queue("q").depth)
+    producer.pause()
+    waiting = asyncio.create_task(producer.send(b"", timeout=None))
+    await in_line(producer, 1)
+    await connection.close()
+    with pytest.raises(ProducerClosed, match="the connection is lost"):
+        await waiting
+    with pytest.raises(UndeliveredMessages):
+        await producer.close()
+    assert receipt.outcome is Outcome.UNKNOWN
+
+
+async def test_a_robust_connection_reconnects_together_with_its_producers(broker: Broker) -> None:
+    connection = await connect_async(broker.url, robust=True, reconnect_interval=0.1)
+    channel = await connection.channel()
+    got: list[bytes] = []
+
+    async def consume(message: Any) -> None:
+        got.append(message.body)
+
+    await (await channel.get_queue("q")).consume(consume, no_ack=True)
+    broker.declare_queue("r")
+    producer = await AsyncProducer(connection=connection, routing_key="r").connect()
+    broker.withhold_confirms()
+    written = await producer.send(b"1")
+    await soon(lambda: broker.queue("r").depth == 1)
+    broker.drop_connections()
+    await soon(lambda: kinds(producer) == ["disconnected"])
+    broker.release_confirms()
+    after = await producer.send(b"2", timeout=20)
+    assert [await written, await after] == [Outcome.CONFIRMED] * 2
+    assert [message.body for message in broker.messages("r")] == [b"1", b"1", b"2"]
+    await soon(lambda: broker.queue("q").consumers == 1)
+    await producer.close()
+    async with AsyncProducer(connection=connection, routing_key="q") as another:
+        for _ in range(100):
+            await another.send(b"again")
+        await another.flush()
+    await soon(lambda: got == [b"again"] * 100)
+    await connection.close()
+
+
+async def test_a_connection_opens_even_if_the_broker_blocks_it_immediately(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker()
+    broker.block("alarm")
+    async with await connect_async(broker.url, timeout=20) as connection:
+        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+        assert kinds(producer) == ["connection_blocked"]
+        with pytest.raises(FlowControlTimeout, match="alarm"):
+            await producer.send(b"", timeout=0.05)
+        broker.unblock()
+        assert await (await producer.send(b"")) is Outcome.CONFIRMED
+        await producer.close()
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead(
-    run: Run, broker: Broker, proxy: Proxy, is_settled: bool
+async def test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead(
+    broker: Broker, proxy: Proxy, is_settled: bool
 ) -> None:
-    async def main() -> None:
-        connection = await connect_async(proxy.url(broker))
-        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
-        await (await producer.send(b""))
-        proxy.freeze()
-        if not is_settled:
-            await producer.send(b"")
-        with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
-            await producer.close(timeout=0.2)
-        assert watch.within(1.2)
-        proxy.cut()
-        await connection.close()
-
-    run(main())
+    connection = await connect_async(proxy.url(broker))
+    producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+    await (await producer.send(b""))
+    proxy.freeze()
+    if not is_settled:
+        await producer.send(b"")
+    with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
+        await producer.close(timeout=0.2)
+    assert watch.within(1.2)
+    proxy.cut()
+    await connection.close()
 
 
 @pytest.mark.parametrize("reads_again", [True, False])
-def test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection(
-    run: Run,
-    broker: Broker,
-    proxy: Proxy,
-    reads_again: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection(
+    broker: Broker, proxy: Proxy, reads_again: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other frame may come between the frames of a message, and above all no close of its channel."""
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
         monkeypatch.setattr("qflow_client.aio.engine.BRIEF", PATIENCE)
         monkeypatch.setattr("qflow_client.aio.engine.good_bye_until", lambda _deadline: PATIENCE)
-
-    async def main() -> None:
-        async with await connect_async(proxy.url(broker)) as connection:
-            other = await AsyncProducer(connection=connection, routing_key="q").connect()
-            producer = await AsyncProducer(connection=connection, routing_key="q").connect()
-            proxy.stop_reading()
-            # More than the sockets hold.
-            large = [await producer.send(bytes(6_000_000), timeout=None)]
-            with pytest.raises(FlowControlTimeout):
-                await producer.send(b"no", timeout=0.1)
-            assert not producer._protocol.parts.unconfirmed.outbound.mid_frame or producer.in_flight == 1
-            closing = asyncio.create_task(producer.close(timeout=0.1))
-            await soon(lambda: producer._engine.link is not None and producer._engine.link._ended is not None)
-            if reads_again:
-                proxy.go_on_reading()
-            with pytest.raises(UndeliveredMessages) as caught:
-                await closing
-            assert caught.value.receipts == tuple(large)
-            assert large[0].outcome is Outcome.UNKNOWN
-            if not reads_again:
-                assert flush_logs(20)
-                assert "is left open" in caplog.text
-                proxy.go_on_reading()
-            assert await (await other.send(b"other")) is Outcome.CONFIRMED
-            assert (len(channels(broker)) == 1) is reads_again
-            await other.close()
-
-    run(main())
+    async with await connect_async(proxy.url(broker)) as connection:
+        other = await AsyncProducer(connection=connection, routing_key="q").connect()
+        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+        proxy.stop_reading()
+        # More than the sockets hold.
+        large = [await producer.send(bytes(6_000_000), timeout=None)]
+        with pytest.raises(FlowControlTimeout):
+            await producer.send(b"no", timeout=0.1)
+        assert not producer._protocol.parts.unconfirmed.outbound.mid_frame or producer.in_flight == 1
+        closing = asyncio.create_task(producer.close(timeout=0.1))
+        await soon(lambda: producer._engine.link is not None and producer._engine.link._ended is not None)
+        if reads_again:
+            proxy.go_on_reading()
+        with pytest.raises(UndeliveredMessages) as caught:
+            await closing
+        assert caught.value.receipts == tuple(large)
+        assert large[0].outcome is Outcome.UNKNOWN
+        if not reads_again:
+            assert flush_logs(20)
+            assert "is left open" in caplog.text
+            proxy.go_on_reading()
+        assert await (await other.send(b"other")) is Outcome.CONFIRMED
+        assert (len(channels(broker)) == 1) is reads_again
+        await other.close()
     assert bodies(broker)[-1] == b"other"
     assert broker.queue("q").depth == (2 if reads_again else 1)
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "no url", "amqp://localhost:port/", 5])
-def test_creating_a_connection_with_an_argument_that_is_not_a_url_raises_an_error(run: Run, url: Any) -> None:
-    async def main() -> None:
-        with pytest.raises(SettingsError, match="url="):
-            await connect_async(url)
-
-    run(main())
+async def test_creating_a_connection_with_an_argument_that_is_not_a_url_raises_an_error(url: Any) -> None:
+    with pytest.raises(SettingsError, match="url="):
+        await connect_async(url)
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_creating_a_connection_to_an_unreachable_broker_raises_an_error(
-    run: Run, make_broker: Callable[..., Broker], robust: bool
+async def test_creating_a_connection_to_an_unreachable_broker_raises_an_error(
+    make_broker: Callable[..., Broker], robust: bool
 ) -> None:
     broker = make_broker(users={"ann": "right"})
-
-    async def main() -> None:
-        with pytest.raises(ConnectionFailed, match=r"Connect call failed|Connection refused") as caught:
-            await connect_async("amqp://guest:secret@127.0.0.1:1/%2F", robust=robust)
-        assert "secret" not in str(caught.value)
-        with pytest.raises(ConnectionFailed, match="ACCESS_REFUSED"):
-            await connect_async(f"amqp://ann:wrong@127.0.0.1:{broker.port}/%2F", robust=robust)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}/%2F"
-            with Stopwatch() as watch, pytest.raises(ConnectionFailed, match=r"no answer within 0\.3 s"):
-                await connect_async(url, timeout=0.3, robust=robust)
-            assert watch.kept(0.3)
-        await soon(lambda: not broker.connections())
-
-    run(main())
+    with pytest.raises(ConnectionFailed, match=r"Connect call failed|Connection refused") as caught:
+        await connect_async("amqp://guest:secret@127.0.0.1:1/%2F", robust=robust)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConnectionFailed, match="ACCESS_REFUSED"):
+        await connect_async(f"amqp://ann:wrong@127.0.0.1:{broker.port}/%2F", robust=robust)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}/%2F"
+        with Stopwatch() as watch, pytest.raises(ConnectionFailed, match=r"no answer within 0\.3 s"):
+            await connect_async(url, timeout=0.3, robust=robust)
+        assert watch.kept(0.3)
+    await soon(lambda: not broker.connections())
 
 
-def test_connection_parameters_are_passed_to_aio_pika(run: Run, broker: Broker, wire: Wire) -> None:
-    async def main() -> None:
-        context = ssl.create_default_context()
-        async with await connect_async(broker.url, heartbeat=1, ssl_context=context) as connection:
-            assert connection.transport is not None
-            assert connection.transport.connection.heartbeat_timeout == 1  # type: ignore[attr-defined]  # aiormq's
-            await soon(lambda: wire.count("in", "Heartbeat"))
-
-    run(main())
+async def test_connection_parameters_are_passed_to_aio_pika(broker: Broker, wire: Wire) -> None:
+    context = ssl.create_default_context()
+    async with await connect_async(broker.url, heartbeat=1, ssl_context=context) as connection:
+        assert connection.transport is not None
+        assert connection.transport.connection.heartbeat_timeout == 1  # type: ignore[attr-defined]  # aiormq's
+        await soon(lambda: wire.count("in", "Heartbeat"))

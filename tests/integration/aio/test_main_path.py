@@ -30,21 +30,17 @@ from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, messag
 from .tools import Run, soon
 
 
-def test_f4_a_thousand_tasks_can_send_with_one_async_producer(run: Run, broker: Broker) -> None:
+async def test_f4_a_thousand_tasks_can_send_with_one_async_producer(broker: Broker) -> None:
     tasks = rounds(1000, least=300)
+    async with AsyncProducer(broker.url, routing_key="q", capacity=100) as producer:
 
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q", capacity=100) as producer:
+        async def work(task: int) -> None:
+            for number in range(5):
+                receipt = await producer.send(b"%d %d" % (task, number))
+                assert await receipt is Outcome.CONFIRMED
 
-            async def work(task: int) -> None:
-                for number in range(5):
-                    receipt = await producer.send(b"%d %d" % (task, number))
-                    assert await receipt is Outcome.CONFIRMED
-
-            await asyncio.gather(*map(work, range(tasks)))
-            assert (producer.unsettled, producer.available) == (0, 100)
-
-    run(main())
+        await asyncio.gather(*map(work, range(tasks)))
+        assert (producer.unsettled, producer.available) == (0, 100)
     by_task = defaultdict(list)
     for body in bodies(broker):
         task, number = map(int, body.split())
@@ -54,236 +50,200 @@ def test_f4_a_thousand_tasks_can_send_with_one_async_producer(run: Run, broker: 
     assert ids == sorted(set(ids))
 
 
-def test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages(
-    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+async def test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q") as producer:
-            assert producer._engine.link is not None
-            tapped = producer._engine.link.writer
-            assert tapped is not None
-            writes: list[int] = []
-            write = tapped._send
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        assert producer._engine.link is not None
+        tapped = producer._engine.link.writer
+        assert tapped is not None
+        writes: list[int] = []
+        write = tapped._send
 
-            def counted(data: bytes) -> int:
-                writes.append(len(data))
-                return write(data)
+        def counted(data: bytes) -> int:
+            writes.append(len(data))
+            return write(data)
 
-            monkeypatch.setattr(tapped, "_send", counted)
-            receipts = []
-            for number in range(500):
-                sending = producer.send(b"%d" % number)
-                with pytest.raises(StopIteration) as done:
-                    sending.send(None)
-                receipts.append(done.value.value)
-            # Nobody waits for them, so nothing was made to wait by.
-            assert {receipt._waiter for receipt in receipts} == {None}
-            assert writes == []
-            await producer.flush()
-            assert len(writes) == 1
-
-    run(main())
+        monkeypatch.setattr(tapped, "_send", counted)
+        receipts = []
+        for number in range(500):
+            sending = producer.send(b"%d" % number)
+            with pytest.raises(StopIteration) as done:
+                sending.send(None)
+            receipts.append(done.value.value)
+        # Nobody waits for them, so nothing was made to wait by.
+        assert {receipt._waiter for receipt in receipts} == {None}
+        assert writes == []
+        await producer.flush()
+        assert len(writes) == 1
     assert bodies(broker) == [b"%d" % number for number in range(500)]
 
 
-def test_many_tasks_can_wait_for_one_receipt_and_cancelling_one_does_not_affect_the_others(
-    run: Run, broker: Broker
+async def test_many_tasks_can_wait_for_one_receipt_and_cancelling_one_does_not_affect_the_others(
+    broker: Broker,
 ) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q") as producer:
-            broker.withhold_confirms()
-            receipt = await producer.send(b"")
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        broker.withhold_confirms()
+        receipt = await producer.send(b"")
 
-            async def wait() -> Outcome:
-                return await receipt
+        async def wait() -> Outcome:
+            return await receipt
 
-            tasks = [asyncio.create_task(wait()) for _ in range(6)]
-            limited = asyncio.create_task(receipt.result(timeout=30))
-            await asyncio.sleep(0)
-            for doomed in (tasks[0], tasks[3]):
-                doomed.cancel()
-            await asyncio.sleep(0)
-            late = asyncio.create_task(wait())
-            await asyncio.sleep(0)
-            tasks[1].cancel()
-            with pytest.raises(ConfirmTimeout):
-                await receipt.result(timeout=0.05)
-            assert not await receipt.wait(timeout=0)
-            broker.release_confirms()
-            results = await asyncio.gather(*tasks, limited, late, return_exceptions=True)
-            cancelled = {at for at, result in enumerate(results) if isinstance(result, asyncio.CancelledError)}
-            assert cancelled == {0, 1, 3}
-            assert {result for at, result in enumerate(results) if at not in cancelled} == {Outcome.CONFIRMED}
-            assert await receipt.wait()
-
-    run(main())
+        tasks = [asyncio.create_task(wait()) for _ in range(6)]
+        limited = asyncio.create_task(receipt.result(timeout=30))
+        await asyncio.sleep(0)
+        for doomed in (tasks[0], tasks[3]):
+            doomed.cancel()
+        await asyncio.sleep(0)
+        late = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        with pytest.raises(ConfirmTimeout):
+            await receipt.result(timeout=0.05)
+        assert not await receipt.wait(timeout=0)
+        broker.release_confirms()
+        results = await asyncio.gather(*tasks, limited, late, return_exceptions=True)
+        cancelled = {at for at, result in enumerate(results) if isinstance(result, asyncio.CancelledError)}
+        assert cancelled == {0, 1, 3}
+        assert {result for at, result in enumerate(results) if at not in cancelled} == {Outcome.CONFIRMED}
+        assert await receipt.wait()
 
 
-def test_awaiting_the_receipt_of_a_returned_message_raises_an_error(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
-            with pytest.raises(MessageReturned, match="312"):
-                await (await producer.send(b""))
-
-    run(main())
+async def test_awaiting_the_receipt_of_a_returned_message_raises_an_error(broker: Broker) -> None:
+    async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
+        with pytest.raises(MessageReturned, match="312"):
+            await (await producer.send(b""))
 
 
-def test_send_nowait_returns_a_receipt_and_not_a_coroutine(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q") as producer:
-            assert await producer.send_nowait("text") is Outcome.CONFIRMED
-
-    run(main())
+async def test_send_nowait_returns_a_receipt_and_not_a_coroutine(broker: Broker) -> None:
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        assert await producer.send_nowait("text") is Outcome.CONFIRMED
     assert bodies(broker) == [b"text"]
 
 
-def test_an_async_producer_connects_only_once_and_before_it_sends(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q")
-        for call in (
-            lambda: producer.send(b"1"),
-            lambda: producer.send(b"1", timeout=0),
-            producer.wait_unflowed,
-        ):
-            with pytest.raises(ProducerClosed, match="not connected yet"):
-                await call()
+async def test_an_async_producer_connects_only_once_and_before_it_sends(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q")
+    for call in (
+        lambda: producer.send(b"1"),
+        lambda: producer.send(b"1", timeout=0),
+        producer.wait_unflowed,
+    ):
         with pytest.raises(ProducerClosed, match="not connected yet"):
-            producer.send_nowait(b"1")
-        assert list(flow_manager.resources) == []
-        async with await producer.connect() as same:
-            assert same is producer
-            assert list(flow_manager.resources) == [producer]
-            await (await producer.send(b"2"))
-            with pytest.raises(QflowError, match="can connect only once"):
-                await producer.connect()
-        with pytest.raises(ProducerClosed):
+            await call()
+    with pytest.raises(ProducerClosed, match="not connected yet"):
+        producer.send_nowait(b"1")
+    assert list(flow_manager.resources) == []
+    async with await producer.connect() as same:
+        assert same is producer
+        assert list(flow_manager.resources) == [producer]
+        await (await producer.send(b"2"))
+        with pytest.raises(QflowError, match="can connect only once"):
             await producer.connect()
-
-    run(main())
+    with pytest.raises(ProducerClosed):
+        await producer.connect()
     assert bodies(broker) == [b"2"]
 
 
-def test_a_producer_that_never_connected_can_be_closed(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url)
-        events = producer.flow_events()
-        await producer.close()
-        with pytest.raises(StopAsyncIteration):
-            await anext(events)
-        with pytest.raises(ProducerClosed):
-            await producer.connect()
-
-    run(main())
+async def test_a_producer_that_never_connected_can_be_closed(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url)
+    events = producer.flow_events()
+    await producer.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+    with pytest.raises(ProducerClosed):
+        await producer.connect()
 
 
-def test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason(run: Run) -> None:
-    async def main() -> None:
-        producer = AsyncProducer("amqp://guest:secret@127.0.0.1:1/%2F")
-        waiting: asyncio.Task[Any] | None = None
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        # It may be used by others while it connects.
-        waiting = asyncio.create_task(producer.send(b"", timeout=None))
-        with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1"):
-            await connecting
-        with Stopwatch() as watch, pytest.raises(ProducerClosed, match="could not connect"):
-            await waiting
-        assert watch.kept(0.0)
-        assert producer.closed
-        await producer.close()
-
-    run(main())
+async def test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason() -> None:
+    producer = AsyncProducer("amqp://guest:secret@127.0.0.1:1/%2F")
+    waiting: asyncio.Task[Any] | None = None
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    # It may be used by others while it connects.
+    waiting = asyncio.create_task(producer.send(b"", timeout=None))
+    with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1"):
+        await connecting
+    with Stopwatch() as watch, pytest.raises(ProducerClosed, match="could not connect"):
+        await waiting
+    assert watch.kept(0.0)
+    assert producer.closed
+    await producer.close()
 
 
-def test_a_send_may_wait_until_an_async_producer_is_connected(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q")
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        receipts = await asyncio.gather(*(producer.send(b"%d" % number) for number in range(3)))
-        async with await connecting:
-            assert [await receipt for receipt in receipts] == [Outcome.CONFIRMED] * 3
-
-    run(main())
+async def test_a_send_may_wait_until_an_async_producer_is_connected(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q")
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    receipts = await asyncio.gather(*(producer.send(b"%d" % number) for number in range(3)))
+    async with await connecting:
+        assert [await receipt for receipt in receipts] == [Outcome.CONFIRMED] * 3
     assert bodies(broker) == [b"0", b"1", b"2"]
 
 
-def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q")
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        await producer.close()
-        with pytest.raises(ProducerClosed):
-            await connecting
-        await soon(lambda: not broker.connections())
-
-    run(main())
+async def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q")
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    await producer.close()
+    with pytest.raises(ProducerClosed):
+        await connecting
+    await soon(lambda: not broker.connections())
 
 
-def test_leaving_the_async_with_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        broker.withhold_confirms()
-        producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
+async def test_leaving_the_async_with_block_by_an_exception_reports_lost_messages(broker: Broker) -> None:
+    broker.withhold_confirms()
+    producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
 
-        async def leave() -> None:
-            async with producer:
-                await producer.send(b"1")
-                await soon(lambda: broker.queue("q").depth)
-                raise KeyError
+    async def leave() -> None:
+        async with producer:
+            await producer.send(b"1")
+            await soon(lambda: broker.queue("q").depth)
+            raise KeyError
 
-        with pytest.raises(KeyError) as caught:
-            await leave()
-        assert "1 admitted messages were not delivered" in caught.value.__notes__[0]
-        undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
-        assert isinstance(undelivered, UndeliveredMessages)
-        assert [message.body for message in undelivered.unknown] == [b"1"]
-
-    run(main())
+    with pytest.raises(KeyError) as caught:
+        await leave()
+    assert "1 admitted messages were not delivered" in caught.value.__notes__[0]
+    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
+    assert isinstance(undelivered, UndeliveredMessages)
+    assert [message.body for message in undelivered.unknown] == [b"1"]
 
 
-def test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly(
-    run: Run, broker: Broker, wire: Any
+async def test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly(
+    broker: Broker, wire: Any
 ) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
-            for _ in range(3000):
-                await producer.send(b"")
-            assert broker.connections()[0].client_properties["connection_name"] == "orders"
-
-    run(main())
+    async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
+        for _ in range(3000):
+            await producer.send(b"")
+        assert broker.connections()[0].client_properties["connection_name"] == "orders"
     assert broker.queue("q").depth == 3000
-    broker.wait_until(lambda b: not b.connections())
+    await soon(lambda: not broker.connections())
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_a_producer_whose_event_loop_is_closed_admits_no_message(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        closed = asyncio.new_event_loop()
-        closed.close()
-        async with AsyncProducer(broker.url, routing_key="q") as producer:
-            # A program that runs a second loop, and did not close the producer in the first, sends from there.
-            own, producer._engine.loop = producer._engine.loop, closed
-            try:
+async def test_a_producer_whose_event_loop_is_closed_admits_no_message(broker: Broker) -> None:
+    closed = asyncio.new_event_loop()
+    closed.close()
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        # A program that runs a second loop, and did not close the producer in the first, sends from there.
+        own, producer._engine.loop = producer._engine.loop, closed
+        try:
+            with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
+                producer.send_nowait(b"")
+            with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
+                await producer.send(b"")
+            for call in lambda: producer.send_many([b""]), producer.flush, producer.wait_unflowed:
                 with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
-                    producer.send_nowait(b"")
-                with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
-                    await producer.send(b"")
-                for call in lambda: producer.send_many([b""]), producer.flush, producer.wait_unflowed:
-                    with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
-                        await call()
-                async with asyncio.timeout(PATIENCE):
-                    assert [event async for event in producer.flow_events()] == []
-            finally:
-                producer._engine.loop = own
-            assert producer.unsettled == 0
-
-    run(main())
+                    await call()
+            async with asyncio.timeout(PATIENCE):
+                assert [event async for event in producer.flow_events()] == []
+        finally:
+            producer._engine.loop = own
+        assert producer.unsettled == 0
     assert bodies(broker) == []
 
 
-def test_a_message_that_a_signal_handler_sends_while_the_producer_connects_is_delivered(
-    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+async def test_a_message_that_a_signal_handler_sends_while_the_producer_connects_is_delivered(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Link.open
     receipts: list[AsyncReceipt] = []
@@ -293,15 +253,11 @@ def test_a_message_that_a_signal_handler_sends_while_the_producer_connects_is_de
         receipts.append(producer.send_nowait(b"nowait"))
         receipts.append(await producer.send(b"send"))
 
-    async def main() -> list[Outcome]:
-        await producer.connect()
-        outcomes = [await receipt.result(PATIENCE) for receipt in receipts]
-        await producer.close()
-        return outcomes
-
     monkeypatch.setattr(Link, "open", open_and_send)
     producer = AsyncProducer(broker.url, routing_key="q")
-    assert run(main()) == [Outcome.CONFIRMED] * 2
+    await producer.connect()
+    assert [await receipt.result(PATIENCE) for receipt in receipts] == [Outcome.CONFIRMED] * 2
+    await producer.close()
     assert bodies(broker) == [b"nowait", b"send"]
 
 
@@ -416,30 +372,24 @@ def test_calls_from_another_event_loop_that_may_wait_raise_an_error_immediately(
     run(again())
 
 
-def test_E12_a_producer_that_was_shut_down_before_it_connected_never_connects(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q")
-        producer.shutdown()
-        with pytest.raises(ProducerClosed):
-            await producer.connect()
-
-    run(main())
+async def test_E12_a_producer_that_was_shut_down_before_it_connected_never_connects(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q")
+    producer.shutdown()
+    with pytest.raises(ProducerClosed):
+        await producer.connect()
     assert not broker.connections()
 
 
-def test_E12_a_second_shutdown_continues_the_first_shutdown(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with AsyncProducer(broker.url, routing_key="q") as producer:
-            broker.withhold_confirms()
-            receipt = await producer.send(b"1")
-            tasks = []
-            for _ in range(2):
-                producer.shutdown()
-                await soon(lambda: producer._engine._ending)
-                tasks.append(producer._engine._ending)
-            await asyncio.sleep(0)
-            assert tasks[0] is tasks[1] is producer._engine._ending
-            broker.release_confirms()
-            assert await receipt is Outcome.CONFIRMED
-
-    run(main())
+async def test_E12_a_second_shutdown_continues_the_first_shutdown(broker: Broker) -> None:
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        broker.withhold_confirms()
+        receipt = await producer.send(b"1")
+        tasks = []
+        for _ in range(2):
+            producer.shutdown()
+            await soon(lambda: producer._engine._ending)
+            tasks.append(producer._engine._ending)
+        await asyncio.sleep(0)
+        assert tasks[0] is tasks[1] is producer._engine._ending
+        broker.release_confirms()
+        assert await receipt is Outcome.CONFIRMED

@@ -74,141 +74,123 @@ def test_a_signal_handler_that_sends_at_the_end_of_connect_gets_its_message_on_d
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
-def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
-    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
+async def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
+    broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
 ) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(
-            broker.url,
-            routing_key="q",
-            outbox=tmp_path / "outbox",
-            when_flowed=when_flowed,  # type: ignore[arg-type]
-            capacity=2,
-        )
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        sends = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(5)]
-        await in_line(producer, 5)
-        # They have the outbox's protocol in place of the one in which they stood in line.
-        with pytest.raises(FlowControlTimeout, match="disconnected"):
-            await producer.send(b"too late", timeout=0.05)
-        unflowed = asyncio.create_task(producer.wait_unflowed(PATIENCE))
-        sends[4].cancel()
-        go_on.set()
-        await connecting
-        receipts = await asyncio.gather(*sends[:4])
-        assert await unflowed
-        await producer.flush(PATIENCE)
-        assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 4
-        await producer.close()
-        assert producer.stored == 0
-
-    run(main())
+    producer = AsyncProducer(
+        broker.url,
+        routing_key="q",
+        outbox=tmp_path / "outbox",
+        when_flowed=when_flowed,  # type: ignore[arg-type]
+        capacity=2,
+    )
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    sends = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(5)]
+    await in_line(producer, 5)
+    # They have the outbox's protocol in place of the one in which they stood in line.
+    with pytest.raises(FlowControlTimeout, match="disconnected"):
+        await producer.send(b"too late", timeout=0.05)
+    unflowed = asyncio.create_task(producer.wait_unflowed(PATIENCE))
+    sends[4].cancel()
+    go_on.set()
+    await connecting
+    receipts = await asyncio.gather(*sends[:4])
+    assert await unflowed
+    await producer.flush(PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 4
+    await producer.close()
+    assert producer.stored == 0
     assert bodies(broker) == [b"0", b"1", b"2", b"3"]
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_a_message_that_is_too_large_for_the_outbox_does_not_block_other_messages(
-    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
+async def test_a_message_that_is_too_large_for_the_outbox_does_not_block_other_messages(
+    broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(
-            broker.url,
-            routing_key="q",
-            outbox=tmp_path / "outbox",
-            outbox_max_bytes=1000,
-            outbox_full=outbox_full,  # type: ignore[arg-type]
-        )
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        large = asyncio.create_task(producer.send(bytes(5000), timeout=None))
-        small = asyncio.create_task(producer.send(b"small", timeout=None))
-        await in_line(producer, 2)
-        go_on.set()
-        await connecting
-        with pytest.raises(OutboxFull, match="no room for a message of 5000 bytes") as caught:
-            await large
-        assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (bytes(5000), "", "q")
-        receipt = await small
-        assert await receipt.result(PATIENCE) is Outcome.CONFIRMED
-        await producer.close()
-
-    run(main())
+    producer = AsyncProducer(
+        broker.url,
+        routing_key="q",
+        outbox=tmp_path / "outbox",
+        outbox_max_bytes=1000,
+        outbox_full=outbox_full,  # type: ignore[arg-type]
+    )
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    large = asyncio.create_task(producer.send(bytes(5000), timeout=None))
+    small = asyncio.create_task(producer.send(b"small", timeout=None))
+    await in_line(producer, 2)
+    go_on.set()
+    await connecting
+    with pytest.raises(OutboxFull, match="no room for a message of 5000 bytes") as caught:
+        await large
+    assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (bytes(5000), "", "q")
+    receipt = await small
+    assert await receipt.result(PATIENCE) is Outcome.CONFIRMED
+    await producer.close()
     assert bodies(broker) == [b"small"]
 
 
-def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox_opens(
-    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event
+async def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox_opens(
+    broker: Broker, tmp_path: Path, go_on: threading.Event
 ) -> None:
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
-        connecting = asyncio.create_task(producer.connect())
-        await asyncio.sleep(0)
-        sending = asyncio.create_task(producer.send(b"one", timeout=None))
-        await in_line(producer, 1)
-        await producer.close(timeout=0)
-        go_on.set()
-        for task in (connecting, sending):
-            with pytest.raises(ProducerClosed):
-                await task
-
-    run(main())
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    sending = asyncio.create_task(producer.send(b"one", timeout=None))
+    await in_line(producer, 1)
+    await producer.close(timeout=0)
+    go_on.set()
+    for task in (connecting, sending):
+        with pytest.raises(ProducerClosed):
+            await task
     assert bodies(broker) == []
 
 
-def test_a_relative_outbox_path_is_resolved_at_the_construction_of_the_producer(
-    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_relative_outbox_path_is_resolved_at_the_construction_of_the_producer(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        monkeypatch.chdir(tmp_path)
-        producer = AsyncProducer(broker.url, routing_key="q", outbox="outbox")
-        (tmp_path / "other").mkdir()
-        monkeypatch.chdir("other")
-        async with producer:
-            await producer.send(b"x")
-
-    run(main())
+    monkeypatch.chdir(tmp_path)
+    producer = AsyncProducer(broker.url, routing_key="q", outbox="outbox")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    async with producer:
+        await producer.send(b"x")
     assert (tmp_path / "outbox").exists()
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_E4_if_a_close_is_cancelled_at_any_moment_the_outbox_is_free_for_the_next_producer(
-    run: Run, broker: Broker, tmp_path: Path
+async def test_E4_if_a_close_is_cancelled_at_any_moment_the_outbox_is_free_for_the_next_producer(
+    broker: Broker, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        for turns in range(30):
-            producer = AsyncProducer(broker.url, routing_key="q", outbox=str(tmp_path / "outbox.db"))
-            await producer.connect()
-            await producer.send(b"")
-            closing = asyncio.create_task(producer.close())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.wait((closing,))
-            # It was cancelled before it began, or is at its end.
-            await producer.close()
-
-    run(main())
-
-
-def test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop(
-    run: Run, broker: Broker, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        loop, event = asyncio.get_running_loop(), threading.Event()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    for turns in range(30):
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=str(tmp_path / "outbox.db"))
         await producer.connect()
-        # The program ends this thread only after it has closed the producer.
-        working = loop.run_in_executor(None, event.wait)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await producer.close()
-        finally:
-            event.set()
-        await working
+        await producer.send(b"")
+        closing = asyncio.create_task(producer.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        # It was cancelled before it began, or is at its end.
+        await producer.close()
 
-    run(main())
+
+async def test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop(
+    broker: Broker, tmp_path: Path
+) -> None:
+    loop, event = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    await producer.connect()
+    # The program ends this thread only after it has closed the producer.
+    working = loop.run_in_executor(None, event.wait)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await producer.close()
+    finally:
+        event.set()
+    await working
 
 
 def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
@@ -241,8 +223,8 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         answers.set()
 
 
-def test_E4_after_the_deadline_of_close_the_waits_for_broker_and_disk_have_one_common_time_limit(
-    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_E4_after_the_deadline_of_close_the_waits_for_broker_and_disk_have_one_common_time_limit(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     closes, ends = Storage.close, Link.close
@@ -258,13 +240,9 @@ def test_E4_after_the_deadline_of_close_the_waits_for_broker_and_disk_have_one_c
 
     monkeypatch.setattr(Storage, "close", close)
     monkeypatch.setattr(Link, "close", end)
-
-    async def main() -> None:
-        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
-        await producer.connect()
-        await producer.close(timeout=0)
-
-    run(main())
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    await producer.connect()
+    await producer.close(timeout=0)
     assert len(waits) == 2
     assert sum(waits) < 0.61
 
@@ -288,8 +266,8 @@ def test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop(
     assert broker.queue("q").depth == 1
 
 
-def test_E4_a_connect_that_is_cancelled_while_the_outbox_opens_leaves_nothing_running(
-    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+async def test_E4_a_connect_that_is_cancelled_while_the_outbox_opens_leaves_nothing_running(
+    broker: Broker, tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
     opens = Storage.open
@@ -302,16 +280,12 @@ def test_E4_a_connect_that_is_cancelled_while_the_outbox_opens_leaves_nothing_ru
             ended.set()
 
     monkeypatch.setattr(Storage, "open", watched)
-
-    async def main() -> None:
-        connecting = asyncio.create_task(AsyncProducer(broker.url, outbox=tmp_path / "outbox").connect())
-        await asyncio.to_thread(begun.wait, PATIENCE)
-        connecting.cancel()
-        asyncio.get_running_loop().call_later(0.1, go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await connecting
-        assert ended.is_set()
-        async with AsyncProducer(broker.url, outbox=tmp_path / "outbox"):
-            pass
-
-    run(main())
+    connecting = asyncio.create_task(AsyncProducer(broker.url, outbox=tmp_path / "outbox").connect())
+    await asyncio.to_thread(begun.wait, PATIENCE)
+    connecting.cancel()
+    asyncio.get_running_loop().call_later(0.1, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert ended.is_set()
+    async with AsyncProducer(broker.url, outbox=tmp_path / "outbox"):
+        pass

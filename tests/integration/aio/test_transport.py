@@ -30,7 +30,7 @@ from qflow_client.broker import Broker
 from tests.effort import COMPLETE
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-from .tools import Run, soon
+from .tools import soon
 
 
 @asynccontextmanager
@@ -67,96 +67,86 @@ async def relay(broker: Broker) -> AsyncIterator[tuple[str, Callable[[bytes], No
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_bytes_that_are_not_amqp_frames_end_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with relay(broker) as (url, say):
-            producer = await AsyncProducer(url, routing_key="q").connect()
-            broker.withhold_confirms()
-            receipt = await producer.send(b"")
-            await soon(lambda: broker.queue("q").depth)
-            producer.pause()
-            waiting = asyncio.create_task(producer.send(b"", timeout=None))
-            say(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3)
-            # Whatever follows is not looked at.
-            say(b"more" * 10)
-            with pytest.raises(ProducerClosed, match="the data from the broker cannot be read"):
-                await waiting
-            with pytest.raises(UndeliveredMessages):
-                await producer.close()
-            assert receipt.outcome is Outcome.UNKNOWN
-
-    run(main())
+async def test_bytes_that_are_not_amqp_frames_end_the_connection_and_every_wait(broker: Broker) -> None:
+    async with relay(broker) as (url, say):
+        producer = await AsyncProducer(url, routing_key="q").connect()
+        broker.withhold_confirms()
+        receipt = await producer.send(b"")
+        await soon(lambda: broker.queue("q").depth)
+        producer.pause()
+        waiting = asyncio.create_task(producer.send(b"", timeout=None))
+        say(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3)
+        # Whatever follows is not looked at.
+        say(b"more" * 10)
+        with pytest.raises(ProducerClosed, match="the data from the broker cannot be read"):
+            await waiting
+        with pytest.raises(UndeliveredMessages):
+            await producer.close()
+        assert receipt.outcome is Outcome.UNKNOWN
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.002])
-def test_messages_of_aio_pika_and_of_a_producer_are_interleaved_at_frame_boundaries(
-    run: Run, broker: Broker, proxy: Proxy, wire: Wire, slow: float
+async def test_messages_of_aio_pika_and_of_a_producer_are_interleaved_at_frame_boundaries(
+    broker: Broker, proxy: Proxy, wire: Wire, slow: float
 ) -> None:
     """Each message is larger than the socket buffer, so each writer waits for the other within a message."""
     broker.declare_queue("theirs")
     proxy.slow_down(slow)
+    async with await connect_async(proxy.url(broker), heartbeat=1) as connection:
+        channel = await connection.channel()
+        got: list[bytes] = []
 
-    async def main() -> None:
-        async with await connect_async(proxy.url(broker), heartbeat=1) as connection:
-            channel = await connection.channel()
-            got: list[bytes] = []
+        async def consume(message: Any) -> None:
+            got.append(message.body)
 
-            async def consume(message: Any) -> None:
-                got.append(message.body)
+        await (await channel.get_queue("theirs")).consume(consume, no_ack=True)
+        theirs = [bytes([number]) * 700_000 for number in range(8)]
+        async with AsyncProducer(connection=connection, routing_key="q", capacity=10_000) as producer:
 
-            await (await channel.get_queue("theirs")).consume(consume, no_ack=True)
-            theirs = [bytes([number]) * 700_000 for number in range(8)]
-            async with AsyncProducer(connection=connection, routing_key="q", capacity=10_000) as producer:
+            async def ours() -> None:
+                for number in range(1500):
+                    await producer.send(b"%08d" % number + bytes(number % 7 * 1000))
+                    if number % 50 == 0:
+                        await asyncio.sleep(0)
 
-                async def ours() -> None:
-                    for number in range(1500):
-                        await producer.send(b"%08d" % number + bytes(number % 7 * 1000))
-                        if number % 50 == 0:
-                            await asyncio.sleep(0)
+            async def publish(body: bytes) -> None:
+                await channel.default_exchange.publish(aio_pika.Message(body), "theirs", timeout=60)
 
-                async def publish(body: bytes) -> None:
-                    await channel.default_exchange.publish(aio_pika.Message(body), "theirs", timeout=60)
-
-                await asyncio.gather(ours(), *map(publish, theirs))
-                await producer.flush(timeout=60)
-            await soon(lambda: len(got) == len(theirs))
-            assert sorted(got) == theirs
-
-    run(main())
+            await asyncio.gather(ours(), *map(publish, theirs))
+            await producer.flush(timeout=60)
+        await soon(lambda: len(got) == len(theirs))
+        assert sorted(got) == theirs
     assert [int(body[:8]) for body in bodies(broker)] == list(range(1500))
     assert wire.count("out", "Connection.Close") == 0
     assert wire.count("out", "Channel.Close") == 0
 
 
-def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(run: Run, broker: Broker, proxy: Proxy) -> None:
-    async def main() -> None:
-        connection = await connect_async(proxy.url(broker))
-        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
-        proxy.stop_reading()
+async def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(broker: Broker, proxy: Proxy) -> None:
+    connection = await connect_async(proxy.url(broker))
+    producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+    proxy.stop_reading()
 
-        async def fill() -> None:
-            while True:
-                await producer.send(bytes(100_000), timeout=0.2)
+    async def fill() -> None:
+        while True:
+            await producer.send(bytes(100_000), timeout=0.2)
 
-        with pytest.raises(FlowControlTimeout, match="transport"):
-            await fill()
-        with Stopwatch() as watch:
-            await connection.close()
-        # The good-bye of aiormq and ours have some seconds each.
-        assert watch.within(10)
-        with pytest.raises(ProducerClosed):
-            await producer.send(b"")
-        with pytest.raises(UndeliveredMessages) as caught:
-            await producer.close()
-        assert caught.value.unknown
-        assert caught.value.unsent
-
-    run(main())
+    with pytest.raises(FlowControlTimeout, match="transport"):
+        await fill()
+    with Stopwatch() as watch:
+        await connection.close()
+    # The good-bye of aiormq and ours have some seconds each.
+    assert watch.within(10)
+    with pytest.raises(ProducerClosed):
+        await producer.send(b"")
+    with pytest.raises(UndeliveredMessages) as caught:
+        await producer.close()
+    assert caught.value.unknown
+    assert caught.value.unsent
 
 
 @pytest.mark.parametrize("announced", [False, None, KeyError("capabilities")])
-def test_messages_that_the_broker_does_not_confirm_settle_as_unknown(
-    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch, announced: Any
+async def test_messages_that_the_broker_does_not_confirm_settle_as_unknown(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, announced: Any
 ) -> None:
     def publisher_confirms(_connection: object) -> Any:
         if isinstance(announced, Exception):
@@ -164,77 +154,62 @@ def test_messages_that_the_broker_does_not_confirm_settle_as_unknown(
         return announced
 
     monkeypatch.setattr(aiormq.Connection, "publisher_confirms", property(publisher_confirms))
-
-    async def main() -> None:
-        with pytest.raises(ConnectionFailed, match="set confirms=False to publish without them"):
-            await AsyncProducer(broker.url).connect()
-        if not isinstance(announced, Exception):
-            # aiormq opens no channel at all where the broker announces nothing.
-            async with AsyncProducer(broker.url, routing_key="q", confirms=False) as producer:
-                assert await (await producer.send(b"")) is Outcome.SENT
-        await soon(lambda: not broker.connections())
-
-    run(main())
+    with pytest.raises(ConnectionFailed, match="set confirms=False to publish without them"):
+        await AsyncProducer(broker.url).connect()
+    if not isinstance(announced, Exception):
+        # aiormq opens no channel at all where the broker announces nothing.
+        async with AsyncProducer(broker.url, routing_key="q", confirms=False) as producer:
+            assert await (await producer.send(b"")) is Outcome.SENT
+    await soon(lambda: not broker.connections())
 
 
-def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        for end in ("close", "drop"):
-            producer = await AsyncProducer(broker.url, routing_key="q").connect()
-            assert producer._engine.link is not None
-            tapped = producer._engine.link.writer
-            assert tapped is not None
-            assert tapped._socket.fileno() >= 0
-            if end == "drop":
-                broker.drop_connections()
-                await soon(lambda tapped=tapped: tapped._socket.fileno() == -1)  # type: ignore[misc]
-            await producer.close()
-            assert tapped._socket.fileno() == -1
-
-    run(main())
+async def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(broker: Broker) -> None:
+    for end in ("close", "drop"):
+        producer = await AsyncProducer(broker.url, routing_key="q").connect()
+        assert producer._engine.link is not None
+        tapped = producer._engine.link.writer
+        assert tapped is not None
+        assert tapped._socket.fileno() >= 0
+        if end == "drop":
+            broker.drop_connections()
+            await soon(lambda tapped=tapped: tapped._socket.fileno() == -1)  # type: ignore[misc]
+        await producer.close()
+        assert tapped._socket.fileno() == -1
 
 
 @pytest.mark.parametrize(
     ("run", "size"), [("asyncio", 150_000), *([("uvloop", 5000)] if COMPLETE else [])], indirect=["run"]
 )
-def test_an_async_producer_sends_heartbeats_even_while_the_socket_always_has_input(
-    run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
+async def test_an_async_producer_sends_heartbeats_even_while_the_socket_always_has_input(
+    broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and aiormq may write only at the end of a frame."""
     proxy.slow_down(0.02)
-
-    async def main() -> None:
-        url = f"{proxy.url(broker)}?heartbeat=1"
-        # The kernel takes a megabyte or more at a time.
-        plenty = 16_000_000
-        async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
-            protocol = producer._protocol
-            sent = 0
-            async with asyncio.timeout(3 * PATIENCE):
+    url = f"{proxy.url(broker)}?heartbeat=1"
+    # The kernel takes a megabyte or more at a time.
+    plenty = 16_000_000
+    async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
+        protocol = producer._protocol
+        sent = 0
+        async with asyncio.timeout(3 * PATIENCE):
+            while protocol.unwritten < plenty // 2:
+                await producer.send(bytes(size))
+                sent += 1
+            beats = wire.count("in", "Heartbeat")
+            while wire.count("in", "Heartbeat") == beats:
                 while protocol.unwritten < plenty // 2:
                     await producer.send(bytes(size))
                     sent += 1
-                beats = wire.count("in", "Heartbeat")
-                while wire.count("in", "Heartbeat") == beats:
-                    while protocol.unwritten < plenty // 2:
-                        await producer.send(bytes(size))
-                        sent += 1
-                    # To count takes its time, and so much is not written in between.
-                    await asyncio.sleep(0.01)
-                    assert protocol.unwritten > 0
-            proxy.slow_down(0)
-            await producer.flush(timeout=3 * PATIENCE)
-            assert broker.queue("q").depth == sent
-
-    run(main())
+                # To count takes its time, and so much is not written in between.
+                await asyncio.sleep(0.01)
+                assert protocol.unwritten > 0
+        proxy.slow_down(0)
+        await producer.flush(timeout=3 * PATIENCE)
+        assert broker.queue("q").depth == sent
 
 
-def test_connecting_raises_an_error_if_a_server_sends_plain_bytes_before_tls(
-    run: Run,
-    make_broker: Callable[..., Broker],
-    certificate: tuple[Path, Path],
-    wire: Wire,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_connecting_raises_an_error_if_a_server_sends_plain_bytes_before_tls(
+    make_broker: Callable[..., Broker], certificate: tuple[Path, Path], wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
@@ -250,13 +225,9 @@ def test_connecting_raises_an_error_if_a_server_sends_plain_bytes_before_tls(
 
     connected = aiormq_io._connected
     monkeypatch.setattr(aiormq_io, "_connected", connected_late)
-
-    async def main() -> None:
-        for _ in range(10):
-            with pytest.raises(ConnectionFailed):
-                await connect_async(f"{proxy.url(broker)}?cafile={certificate[0]}", timeout=PATIENCE)
-
-    run(main())
+    for _ in range(10):
+        with pytest.raises(ConnectionFailed):
+            await connect_async(f"{proxy.url(broker)}?cafile={certificate[0]}", timeout=PATIENCE)
     proxy.close()
     # TLS was never negotiated, or the broker would have answered the protocol header.
     assert wire.frames == []
