@@ -10,7 +10,7 @@ from qflow_client import FlowControlTimeout, Outcome, Producer, ProducerFlowed
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import Consumer, Stopwatch, Wire, bodies, holds, message_ids, start, wait_flow, wait_held, wait_in_line
+from .tools import Consumer, Stopwatch, Wire, bodies, hold, holds, message_ids, start, start_send, wait_flow, wait_held
 
 
 @pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
@@ -124,10 +124,8 @@ def test_j7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answer
 def test_j7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flow_ends_and_not_lost(
     producer: Producer, broker: Broker
 ) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
-    job = start(producer.send, b"waited", timeout=None)
-    wait_in_line(producer, 1)
+    hold(broker, producer)
+    job = start_send(producer, b"waited")
     assert producer.unsettled == producer.in_flight == 0
     broker.flow(True)
     assert job.result().result(timeout=20) is Outcome.CONFIRMED
@@ -177,14 +175,12 @@ def test_d11_two_producers_that_consume_each_other_s_messages_do_not_deadlock(
 def test_connection_blocked_is_reported_as_a_hold_with_its_kind_and_reason(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
-    broker.block("low on memory")
-    wait_held(producer, "connection_blocked")
+    hold(broker, producer, "connection_blocked")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="low on memory") as caught:
         producer.send(b"no", timeout=0.2)
     assert watch.kept(0.2)
     assert [hold.kind for hold in caught.value.holds] == ["connection_blocked"]
-    job = start(producer.send, b"yes", timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"yes")
     assert wire.came_between(0) == []
     broker.unblock()
     job.result().result(timeout=20)
@@ -222,10 +218,8 @@ def test_several_holds_at_one_time_are_all_reported_and_a_send_waits_until_the_l
     with pytest.raises(FlowControlTimeout) as caught:
         producer.send(b"", timeout=0)
     assert [hold.kind for hold in caught.value.holds] == ["capacity"]
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
-    broker.block("both")
-    wait_held(producer, "connection_blocked")
+    hold(broker, producer)
+    hold(broker, producer, "connection_blocked")
     producer.pause("by hand")
     every = ["capacity", "channel_flow", "connection_blocked", "paused"]
     assert holds(producer) == every
@@ -235,8 +229,7 @@ def test_several_holds_at_one_time_are_all_reported_and_a_send_waits_until_the_l
     for kind in every:
         assert kind in str(caught_now.value)
 
-    job = start(producer.send, b"last", timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"last")
     for lift, kind in [
         (broker.release_confirms, "capacity"),
         (lambda: broker.flow(True), "channel_flow"),

@@ -32,11 +32,13 @@ from .tools import (
     Wire,
     bodies,
     eventually,
+    hold,
     holds,
+    send_unconfirmed,
     start,
+    start_send,
     wait_closed,
     wait_done,
-    wait_held,
     wait_in_line,
 )
 
@@ -54,10 +56,8 @@ def test_leaving_the_with_block_flushes_and_closes_the_connection_cleanly(broker
 def test_closing_a_producer_during_an_alarm_does_not_end_the_alarm_and_logs_no_error(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flows = Flows()
-    producer.on_flow(flows)
-    broker.block("low on memory")
-    wait_held(producer, "connection_blocked")
+    flows = Flows(producer)
+    hold(broker, producer, "connection_blocked")
     producer.close(timeout=0)
     flows.wait_for(FlowEventKind.CLOSED)
     assert flows.kinds == [FlowEventKind.FLOWED, FlowEventKind.CLOSED]
@@ -106,9 +106,7 @@ def test_leaving_the_with_block_raises_undelivered_messages(broker: Broker) -> N
 
 
 def test_close_of_a_producer_keeps_its_deadline_while_confirms_are_missing(producer: Producer, broker: Broker) -> None:
-    broker.withhold_confirms()
-    receipts = [producer.send(b"%d" % number) for number in range(3)]
-    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    receipts = send_unconfirmed(producer, broker, b"0", b"1", b"2")
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.3)
     assert watch.kept(0.3)
@@ -122,16 +120,9 @@ def test_close_of_a_producer_keeps_its_deadline_while_confirms_are_missing(produ
 def test_close_of_a_producer_keeps_its_deadline_while_the_producer_is_flowed(
     producer: Producer, broker: Broker, way: str
 ) -> None:
-    broker.withhold_confirms()
-    receipt = producer.send(b"written")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
-    if way == "channel_flow":
-        broker.flow(False)
-    else:
-        broker.block("alarm")
-    wait_held(producer, way)
-    waiting = start(producer.send, b"waits", timeout=None)
-    wait_in_line(producer, 1)
+    (receipt,) = send_unconfirmed(producer, broker, b"written")
+    hold(broker, producer, way)
+    waiting = start_send(producer, b"waits")
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.3)
     assert watch.kept(0.3)
@@ -185,9 +176,7 @@ def test_close_waits_for_a_slow_connection_close_of_the_broker_until_the_deadlin
 def test_frames_for_the_channel_of_a_closed_producer_are_dropped(
     producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broker.withhold_confirms()
-    producer.send(b"")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    send_unconfirmed(producer, broker, b"")
     detach = Tap.detach
 
     def leave(tap: Tap, number: int) -> None:
@@ -211,9 +200,7 @@ def test_an_internal_error_of_a_producer_leaves_no_caller_waiting(
     def fail(*_: object) -> bytes:
         raise RuntimeError("a mistake of ours")
 
-    broker.withhold_confirms()
-    receipt = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    (receipt,) = send_unconfirmed(producer, broker, b"1")
     monkeypatch.setattr(Tap, "data_to_write", fail)
     with suppress(ProducerClosed):
         producer.send(b"2")
@@ -254,8 +241,7 @@ def test_close_ends_waiting_sends_with_an_error_immediately(producer: Producer, 
 
 
 def test_an_idle_flowed_producer_closes_immediately(producer: Producer, broker: Broker) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     with Stopwatch() as watch:
         producer.close()
     assert watch.kept(0.0)
@@ -268,8 +254,7 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_holds_and_repo
     producer = Producer(broker.url, routing_key="q")
     producer.send(b"1")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError("the application's own")
     assert watch.within(5.0)
@@ -382,8 +367,7 @@ def test_leaving_the_with_block_by_an_exception_delivers_all_messages_if_there_i
 
 def test_leaving_the_with_block_by_a_flow_control_timeout_does_not_wait_again(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout), producer:
         producer.send(b"", timeout=0.1)
     assert watch.kept(0.1)
@@ -452,9 +436,7 @@ def test_a_producer_can_be_closed_by_several_threads_while_others_send(
 def test_closing_after_a_lost_connection_raises_messages_with_an_unknown_outcome(
     producer: Producer, broker: Broker
 ) -> None:
-    broker.withhold_confirms()
-    receipts = [producer.send(b"%d" % number) for number in range(3)]
-    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    receipts = send_unconfirmed(producer, broker, b"0", b"1", b"2")
     broker.drop_connections()
     wait_closed(producer)
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
@@ -466,9 +448,7 @@ def test_closing_after_a_lost_connection_raises_messages_with_an_unknown_outcome
 
 @pytest.mark.usefixtures("one_connection")
 def test_a_producer_closes_even_if_the_broker_ends_during_the_close(producer: Producer, broker: Broker) -> None:
-    broker.withhold_confirms()
-    producer.send(b"")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    send_unconfirmed(producer, broker, b"")
     closing = start(producer.close, timeout=None)
     eventually(lambda: producer._protocol.waiters.settled)
     broker.drop_connections()
@@ -476,9 +456,7 @@ def test_a_producer_closes_even_if_the_broker_ends_during_the_close(producer: Pr
 
 
 def test_the_error_of_close_shows_that_the_broker_did_not_confirm_in_time(producer: Producer, broker: Broker) -> None:
-    broker.withhold_confirms()
-    receipt = producer.send(b"")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    (receipt,) = send_unconfirmed(producer, broker, b"")
     with pytest.raises(UndeliveredMessages, match="the broker had not answered in time"):
         producer.close(timeout=0.1)
     assert receipt.outcome is Outcome.UNKNOWN

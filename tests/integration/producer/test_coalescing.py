@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 
 import qflow_client
-from qflow_client import AsyncProducer, HoldKind, Producer
+from qflow_client import AsyncProducer, Producer
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.amqp import coalescing
 from qflow_client.broker import Broker
 from tests.effort import COMPLETE
 
-from .tools import PATIENCE, wait_held
+from .tools import PATIENCE, hold
 
 # Seconds; far more than it ever is.
 _GATHERS = 0.3
@@ -106,8 +106,7 @@ def test_a_channel_flow_that_was_read_after_a_delay_is_obeyed_immediately(
     producer = make_producer()
     assert producer.send(b"1").wait(PATIENCE)
     gathering.wait()
-    broker.flow(False)
-    wait_held(producer, HoldKind.CHANNEL_FLOW)
+    hold(broker, producer)
     assert gathering.over
     broker.flow(True)
     producer.send(b"2", timeout=PATIENCE).result(PATIENCE)

@@ -34,11 +34,12 @@ from .tools import (
     Wire,
     bodies,
     eventually,
+    hold,
     holds,
     start,
+    start_send,
     wait_closed,
     wait_held,
-    wait_in_line,
 )
 
 
@@ -162,8 +163,7 @@ def test_producers_on_one_connection_are_flowed_independently(
     (name,) = [each.name for each in broker.channels() if each.number == one._protocol.channel.number]
     broker.flow(False, name)
     wait_held(one, "channel_flow")
-    waiting = start(one.send, b"waits", timeout=None)
-    wait_in_line(one, 1)
+    waiting = start_send(one, b"waits")
     for number in range(1000):
         two.send(b"%d" % number)
     two.flush()
@@ -173,8 +173,7 @@ def test_producers_on_one_connection_are_flowed_independently(
     assert (holds(one), holds(two)) == (["channel_flow"], [])
     broker.flow(True, name)
     assert waiting.result().result(PATIENCE) is Outcome.CONFIRMED
-    broker.block("alarm")
-    wait_held(one, "connection_blocked")
+    hold(broker, one, "connection_blocked")
     wait_held(two, "connection_blocked")
     broker.unblock()
     assert one.wait_unflowed(PATIENCE)
@@ -281,8 +280,7 @@ def test_closing_the_shared_connection_ends_its_producers(connection: pika.Block
     receipt = one.send(b"")
     eventually(lambda: broker.queue("q").depth)
     two.pause()
-    waiting = start(two.send, b"", timeout=None)
-    wait_in_line(two, 1)
+    waiting = start_send(two, b"")
     connection.close()
     with pytest.raises(ProducerClosed, match="the connection is lost: it was closed"):
         waiting.result()

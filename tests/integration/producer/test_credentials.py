@@ -14,7 +14,6 @@ from qflow_client import (
     AsyncProducer,
     ConnectionFailed,
     Credentials,
-    HoldKind,
     Outcome,
     Producer,
     SettingsError,
@@ -27,7 +26,7 @@ from tests.effort import EFFORT
 from tests.integration.aio.tools import soon
 
 from .test_recovery import marked
-from .tools import PATIENCE, Flows, Stopwatch, Wire, bodies, eventually, wait_held
+from .tools import PATIENCE, Flows, Stopwatch, Wire, bodies, eventually, hold, send_unconfirmed
 
 SECRET = "s3cret"
 FAST: dict[str, Any] = {"reconnect_delay": 0.02, "reconnect_delay_max": 0.1}
@@ -86,8 +85,7 @@ def test_E8_expiring_tokens_are_replaced_without_losing_a_connection(
     tokens = Tokens(life, told=life)
     broker = make_broker(authenticate=tokens.authenticate)
     producer = make_producer(broker.url, credentials=tokens, **FAST)
-    flows = Flows()
-    producer.on_flow(flows, kinds=["disconnected"])
+    flows = Flows(producer, kinds=["disconnected"])
     end = time.monotonic() + seconds
     receipts: list[SyncReceipt] = []
     while time.monotonic() < end or wire.count("out", "Connection.UpdateSecretOk") < 20:
@@ -193,12 +191,9 @@ def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_mess
     tokens = Tokens(life=60, told=2.0)
     broker = make_broker(authenticate=tokens.authenticate)
     producer = make_producer(broker.url, credentials=tokens, **FAST)
-    flows = Flows()
-    producer.on_flow(flows, kinds=["disconnected"])
+    flows = Flows(producer, kinds=["disconnected"])
     producer.send(b"0").result(PATIENCE)
-    broker.withhold_confirms()
-    receipt = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 2)
+    (receipt,) = send_unconfirmed(producer, broker, b"1")
     tokens.before = refuse
     # On the thread of the callbacks.
     eventually(lambda: flows.events)
@@ -216,7 +211,7 @@ def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_mess
     assert SECRET not in all_logs()
 
 
-@pytest.mark.parametrize("how", ["Channel.Flow", "Connection.Blocked", "a full window"])
+@pytest.mark.parametrize("how", ["channel_flow", "connection_blocked", "a full window"])
 def test_E8_a_held_producer_still_renews_its_credentials(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], wire: Wire, how: str
 ) -> None:
@@ -224,15 +219,11 @@ def test_E8_a_held_producer_still_renews_its_credentials(
     broker = make_broker(authenticate=tokens.authenticate)
     producer = make_producer(broker.url, credentials=tokens, capacity=1, **FAST)
     producer.send(b"0").result(PATIENCE)
-    if how == "Channel.Flow":
-        broker.flow(False)
-        wait_held(producer, HoldKind.CHANNEL_FLOW)
-    elif how == "Connection.Blocked":
-        broker.block("memory")
-        wait_held(producer, HoldKind.CONNECTION_BLOCKED)
-    else:
+    if how == "a full window":
         broker.withhold_confirms()
         producer.send(b"1")
+    else:
+        hold(broker, producer, how)
     until = time.monotonic() + 2.5
     eventually(lambda: time.monotonic() > until and wire.count("out", "Connection.UpdateSecretOk") > 10)
     assert wire.count("in", "Connection.StartOk") == 1

@@ -24,17 +24,12 @@ from qflow_client.sync.engine import Waiter
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
-from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
-
-
-def _flow(broker: Broker, producer: Producer) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+from .tools import Flows, Stopwatch, bodies, eventually, finish, hold, send_unconfirmed, start, wait_in_line
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
 def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
-    _flow(broker, producer)
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
         producer.send(b"no", timeout=timeout)
     assert watch.kept(0.0)
@@ -49,7 +44,7 @@ def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Brok
 def test_a4_a_send_keeps_its_deadline_and_the_message_is_not_enqueued(
     producer: Producer, broker: Broker, timeout: float
 ) -> None:
-    _flow(broker, producer)
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
         producer.send("text", timeout=timeout)
     assert watch.kept(timeout)
@@ -68,7 +63,7 @@ def test_a4_the_setting_max_producer_flow_control_wait_is_the_default_timeout_of
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(max_producer_flow_control_wait=0.3)
-    _flow(broker, producer)
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
         producer.send(b"")
     assert watch.kept(0.3)
@@ -82,7 +77,7 @@ def test_a4_a_send_with_timeout_none_waits_without_a_time_limit(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
-    _flow(broker, producer)
+    hold(broker, producer)
     job = start(producer.send, b"", **({} if how == "setting" else {"timeout": None}))
     wait_in_line(producer, 1)
     with pytest.raises(FlowControlTimeout):
@@ -93,7 +88,7 @@ def test_a4_a_send_with_timeout_none_waits_without_a_time_limit(
 
 
 def test_a4_each_of_several_sending_threads_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
-    _flow(broker, producer)
+    hold(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
     def work(timeout: float) -> bool:
@@ -151,7 +146,7 @@ def test_a4_each_send_either_admits_its_message_or_raises_an_error(
 
 def test_d1_with_when_flowed_raise_a_send_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(when_flowed="raise")
-    _flow(broker, producer)
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
         producer.send(b"no", timeout=20)
     assert watch.kept(0.0)
@@ -169,7 +164,7 @@ def test_d1_send_nowait_raises_while_the_producer_is_flowed(
 ) -> None:
     producer = make_producer(when_flowed=when_flowed)
     assert producer.send_nowait(b"1").result(timeout=20) is Outcome.CONFIRMED
-    _flow(broker, producer)
+    hold(broker, producer)
     with pytest.raises(ProducerFlowed) as caught:
         producer.send_nowait(b"2")
     assert type(caught.value) is ProducerFlowed
@@ -209,9 +204,8 @@ def test_a_waiting_send_logs_a_notice_repeatedly(
     make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(flow_control_wait_notify_period=0.1)
-    flows = Flows()
-    producer.on_flow(flows)
-    _flow(broker, producer)
+    flows = Flows(producer)
+    hold(broker, producer)
     with caplog.at_level(logging.WARNING, "qflow_client"):
         job = start(producer.send, b"", timeout=None)
         flows.wait_for(FlowEventKind.WAITING, 3)
@@ -232,9 +226,8 @@ def test_a_waiting_send_logs_a_notice_repeatedly(
 
 
 def test_a_send_that_waits_only_briefly_logs_nothing(producer: Producer, broker: Broker) -> None:
-    flows = Flows()
-    producer.on_flow(flows)
-    _flow(broker, producer)
+    flows = Flows(producer)
+    hold(broker, producer)
     with pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0.1)
     assert FlowEventKind.WAITING not in flows.kinds
@@ -305,11 +298,8 @@ def test_wait_unflowed_with_a_full_window_immediately_raises_the_hold_for_a_full
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
-    flows = Flows()
-    producer.on_flow(flows)
-    broker.withhold_confirms()
-    producer.send(b"")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    flows = Flows(producer)
+    send_unconfirmed(producer, broker, b"")
     job = start(producer.wait_unflowed, timeout=20)
     flows.wait_for(FlowEventKind.FLOWED)
     assert job.is_alive()
@@ -336,7 +326,7 @@ def test_flush_waits_only_for_messages_admitted_before_it(
 
 def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) -> None:
     assert producer.wait_unflowed(timeout=0)
-    _flow(broker, producer)
+    hold(broker, producer)
     with Stopwatch() as watch:
         assert not producer.wait_unflowed(timeout=0.2)
     assert watch.kept(0.2)
@@ -356,8 +346,7 @@ def test_f2_messages_are_not_sent_faster_than_the_rate_limit(
     assert time.monotonic() - began >= 0.24
 
     jobs = [start(producer.send, b"thread", timeout=20) for _ in range(10)]
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.flush(timeout=20)
     assert bodies(broker) == [b"%d" % number for number in range(30)] + [b"thread"] * 10
 
@@ -419,8 +408,7 @@ def test_a_timeout_may_be_longer_than_the_longest_wait_that_the_system_supports(
     eventually(lambda: producer._protocol.waiters.unflowed and producer._protocol.waiters.settled and receipt._waiter)
     producer.resume()
     broker.release_confirms()
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.close(timeout=timeout)
     producer.close(timeout=timeout)
 
@@ -461,9 +449,7 @@ def test_E16_no_message_is_republished_after_its_delivery_timeout(
 ) -> None:
     with FaultProxy(broker.url) as proxy:
         producer = make_producer(proxy.url, delivery_timeout=0.3, reconnect_delay=0.05)
-        broker.withhold_confirms()
-        receipt = producer.send(b"stale")
-        broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+        (receipt,) = send_unconfirmed(producer, broker, b"stale")
         proxy.refuse()
         proxy.cut()
         assert receipt.wait(timeout=20)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qflow_client import HoldKind, Producer
+from qflow_client import Producer
 from qflow_client.amqp.frames import CONFIRM_SELECT_OK
 from qflow_client.amqp.tap import Tap, TapChannel
 from qflow_client.broker import Broker
@@ -18,7 +18,7 @@ from qflow_client.returning import answers
 from qflow_client.testing.proxy import FaultProxy
 
 from .test_recovery import marked
-from .tools import PATIENCE, Flows, bodies, eventually, start, wait_held
+from .tools import PATIENCE, Flows, bodies, eventually, hold, start
 
 FAST = {"reconnect_delay": 0.02, "liveness": 0.2}
 
@@ -51,10 +51,8 @@ def test_E15_a_producer_stays_on_a_host_that_blocks_it_if_there_is_no_other_host
     make_producer: Callable[..., Producer], broker: Broker, settings: dict[str, object]
 ) -> None:
     producer = make_producer(broker.url, **settings)
-    flows = Flows()
-    producer.on_flow(flows, kinds=["disconnected"])
-    broker.block("memory")
-    wait_held(producer, HoldKind.CONNECTION_BLOCKED)
+    flows = Flows(producer, kinds=["disconnected"])
+    hold(broker, producer, "connection_blocked")
     broker.unblock()
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
     assert flows.events == []
@@ -132,8 +130,7 @@ def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
         settings = {"connect_timeout": 0.2, "connect_in_background": True, "reconnect_delay": 0.02}
         producer = make_producer([proxy.url, other.url], return_to_first=0.1, **settings)
         assert producer.wait_unflowed(PATIENCE)
-        flows = Flows()
-        producer.on_flow(flows, kinds=["disconnected"])
+        flows = Flows(producer, kinds=["disconnected"])
         before = proxy.accepted
 
         def accept_only(proxy: FaultProxy) -> None:

@@ -34,9 +34,11 @@ from .tools import (
     Stopwatch,
     bodies,
     eventually,
+    finish,
+    hold,
+    send_unconfirmed,
     start,
     wait_closed,
-    wait_held,
     wait_in_line,
 )
 
@@ -48,13 +50,10 @@ def test_flow_events_report_each_hold_with_reason_and_duration_in_order(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(name="orders")
-    flows = Flows()
-    producer.on_flow(flows)
+    flows = Flows(producer)
     before = time.time()
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
-    broker.block("low on memory")
-    wait_held(producer, "connection_blocked")
+    hold(broker, producer)
+    hold(broker, producer, "connection_blocked")
     broker.flow(True)
     flows.wait_for(LIFTED)
     broker.unblock()
@@ -98,8 +97,7 @@ def test_callbacks_of_a_producer_run_on_a_separate_thread(producer: Producer, br
             producer.resume()
 
     jobs = [start(pause_and_resume) for _ in range(2)]
-    for job in jobs:
-        job.result()
+    finish(jobs)
     eventually(lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
     eventually(lambda: two.events == one.events)
     assert one.threads == two.threads
@@ -235,8 +233,7 @@ def test_two_subscriptions_of_one_flow_callback_end_independently(producer: Prod
 def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, broker: Broker) -> None:
     events, other = producer.flow_events(), producer.flow_events()
     job = start(list, events)
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     broker.flow(True)
     assert producer.wait_unflowed(timeout=20)
     producer.close()
@@ -303,8 +300,7 @@ def test_a_close_of_a_producer_without_errors_causes_no_flow_event(producer: Pro
 def test_flow_state_counts_holds_and_durations(producer: Producer, broker: Broker) -> None:
     flowed = producer.flow_state.times_flowed
     for turn in range(1, 4):
-        broker.flow(False)
-        wait_held(producer, "channel_flow")
+        hold(broker, producer)
         state = producer.flow_state
         assert state.flowed
         assert state.since is not None
@@ -373,8 +369,7 @@ def test_a_log_handler_that_raises_an_error_affects_only_the_log(
         raise BrokenPipeError(f"the log host is gone; lost: {record.getMessage()}")
 
     add_handler(fail)
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     producer.pause("stock-taking")
     broker.flow(True)
     producer.resume()
@@ -406,8 +401,7 @@ def test_a_log_handler_that_blocks_delays_no_sender(
     broker.flow(True)
     producer.send(b"").result(timeout=20)
     told.wait(1)
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0.1)
     assert watch.kept(0.1)
@@ -447,9 +441,7 @@ def test_on_delivery_gets_the_receipts_of_messages_lost_with_the_connection(
 ) -> None:
     told = Growing()
     producer = make_producer(on_delivery=told.append)
-    broker.withhold_confirms()
-    receipts = [producer.send(b"") for _ in range(5)]
-    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    receipts = send_unconfirmed(producer, broker, *[b""] * 5)
     broker.drop_connections()
     told.wait_for(lambda told: told == receipts, "all five, in order")
     assert {receipt.outcome for receipt in told} == {Outcome.UNKNOWN}
@@ -527,8 +519,7 @@ def test_on_delivery_may_send_even_if_other_threads_send_faster_than_receipts_ar
     wait_held_by_callbacks(producer)
     wait_in_line(producer, 3)
     go_on.set()
-    for job in jobs:
-        job.result()
+    finish(jobs)
     eventually(lambda: len(told) == 350)
     assert broker.queue("q").depth == 350
     assert not producer.flow_state.flowed

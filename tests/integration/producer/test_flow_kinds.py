@@ -11,7 +11,7 @@ import pytest
 from qflow_client import HoldKind, Producer
 from qflow_client.broker import Broker
 
-from .tools import Flows, start, wait_held, wait_in_line
+from .tools import Flows, hold, start, start_send, wait_held
 
 
 def kinds_told(flows: Flows) -> list[str]:
@@ -31,8 +31,7 @@ def test_a_flow_callback_gets_only_events_about_holds_of_the_requested_kinds(
     wait_held(producer, "capacity")
     broker.release_confirms()
     waiting.result()
-    broker.block("alarm")
-    wait_held(producer, "connection_blocked")
+    hold(broker, producer, "connection_blocked")
     broker.unblock()
     assert producer.wait_unflowed(20)
     producer.pause()
@@ -69,8 +68,7 @@ def test_a_wait_notice_names_the_oldest_hold(make_producer: Callable[..., Produc
     producer.on_flow(rate, kinds=["rate"])
     producer.on_flow(paused, kinds=["paused"])
     producer.pause()
-    waiting = start(producer.send, b"", timeout=None)
-    wait_in_line(producer, 1)
+    waiting = start_send(producer, b"")
     paused._events.wait_for(lambda events: any(event.waiting for event in events), "a notice")
     assert rate.events == []
     producer.resume()

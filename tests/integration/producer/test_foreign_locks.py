@@ -20,7 +20,7 @@ from qflow_client.core.admission import Admission
 from qflow_client.logs import flush_logs
 from qflow_client.sync.engine import Waiter
 
-from .tools import PATIENCE, bodies, eventually, start, wait_in_line
+from .tools import PATIENCE, bodies, eventually, start, start_send
 
 
 @pytest.fixture(autouse=True)
@@ -181,8 +181,7 @@ def test_E2_a_send_that_waits_for_a_busy_producer_is_withdrawn_at_its_deadline(
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
-        sender = start(producer.send, b"refused", timeout=0.05)
-        wait_in_line(producer, 1)
+        sender = start_send(producer, b"refused", timeout=0.05)
         with Handler().logs_in_a_step_of(producer):
             goes_on.set()
             assert isinstance(sender.wait(), NestedCall)
@@ -198,8 +197,7 @@ def test_E2_a_send_at_its_deadline_waits_for_another_thread_that_is_just_admitti
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
-        sender = start(producer.send, b"refused", timeout=0.05)
-        wait_in_line(producer, 1)
+        sender = start_send(producer, b"refused", timeout=0.05)
         (ticket,) = producer._protocol.line.tickets
         with Handler().logs_in_a_step_of(producer):
             assert ticket.claim()

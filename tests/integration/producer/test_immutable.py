@@ -11,7 +11,7 @@ from qflow_client import FlowControlTimeout, Message, Outcome, Producer
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
 
-from .tools import Proxy, start, wait_held, wait_in_line
+from .tools import Proxy, start_send, wait_held
 
 
 def orders(broker: Broker) -> list[Any]:
@@ -80,10 +80,7 @@ def test_E3_headers_can_be_reused_while_earlier_messages_wait(
     producer = make_producer()
     producer.pause()
     reused = Reused()
-    jobs = []
-    for number in range(4):
-        jobs.append(start(producer.send, reused.message(number), timeout=None))
-        wait_in_line(producer, number + 1)
+    jobs = [start_send(producer, reused.message(number)) for number in range(4)]
     reused.message(99)
     producer.resume()
     assert {job.result().result(20) for job in jobs} == {Outcome.CONFIRMED}

@@ -12,7 +12,7 @@ from qflow_client.broker import Broker
 from tests.effort import EFFORT
 from tests.interrupting import interrupted
 
-from .tools import PATIENCE, Stopwatch, bodies, start, wait_in_line
+from .tools import PATIENCE, Stopwatch, bodies, start, start_send, wait_in_line
 
 # A quick run interrupts some of the lines.
 EVERY = 11 if EFFORT == "quick" else 1
@@ -42,8 +42,7 @@ def test_a_send_that_ctrl_c_interrupts_at_any_line_leaves_the_producer_usable(
     producer = make_producer(max_unwritten_bytes=1)
     for at in range(1, 1000, EVERY):
         producer.pause()
-        other = start(producer.send, b"other", timeout=None)
-        wait_in_line(producer, 1)
+        other = start_send(producer, b"other")
 
         def send() -> None:
             with suppress(FlowControlTimeout):

@@ -9,7 +9,7 @@ from qflow_client import FlowControlTimeout, FlowManager, Producer, flow_manager
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import bodies, holds, start, wait_closed, wait_in_line
+from .tools import bodies, finish, holds, start, start_send, wait_closed, wait_in_line
 
 
 def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Broker) -> None:
@@ -17,8 +17,7 @@ def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Bro
     assert holds(producer) == ["paused"]
     with pytest.raises(FlowControlTimeout, match="maintenance"):
         producer.send(b"no", timeout=0.05)
-    job = start(producer.send, b"yes", timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"yes")
     producer.pause("again")
     producer.resume()
     job.result().result(timeout=20)
@@ -116,8 +115,7 @@ def test_d5_the_flow_manager_can_stop_and_start_producers_while_all_send(
         flow_manager.start_all()
         # No faster than a loop takes it, which has a turn for each.
         alive[0].join(0.002)
-    for job in jobs:
-        job.result()
+    finish(jobs)
     for producer in producers:
         producer.flush(timeout=20)
     assert broker.queue("q").depth == 4 * count

@@ -35,7 +35,7 @@ from tests.collecting import collect
 from tests.effort import rounds
 
 from .processes import in_child
-from .tools import PATIENCE, Proxy, bodies, eventually, holds, start, wait_done, wait_held, wait_in_line
+from .tools import PATIENCE, Proxy, bodies, eventually, finish, holds, start, wait_done, wait_held, wait_in_line
 
 MARK = "x-qflow-republished"
 
@@ -147,8 +147,7 @@ def test_many_senders_share_the_disk_commits_of_an_outbox(
 
     file.execute = count  # type: ignore[method-assign]
     jobs = [start(lambda: [producer.send(b"x") for _ in range(25)]) for _ in range(16)]
-    for job in jobs:
-        job.result()
+    finish(jobs)
     assert 0 < commits < 400
     broker.release_confirms()
     producer.flush(timeout=PATIENCE)
@@ -422,8 +421,7 @@ def test_f4_senders_that_wait_until_a_full_outbox_has_room_are_served_in_order(
         producer.send(bytes(500), timeout=0)
     # What is confirmed makes room, though the producer stays flowed.
     broker.release_confirms()
-    for job in jobs:
-        job.result()
+    finish(jobs)
     assert (producer.unsettled, producer.stored) == (0, 3)
     producer.resume()
     producer.flush(timeout=PATIENCE)

@@ -28,10 +28,12 @@ from .tools import (
     Wire,
     bodies,
     eventually,
+    hold,
+    send_unconfirmed,
     start,
+    start_send,
     wait_closed,
     wait_done,
-    wait_held,
     wait_in_line,
 )
 
@@ -195,9 +197,7 @@ def test_many_messages_at_which_the_broker_closes_the_channel_are_rejected_one_b
 
 
 def test_a_producer_reopens_a_channel_that_an_operator_closed(producer: Producer, broker: Broker) -> None:
-    broker.withhold_confirms()
-    receipt = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    (receipt,) = send_unconfirmed(producer, broker, b"1")
     broker.close_channels()
     broker.release_confirms()
     assert receipt.result(timeout=20) is Outcome.CONFIRMED
@@ -211,9 +211,7 @@ def test_a_lost_connection_settles_all_messages_and_wakes_all_waiters(
 ) -> None:
     producer = make_producer(capacity=4)
     assert producer.send(b"before").result(timeout=20) is Outcome.CONFIRMED
-    broker.withhold_confirms()
-    receipts = [producer.send(b"%d" % number) for number in range(4)]
-    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    receipts = send_unconfirmed(producer, broker, b"0", b"1", b"2", b"3")
     waiting = [start(producer.send, b"waits %d" % number, timeout=None) for number in range(5)]
     wait_in_line(producer, 5)
     others = [
@@ -259,10 +257,8 @@ def test_sends_after_the_end_of_a_producer_raise_the_reason_of_the_end(producer:
 def test_a_connection_that_is_lost_while_the_producer_is_flowed_ends_waiting_sends(
     producer: Producer, broker: Broker
 ) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
-    job = start(producer.send, b"", timeout=None)
-    wait_in_line(producer, 1)
+    hold(broker, producer)
+    job = start_send(producer, b"")
     broker.drop_connections()
     assert isinstance(job.wait(), ProducerClosed)
     assert broker.queue("q").depth == 0

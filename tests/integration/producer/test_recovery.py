@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -38,12 +38,13 @@ from .tools import (
     eventually,
     holds,
     message_ids,
+    send_unconfirmed,
     start,
+    start_send,
     unused_port,
     wait_closed,
     wait_done,
     wait_held,
-    wait_in_line,
 )
 
 FAST = {"reconnect_delay": 0.02}
@@ -53,31 +54,30 @@ def marked(broker: Broker) -> list[bool]:
     return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages("q")]
 
 
-def stop(stack: ExitStack) -> None:
-    """Have the brokers end that were entered into a stack."""
-    stack.close()
+def begin(stack: ExitStack, **options: Any) -> Broker:
+    broker = stack.enter_context(Broker(**({"port": unused_port()} | options)))
+    broker.declare_queue("q")
+    return broker
 
 
 @pytest.fixture
-def first() -> Any:
-    """What holds a broker that ends before the test does."""
+def end() -> Iterator[ExitStack]:
+    """A stack that ends the broker `first` when it is closed."""
     with ExitStack() as stack:
         yield stack
 
 
-def begin(stack: ExitStack, **options: Any) -> Broker:
-    # Its port stays unused when it has ended.
-    broker = stack.enter_context(Broker(**({"port": unused_port()} | options)))
-    broker.declare_queue("q")
-    return broker
+@pytest.fixture
+def first(end: ExitStack) -> Broker:
+    """A broker that ends before the test does. Its port stays unused."""
+    return begin(end)
 
 
 def test_unsettled_messages_are_resent_in_order_marked_as_second_copies_and_before_new_messages(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(reconnect_delay=0.3)
-    flows = Flows()
-    producer.on_flow(flows, kinds=["disconnected"])
+    flows = Flows(producer, kinds=["disconnected"])
     assert producer.send(b"0").result(timeout=PATIENCE) is Outcome.CONFIRMED
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(1, 4)]
@@ -100,9 +100,7 @@ def test_with_on_disconnect_fail_unsettled_messages_become_unknown_and_the_produ
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(on_disconnect="fail", **FAST)
-    broker.withhold_confirms()
-    written = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    (written,) = send_unconfirmed(producer, broker, b"1")
     broker.drop_connections()
     with pytest.raises(OutcomeUnknown, match="the connection is lost"):
         written.result(timeout=PATIENCE)
@@ -127,22 +125,18 @@ def test_with_on_disconnect_fail_messages_that_were_never_written_are_safe_to_se
 
 
 def test_the_producer_waits_for_a_broker_that_restarts(
-    make_producer: Callable[..., Producer], first: ExitStack, stack: ExitStack
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack, stack: ExitStack
 ) -> None:
-    broker = begin(first)
-    port = broker.port
-    producer = make_producer(broker.url, **FAST)
+    port = first.port
+    producer = make_producer(first.url, **FAST)
     events: list[Any] = []
     producer.on_flow(events.append)
-    broker.withhold_confirms()
-    receipts = [producer.send(b"%d" % number) for number in range(100)]
-    broker.wait_until(lambda b: b.queue("q").depth == 100)
-    stop(first)
+    receipts = send_unconfirmed(producer, first, *(b"%d" % number for number in range(100)))
+    end.close()
     wait_held(producer, "disconnected")
     with pytest.raises(FlowControlTimeout, match=r"disconnected .*the connection is lost"):
         producer.send(b"no", timeout=0.05)
-    waiting = start(producer.send, b"100", timeout=None)
-    wait_in_line(producer, 1)
+    waiting = start_send(producer, b"100")
     again = begin(stack, port=port)
     receipts.append(waiting.result())
     producer.flush(timeout=PATIENCE)
@@ -153,30 +147,24 @@ def test_the_producer_waits_for_a_broker_that_restarts(
 
 
 def test_a_reconnecting_producer_tries_several_hosts_one_after_the_other(
-    make_producer: Callable[..., Producer], first: ExitStack, broker: Broker
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack, broker: Broker
 ) -> None:
-    lost = begin(first)
-    producer = make_producer([lost.url, broker.url], **FAST)
-    lost.withhold_confirms()
-    receipt = producer.send(b"1")
-    lost.wait_until(lambda b: b.queue("q").depth == 1)
-    stop(first)
+    producer = make_producer([first.url, broker.url], **FAST)
+    (receipt,) = send_unconfirmed(producer, first, b"1")
+    end.close()
     assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
     assert bodies(broker) == [b"1"]
 
 
 def test_a_host_that_never_answers_delays_the_producer_for_at_most_connect_timeout(
-    make_producer: Callable[..., Producer], first: ExitStack, broker: Broker, stack: ExitStack
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack, broker: Broker, stack: ExitStack
 ) -> None:
-    lost = begin(first)
-    port = lost.port
-    producer = make_producer([lost.url, broker.url], connect_timeout=2.0, **FAST)
-    lost.withhold_confirms()
-    receipt = producer.send(b"1")
-    lost.wait_until(lambda b: b.queue("q").depth == 1)
+    port = first.port
+    producer = make_producer([first.url, broker.url], connect_timeout=2.0, **FAST)
+    (receipt,) = send_unconfirmed(producer, first, b"1")
     # Whoever connects to its port now is not answered.
-    lost.drop_connections()
-    stop(first)
+    first.drop_connections()
+    end.close()
     silent = stack.enter_context(socket.create_server(("127.0.0.1", port)))
     assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
     assert bodies(broker) == [b"1"]
@@ -185,17 +173,18 @@ def test_a_host_that_never_answers_delays_the_producer_for_at_most_connect_timeo
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_wrong_password_ends_the_producer_immediately_unless_a_different_host_may_accept_it(
-    make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker], others: bool
+    make_producer: Callable[..., Producer],
+    first: Broker,
+    end: ExitStack,
+    make_broker: Callable[..., Broker],
+    others: bool,
 ) -> None:
-    broker = begin(first)
-    spare = begin(first)
-    port = broker.port
-    producer = make_producer([broker.url, spare.url] if others else broker.url, **FAST)
-    broker.withhold_confirms()
-    receipt = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    spare = begin(end)
+    port = first.port
+    producer = make_producer([first.url, spare.url] if others else first.url, **FAST)
+    (receipt,) = send_unconfirmed(producer, first, b"1")
     spare_port = spare.port
-    stop(first)
+    end.close()
     make_broker(port=port, users={"guest": "changed"})
     if others:
         again = make_broker(port=spare_port)
@@ -211,13 +200,12 @@ def test_a_wrong_password_ends_the_producer_immediately_unless_a_different_host_
 
 
 def test_a_producer_ends_when_its_reconnect_timeout_has_passed(
-    make_producer: Callable[..., Producer], first: ExitStack
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack
 ) -> None:
-    broker = begin(first)
-    producer = make_producer(broker.url, reconnect_timeout=0.3, **FAST)
+    producer = make_producer(first.url, reconnect_timeout=0.3, **FAST)
     waiting = start(producer.wait_unflowed)
     waiting.wait()
-    stop(first)
+    end.close()
     with Stopwatch() as watch:
         wait_closed(producer)
     assert watch.within(1.3)
@@ -226,11 +214,10 @@ def test_a_producer_ends_when_its_reconnect_timeout_has_passed(
 
 
 def test_closing_a_disconnected_producer_ends_immediately_if_all_messages_are_settled(
-    make_producer: Callable[..., Producer], first: ExitStack
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack
 ) -> None:
-    broker = begin(first)
-    producer = make_producer(broker.url, reconnect_delay=60)
-    stop(first)
+    producer = make_producer(first.url, reconnect_delay=60)
+    end.close()
     wait_held(producer, "disconnected")
     with Stopwatch() as watch:
         producer.close()
@@ -239,14 +226,11 @@ def test_closing_a_disconnected_producer_ends_immediately_if_all_messages_are_se
 
 @pytest.mark.parametrize("delay", [0.02, 60])
 def test_closing_a_disconnected_producer_reconnects_until_the_deadline_and_reports_unsettled_messages(
-    make_producer: Callable[..., Producer], first: ExitStack, delay: float
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack, delay: float
 ) -> None:
-    broker = begin(first)
-    producer = make_producer(broker.url, reconnect_delay=delay)
-    broker.withhold_confirms()
-    producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
-    stop(first)
+    producer = make_producer(first.url, reconnect_delay=delay)
+    send_unconfirmed(producer, first, b"1")
+    end.close()
     wait_held(producer, "disconnected")
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.3)
@@ -255,15 +239,12 @@ def test_closing_a_disconnected_producer_reconnects_until_the_deadline_and_repor
 
 
 def test_closing_a_disconnected_producer_delivers_its_messages_if_the_broker_comes_back(
-    make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker]
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack, make_broker: Callable[..., Broker]
 ) -> None:
-    broker = begin(first)
-    port = broker.port
-    producer = make_producer(broker.url, **FAST)
-    broker.withhold_confirms()
-    receipt = producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
-    stop(first)
+    port = first.port
+    producer = make_producer(first.url, **FAST)
+    (receipt,) = send_unconfirmed(producer, first, b"1")
+    end.close()
     wait_held(producer, "disconnected")
     closing = start(producer.close, timeout=PATIENCE)
     eventually(lambda: producer.closed)
@@ -274,14 +255,11 @@ def test_closing_a_disconnected_producer_delivers_its_messages_if_the_broker_com
 
 
 def test_leaving_the_with_block_by_an_exception_does_not_wait_for_a_connection(
-    make_producer: Callable[..., Producer], first: ExitStack
+    make_producer: Callable[..., Producer], first: Broker, end: ExitStack
 ) -> None:
-    broker = begin(first)
-    producer = make_producer(broker.url, **FAST)
-    broker.withhold_confirms()
-    producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
-    stop(first)
+    producer = make_producer(first.url, **FAST)
+    send_unconfirmed(producer, first, b"1")
+    end.close()
     wait_held(producer, "disconnected")
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError
@@ -346,8 +324,7 @@ def test_a_nacked_message_is_retried_until_the_broker_has_room(
     wait_held(producer, "refused")
     with pytest.raises(FlowControlTimeout, match="refused"):
         producer.send(b"no", timeout=0.05)
-    waiting = start(producer.send, b"2", timeout=None)
-    wait_in_line(producer, 1)
+    waiting = start_send(producer, b"2")
     broker.nack_publishes(False)
     receipts.append(waiting.result())
     producer.flush(timeout=PATIENCE)
@@ -434,8 +411,7 @@ def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_atte
             connect(proxy.url)
         with Producer(proxy.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
             monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
-            flows = Flows()
-            producer.on_flow(flows, kinds=["disconnected"])
+            flows = Flows(producer, kinds=["disconnected"])
             proxy.cut()
             flows.wait_for(FlowEventKind.FLOWED)
             assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED

@@ -16,7 +16,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 
-from .tools import bodies, start, wait_in_line
+from .tools import bodies, start_send
 
 
 def _undelivered(producer: Producer) -> UndeliveredMessages:
@@ -90,8 +90,7 @@ def test_the_error_of_a_flowed_or_closed_producer_shows_the_destination_of_the_m
         with pytest.raises(ProducerFlowed) as flowed:
             call()
         assert (flowed.value.message, flowed.value.exchange, flowed.value.routing_key) == (b"x", "ex", "key")
-    waiting = start(producer.send, b"x", exchange="ex", routing_key="key", timeout=None)
-    wait_in_line(producer, 1)
+    waiting = start_send(producer, b"x", exchange="ex", routing_key="key")
     producer.close()
     with pytest.raises(ProducerClosed) as closed:
         waiting.result()

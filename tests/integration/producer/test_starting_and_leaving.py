@@ -20,7 +20,7 @@ from qflow_client.broker import Broker
 from qflow_client.health import asgi_readiness, wsgi_readiness
 from qflow_client.sync.link import Link
 
-from .tools import PATIENCE, Flows, bodies, eventually, unused_port, wait_closed, wait_held
+from .tools import PATIENCE, Flows, bodies, eventually, hold, unused_port, wait_closed, wait_held
 
 LATER: dict[str, Any] = {"connect_in_background": True, "reconnect_delay": 0.02, "reconnect_delay_max": 0.1}
 
@@ -37,8 +37,7 @@ def test_E12_a_producer_created_without_a_broker_connects_when_the_broker_starts
     health = producer.health()
     # By now it may have tried, and say why that failed.
     assert (health.state, health.is_ready, health.reasons[0]) == ("disconnected", False, "disconnected")
-    flows = Flows()
-    producer.on_flow(flows, kinds=["disconnected"])
+    flows = Flows(producer, kinds=["disconnected"])
     with Broker(port=port) as broker:
         producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
         assert bodies(broker) == [b"1"]
@@ -90,8 +89,7 @@ def test_E12_health_distinguishes_a_blocked_connection_from_a_burst_of_messages(
     with pytest.raises(Exception, match="flowed"):
         producer.send(b"2", timeout=0)
     assert producer.health().is_ready
-    broker.block("memory")
-    wait_held(producer, "connection_blocked")
+    hold(broker, producer, "connection_blocked", reason="memory")
     health = producer.health()
     assert (health.state, health.is_ready, health.unsettled) == ("blocked", False, 1)
     assert health.reasons == ("connection_blocked: memory",)

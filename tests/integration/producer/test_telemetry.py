@@ -40,7 +40,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import eventually, start, wait_held, wait_in_line
+from .tools import eventually, hold, start, start_send, wait_in_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -167,8 +167,7 @@ def test_the_recorded_duration_of_a_message_lasts_from_the_call_of_send_to_the_c
 ) -> None:
     producer = make_producer()
     producer.pause()
-    job = start(producer.send, b"x")
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"x")
     # What is measured is more than this, and there is nothing else to wait for.
     threading.Event().wait(0.2)
     producer.resume()
@@ -186,8 +185,7 @@ def test_send_durations_are_recorded_less_often_than_messages_are_sent_and_inclu
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     broker.flow(True)
     assert producer.wait_unflowed(20)
     count = rounds(1000, least=200)
@@ -207,8 +205,7 @@ def test_C7_metrics_count_failed_sends_holds_and_flowed_time_by_kind_of_hold(
 ) -> None:
     producer = make_producer()
     assert collected.value("qflow.producer.flow_stops") == 0
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     producer.pause()
     with pytest.raises(FlowControlTimeout):
         producer.send(b"x", timeout=0.01)
@@ -235,8 +232,7 @@ def test_metrics_show_the_use_of_the_window_and_the_length_of_the_waiting_line(
 ) -> None:
     producer = make_producer(capacity=10)
     producer.pause()
-    job = start(producer.send, b"x")
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"x")
     levels = ("capacity", "available", "unsettled", "in_flight", "waiting")
     assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 1]
     producer.resume()

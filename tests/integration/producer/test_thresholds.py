@@ -10,7 +10,7 @@ from qflow_client import Outcome, Producer, Receipt
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import Consumer, Job, Wire, bodies, eventually, holds, start, wait_flow, wait_held
+from .tools import Consumer, Job, Wire, bodies, eventually, finish, holds, start, wait_flow, wait_held
 
 _MARKS: dict[str, object] = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50}
 # Each more than the queue and both windows take.
@@ -105,8 +105,7 @@ def test_c6_with_threads_that_share_producers_the_depth_never_exceeds_the_thresh
 
     with Consumer(broker.url, "q", prefetch=20):
         jobs = [start(work, producer) for producer in producers for _ in range(4)]
-        for job in jobs:
-            job.result()
+        finish(jobs)
         broker.wait_until(lambda b: b.queue("q").acked == 8 * count)
         for producer in producers:
             producer.flush(timeout=20)

@@ -19,12 +19,13 @@ from .tools import (
     bodies,
     eventually,
     fill_transport,
+    hold,
     holds,
     send_until_heartbeat_with_a_full_socket,
     send_until_heartbeat_with_a_slow_peer,
     start,
+    start_send,
     wait_done,
-    wait_held,
     wait_in_line,
 )
 
@@ -40,8 +41,7 @@ def stuck(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) 
 def test_j8_while_the_socket_accepts_no_bytes_sends_wait_until_their_deadlines(
     stuck: Producer, proxy: Proxy, broker: Broker
 ) -> None:
-    flows = Flows()
-    stuck.on_flow(flows)
+    flows = Flows(stuck)
     receipts = list(fill_transport(stuck))
     assert holds(stuck) == ["transport"]
     assert 0 < stuck.in_flight < stuck.unsettled == len(receipts)
@@ -82,16 +82,14 @@ def test_j7_after_channel_flow_with_a_full_socket_only_the_half_written_message_
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))
     # What the broker says passes.
-    broker.flow(False)
-    wait_held(stuck, "channel_flow")
+    hold(broker, stuck)
     answers = 1
     while "transport" not in holds(stuck):
         # The kernel has made room since.
         answers += 2
         broker.flow(True)
         receipts += fill_transport(stuck, size=300_000, number=len(receipts))
-        broker.flow(False)
-        wait_held(stuck, "channel_flow")
+        hold(broker, stuck)
     assert set(holds(stuck)) == {"transport", "channel_flow"}
     in_flight = stuck.in_flight
     proxy.go_on_reading()
@@ -112,8 +110,7 @@ def test_close_keeps_its_deadline_on_a_blocked_connection_whose_broker_reads_not
     stuck: Producer, broker: Broker
 ) -> None:
     list(fill_transport(stuck))
-    broker.block("alarm")
-    wait_held(stuck, "connection_blocked")
+    hold(broker, stuck, "connection_blocked")
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages):
         stuck.close(timeout=0.2)
     assert watch.kept(0.2)
@@ -171,8 +168,7 @@ def test_after_a_cut_inside_a_frame_messages_settle_by_the_bytes_that_were_writt
     producer = make_producer(proxy.url(broker), confirms=confirms)
     proxy.stop_reading()
     receipts = list(fill_transport(producer))
-    job = start(producer.send, b"waits", timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"waits")
     proxy.cut()
     assert isinstance(job.wait(), ProducerClosed)
     wait_done(receipts)

@@ -15,21 +15,16 @@ from qflow_client.core.sendline import SendLine
 from qflow_client.flow import WeightedLine
 from tests.effort import rounds
 
-from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, start, wait_held, wait_in_line
+from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, finish, hold, start, start_send, wait_in_line
 
 
 def test_f4_waiting_messages_of_several_threads_are_admitted_in_the_order_of_arrival(
     producer: Producer, broker: Broker
 ) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
-    jobs = []
-    for number in range(50):
-        jobs.append(start(producer.send, b"%d" % number, timeout=None))
-        wait_in_line(producer, number + 1)
+    hold(broker, producer)
+    jobs = [start_send(producer, b"%d" % number) for number in range(50)]
     broker.flow(True)
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.flush(timeout=20)
     assert bodies(broker) == [b"%d" % number for number in range(50)]
 
@@ -41,8 +36,7 @@ def _waiting(producer: Producer) -> int:
 def test_f4_withdrawing_a_waiting_message_does_not_change_the_order_of_the_other_messages(
     producer: Producer, broker: Broker
 ) -> None:
-    broker.flow(False)
-    wait_held(producer, "channel_flow")
+    hold(broker, producer)
     jobs = []
     for number in range(30):
         jobs.append(start(producer.send, b"%d" % number, timeout=0.5 if number % 3 == 0 else None))
@@ -100,13 +94,11 @@ def test_f4_no_message_overtakes_a_large_message_that_waits_for_room(
     producer = make_producer(capacity_bytes=100)
     broker.withhold_confirms()
     producer.send(bytes(80))
-    large = start(producer.send, bytes(50), timeout=None)
-    wait_in_line(producer, 1)
+    large = start_send(producer, bytes(50))
     with pytest.raises(FlowControlTimeout):
         # There is room for it, and it is not its turn.
         producer.send(b"small", timeout=0.05)
-    small = start(producer.send, b"small", timeout=None)
-    wait_in_line(producer, 2)
+    small = start_send(producer, b"small")
     broker.release_confirms()
     large.result()
     small.result()
@@ -150,8 +142,7 @@ def test_f4_no_thread_that_sends_beside_many_others_starves(
     # A machine that is busy may keep a thread from asking, but whoever asks gets a turn.
     broker.wait_until(lambda b: min(sent) >= turns, timeout=PATIENCE_WITH_JOBS)
     enough.set()
-    for job in jobs:
-        job.result()
+    finish(jobs)
 
 
 def test_f4_a_custom_waiting_line_decides_the_order_of_admission(
@@ -178,13 +169,9 @@ def test_f4_a_custom_waiting_line_decides_the_order_of_admission(
 
     producer = make_producer(line=LastComeFirstServed())
     producer.pause()
-    jobs = []
-    for number in range(5):
-        jobs.append(start(producer.send, b"%d" % number, timeout=None))
-        wait_in_line(producer, number + 1)
+    jobs = [start_send(producer, b"%d" % number) for number in range(5)]
     producer.resume()
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.flush(timeout=20)
     assert bodies(broker) == [b"4", b"3", b"2", b"1", b"0"]
 
@@ -201,8 +188,7 @@ def test_f4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_thei
             jobs.append(start(producer.send, source, timeout=None, source=source))
             wait_in_line(producer, len(jobs))
     producer.resume()
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.flush(timeout=20)
     came = [body.decode() for body in bodies(broker)]
     for turns in range(4, 33, 4):

@@ -9,7 +9,7 @@ from qflow_client import FlowControlTimeout, Outcome, Producer, SettingsError
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import bodies, eventually, holds, start, wait_in_line
+from .tools import bodies, eventually, finish, holds, start, start_send, wait_in_line
 
 
 def test_c6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettled(
@@ -83,8 +83,7 @@ def test_c6_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_
     assert first.result(timeout=20) is Outcome.CONFIRMED
     receipts = [producer.send(b"%d" % number) for number in range(6)]
     broker.wait_until(lambda b: b.queue("q").held_confirms == 6)
-    job = start(producer.send, b"last", timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, b"last")
     producer.capacity = 2
     assert (producer.capacity, producer.available, producer.unsettled) == (2, 0, 6)
     assert [receipt.done for receipt in receipts] == [False] * 6
@@ -111,8 +110,7 @@ def under_load(producer: Producer, broker: Broker) -> Iterator[None]:
         yield
         before = broker.queue("q").published
         broker.wait_until(lambda b, before=before: b.queue("q").published > min(before, 4 * count - 1))  # type: ignore[misc]
-    for job in jobs:
-        job.result()
+    finish(jobs)
     producer.flush(timeout=20)
     assert broker.queue("q").depth == 4 * count
     assert producer.available == producer.capacity
@@ -155,8 +153,7 @@ def test_capacity_bytes_limits_the_unsettled_body_bytes(make_producer: Callable[
     producer.send(b"", timeout=0)
     with pytest.raises(FlowControlTimeout, match="capacity"):
         producer.send(b"x", timeout=0)
-    job = start(producer.send, bytes(100), timeout=None)
-    wait_in_line(producer, 1)
+    job = start_send(producer, bytes(100))
     assert broker.queue("q").depth <= 3
     broker.release_confirms()
     job.result().result(timeout=20)
@@ -171,10 +168,8 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
     producer.send(bytes(1))
     with pytest.raises(FlowControlTimeout):
         producer.send(bytes(500), timeout=0.05)
-    large = start(producer.send, bytes(500), timeout=None)
-    wait_in_line(producer, 1)
-    small = start(producer.send, bytes(2), timeout=None)
-    wait_in_line(producer, 2)
+    large = start_send(producer, bytes(500))
+    small = start_send(producer, bytes(2))
     broker.wait_until(lambda b: b.queue("q").depth == 1)
     broker.release_confirms()
     large.result().result(timeout=20)

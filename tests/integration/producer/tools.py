@@ -88,6 +88,15 @@ def wait_in_line(producer: Producer, count: int) -> None:
     eventually(lambda: producer._protocol.controller.waiting == count, f"{count} sends in line")
 
 
+def send_unconfirmed(producer: Producer, broker: Broker, *messages: bytes) -> list[Any]:
+    """Send messages that a broker puts into its queue and does not confirm for now. Return their receipts."""
+    depth = broker.queue("q").depth + len(messages)
+    broker.withhold_confirms()
+    receipts = [producer.send(message) for message in messages]
+    broker.wait_until(lambda b: b.queue("q").depth == depth)
+    return receipts
+
+
 def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
     return [message.body for message in broker.messages(queue)]
 
@@ -102,6 +111,15 @@ def stop(broker: Broker, how: str) -> None:
         broker.block("no memory")
     else:
         broker.flow(False)
+
+
+def hold(broker: Broker, producer: Producer, kind: str = "channel_flow", *, reason: str = "low on memory") -> None:
+    """Stop all publishers of a broker, and wait until a producer has the hold of this kind."""
+    if kind == "channel_flow":
+        broker.flow(False)
+    else:
+        broker.block(reason)
+    wait_held(producer, kind)
 
 
 def go_on(broker: Broker, how: str) -> None:
@@ -215,6 +233,19 @@ def start(work: Callable[..., Any], *args: Any, **keywords: Any) -> Job:
     return job
 
 
+def start_send(producer: Producer, message: Any = b"", *, timeout: float | None = None, **settings: Any) -> Job:
+    """Start a send on a new thread, and wait until it waits in line behind the sends that wait already."""
+    before = producer._protocol.controller.waiting
+    job = start(producer.send, message, timeout=timeout, **settings)
+    wait_in_line(producer, before + 1)
+    return job
+
+
+def finish(jobs: Iterable[Job]) -> list[Any]:
+    """Wait for the end of threads. Return their results, or raise the first exception."""
+    return [job.result() for job in jobs]
+
+
 class Growing:
     """A list whose growth a thread can wait for."""
 
@@ -271,11 +302,18 @@ class Wire:
 
 
 class Flows:
-    """A callback that records flow events, and the threads that call it."""
+    """A callback that records flow events, and the threads that call it.
 
-    def __init__(self) -> None:
+    Args:
+        producer: a producer that calls it from now on.
+        settings: arguments of `Producer.on_flow`.
+    """
+
+    def __init__(self, producer: Producer | None = None, **settings: Any) -> None:
         self._events = Growing()
         self.threads: set[str] = set()
+        if producer is not None:
+            producer.on_flow(self, **settings)
 
     def __call__(self, event: FlowEvent) -> None:
         self.threads.add(threading.current_thread().name)
