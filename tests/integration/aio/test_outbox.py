@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,8 @@ def test_a_signal_handler_that_sends_at_the_end_of_connect_gets_its_message_on_d
 async def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
     broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
 ) -> None:
-    producer = AsyncProducer(
-        broker.url,
-        routing_key="q",
-        outbox=tmp_path / "outbox",
-        when_flowed=when_flowed,  # type: ignore[arg-type]
-        capacity=2,
-    )
+    settings: Any = {"when_flowed": when_flowed, "capacity": 2}
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox", **settings)
     connecting = asyncio.create_task(producer.connect())
     await asyncio.sleep(0)
     sends = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(5)]
@@ -108,13 +104,8 @@ async def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_
 async def test_a_message_that_is_too_large_for_the_outbox_does_not_block_other_messages(
     broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
-    producer = AsyncProducer(
-        broker.url,
-        routing_key="q",
-        outbox=tmp_path / "outbox",
-        outbox_max_bytes=1000,
-        outbox_full=outbox_full,  # type: ignore[arg-type]
-    )
+    settings: Any = {"outbox_full": outbox_full, "outbox_max_bytes": 1000}
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox", **settings)
     connecting = asyncio.create_task(producer.connect())
     await asyncio.sleep(0)
     large = asyncio.create_task(producer.send(bytes(5000), timeout=None))

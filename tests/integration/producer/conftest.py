@@ -169,3 +169,9 @@ def proxy(broker: Broker, stack: ExitStack) -> Proxy:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
     return certify(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The path of an outbox."""
+    return tmp_path / "orders.outbox"

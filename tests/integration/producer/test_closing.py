@@ -37,6 +37,7 @@ from .tools import (
     send_unconfirmed,
     start,
     start_send,
+    stop,
     wait_closed,
     wait_done,
     wait_in_line,
@@ -300,21 +301,16 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_withheld_confi
     assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # put there for whoever looks
 
 
-@pytest.mark.parametrize("way", ["channel_flow", "connection_blocked"])
-def test_leaving_the_with_block_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker, way: str) -> None:
-    broker.withhold_confirms()
+@pytest.mark.parametrize("how", ["flow", "alarm"])
+def test_leaving_the_with_block_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker, how: str) -> None:
     producer = Producer(broker.url, routing_key="q")
-    producer.send(b"")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    send_unconfirmed(producer, broker, b"")
 
-    def stop() -> None:
+    def stop_later() -> None:
         eventually(lambda: producer._protocol.waiters.settled)
-        if way == "channel_flow":
-            broker.flow(False)
-        else:
-            broker.block()
+        stop(broker, how)
 
-    job = start(stop)
+    job = start(stop_later)
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError
     job.result()

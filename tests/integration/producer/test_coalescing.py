@@ -68,59 +68,56 @@ def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return end
 
 
+@pytest.fixture
+def delaying(make_producer: Callable[..., Producer], gathering: _Gathering) -> Producer:
+    """A producer that has read the confirm of its message ``1``, and delays its next read."""
+    producer = make_producer()
+    assert producer.send(b"1").wait(PATIENCE)
+    gathering.wait()
+    return producer
+
+
 @pytest.mark.parametrize("skin", ["asyncio", "uvloop"] if COMPLETE else ["asyncio"], indirect=True)
 def test_a_message_is_sent_while_the_reading_of_confirms_is_delayed(
-    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
+    end_of_gathering: threading.Event, delaying: Producer, broker: Broker
 ) -> None:
-    producer = make_producer()
     try:
-        assert producer.send(b"1").wait(PATIENCE)
-        gathering.wait()
-        receipt = producer.send(b"2")
+        receipt = delaying.send(b"2")
         broker.wait_until(lambda b: b.queue("q").depth == 2)
         assert not receipt.done
     finally:
         end_of_gathering.set()
     assert receipt.wait(PATIENCE)
     # From then on all is as it was.
-    producer.send(b"3").result(PATIENCE)
+    delaying.send(b"3").result(PATIENCE)
 
 
 @pytest.mark.parametrize("skin", ["threads"], indirect=True)
 def test_messages_sent_while_the_io_thread_delays_its_next_read_are_written_after_the_delay(
-    make_producer: Callable[..., Producer], gathering: _Gathering
+    delaying: Producer, gathering: _Gathering
 ) -> None:
-    producer = make_producer()
-    assert producer.send(b"1").wait(PATIENCE)
-    gathering.wait()
     # They wake nobody.
-    receipts = [producer.send(b"%d" % number) for number in range(2, 5)]
+    receipts = [delaying.send(b"%d" % number) for number in range(2, 5)]
     for receipt in receipts:
         receipt.result(PATIENCE)
     assert gathering.over
 
 
 def test_a_channel_flow_that_was_read_after_a_delay_is_obeyed_immediately(
-    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+    delaying: Producer, broker: Broker, gathering: _Gathering
 ) -> None:
-    producer = make_producer()
-    assert producer.send(b"1").wait(PATIENCE)
-    gathering.wait()
-    hold(broker, producer)
+    hold(broker, delaying)
     assert gathering.over
     broker.flow(True)
-    producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
+    delaying.send(b"2", timeout=PATIENCE).result(PATIENCE)
 
 
 def test_a_connection_that_is_lost_while_the_reading_of_confirms_is_delayed_is_replaced(
-    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+    delaying: Producer, broker: Broker, gathering: _Gathering
 ) -> None:
-    producer = make_producer()
-    assert producer.send(b"1").wait(PATIENCE)
-    gathering.wait()
     broker.drop_connections()
     # The new connection knows nothing of the old one.
-    receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(2, 5)]
+    receipts = [delaying.send(b"%d" % number, timeout=PATIENCE) for number in range(2, 5)]
     for receipt in receipts:
         receipt.result(PATIENCE)
     assert gathering.over
@@ -128,13 +125,10 @@ def test_a_connection_that_is_lost_while_the_reading_of_confirms_is_delayed_is_r
 
 
 def test_a_producer_closes_without_error_while_the_reading_of_confirms_is_delayed(
-    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+    delaying: Producer, broker: Broker
 ) -> None:
-    producer = make_producer()
-    producer.send(b"1").result(PATIENCE)
-    gathering.wait()
-    receipt = producer.send(b"2")
-    producer.close(timeout=PATIENCE)
+    receipt = delaying.send(b"2")
+    delaying.close(timeout=PATIENCE)
     receipt.result()
     broker.wait_until(lambda b: not b.connections())
 

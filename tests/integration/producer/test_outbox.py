@@ -41,8 +41,17 @@ MARK = "x-qflow-republished"
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "orders.outbox"
+def producer(make_producer: Callable[..., Producer], path: Path) -> Producer:
+    """A producer with the outbox `path`."""
+    return make_producer(outbox=path)
+
+
+@pytest.fixture
+def spilling(make_producer: Callable[..., Producer], path: Path) -> Producer:
+    """A paused producer, which spills its messages to the outbox `path`."""
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    return producer
 
 
 def store(producer: Producer) -> Outbox:
@@ -93,9 +102,8 @@ def leave_behind(make_producer: Callable[..., Producer], path: Path, count: int,
 
 
 def test_a_message_is_in_the_outbox_on_disk_when_send_returns_and_is_removed_when_it_is_confirmed(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     message = Message(b"two", headers={"k": 1}, message_id="own")
     receipts = [producer.send(b"one"), producer.send(message), *producer.send_many([b"three", b"four"])]
@@ -112,9 +120,8 @@ def test_a_message_is_in_the_outbox_on_disk_when_send_returns_and_is_removed_whe
 
 
 def test_send_nowait_also_writes_the_message_to_the_outbox_on_disk(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     receipt = producer.send_nowait(b"one")
     assert on_disk(path) == [b"one"]
@@ -154,9 +161,8 @@ def test_many_senders_share_the_disk_commits_of_an_outbox(
 
 
 def test_the_error_of_a_second_producer_on_an_outbox_names_the_producer_that_uses_the_outbox(
-    make_producer: Callable[..., Producer], path: Path
+    producer: Producer, make_producer: Callable[..., Producer], path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     with pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"):
         make_producer(outbox=path)
     producer.close(timeout=PATIENCE)
@@ -172,9 +178,8 @@ def test_a_producer_that_cannot_connect_releases_its_outbox(
 
 
 def test_unconfirmed_messages_stay_in_the_outbox_after_close_and_are_reported(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, make_producer: Callable[..., Producer], path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     receipts = producer.send_many([b"one", b"two"])
     told = leave(producer)
@@ -262,34 +267,28 @@ def test_a_flowed_producer_spills_messages_to_its_outbox_and_sends_them_in_order
     assert holds(producer) == []
 
 
-def test_a_message_that_was_spilled_to_the_outbox_uses_no_memory(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
-) -> None:
-    producer = make_producer(outbox=path, when_flowed="spill")
-    producer.pause()
-    receipt: Any = producer.send(Message(b"kept", message_id="own"))
+def test_a_message_that_was_spilled_to_the_outbox_uses_no_memory(broker: Broker, spilling: Producer) -> None:
+    receipt: Any = spilling.send(Message(b"kept", message_id="own"))
     for _ in range(100):
-        producer.send(bytes(10_000))
+        spilling.send(bytes(10_000))
     collect()
-    assert producer._engine.storage is not None
-    assert list(producer._engine.storage.store.backlog.spilled.values()) == [receipt]
+    assert spilling._engine.storage is not None
+    assert list(spilling._engine.storage.store.backlog.spilled.values()) == [receipt]
     assert receipt._payload is None
     assert (receipt.message_id, receipt.size) == ("own", 4)
-    assert store(producer)._noted.rows == []
-    producer.resume()
-    producer.flush(timeout=PATIENCE)
+    assert store(spilling)._noted.rows == []
+    spilling.resume()
+    spilling.flush(timeout=PATIENCE)
     assert receipt.result(timeout=0) is Outcome.CONFIRMED
     assert len(bodies(broker)) == 101
 
 
 def test_messages_spilled_to_the_outbox_settle_as_stored_when_the_producer_closes(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, spilling: Producer, make_producer: Callable[..., Producer], path: Path
 ) -> None:
-    producer = make_producer(outbox=path, when_flowed="spill")
-    producer.pause()
-    receipt = producer.send(b"one")
-    producer.send(b"two")
-    told = leave(producer)
+    receipt = spilling.send(b"one")
+    spilling.send(b"two")
+    told = leave(spilling)
     assert (told.stored, told.receipts) == (2, (receipt,))
     with pytest.raises(MessageStored, match="stored"):
         receipt.result(timeout=0)
@@ -301,12 +300,10 @@ def test_messages_spilled_to_the_outbox_settle_as_stored_when_the_producer_close
 
 
 def test_leaving_the_with_block_by_an_exception_reports_messages_that_stay_in_the_outbox(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, spilling: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path, when_flowed="spill")
-    producer.pause()
-    producer.send(b"one")
-    with pytest.raises(KeyError) as left, producer:
+    spilling.send(b"one")
+    with pytest.raises(KeyError) as left, spilling:
         raise KeyError
     assert left.value.undelivered.stored == 1  # type: ignore[attr-defined]  # it is given one
     assert on_disk(path) == [b"one"]
@@ -336,9 +333,8 @@ def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_me
 
 
 def test_returned_and_rejected_messages_are_removed_from_the_outbox(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     returned = producer.send(b"one", routing_key="nowhere")
     rejected = producer.send(b"two", exchange="missing")
     fine = producer.send(b"three")
@@ -448,9 +444,8 @@ def test_messages_that_wait_in_the_outbox_for_too_long_are_settled_and_not_sent(
 
 
 def test_a_disk_failure_of_the_outbox_fails_the_send_and_the_write_is_retried(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     producer.send(b"one")
     rename(path, "message", "gone")
@@ -522,10 +517,7 @@ def test_outbox_messages_of_an_earlier_run_are_not_sent_faster_than_the_rate_lim
     assert producer.flow_state.seconds_flowed["outbox"] >= 0.15
 
 
-def test_a_forked_child_leaves_the_outbox_to_its_parent(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
-) -> None:
-    producer = make_producer(outbox=path)
+def test_a_forked_child_leaves_the_outbox_to_its_parent(broker: Broker, producer: Producer, path: Path) -> None:
     producer.send(b"one").result(timeout=PATIENCE)
     in_child(lambda: None)
     producer.send(b"two").result(timeout=PATIENCE)

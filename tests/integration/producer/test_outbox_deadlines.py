@@ -35,8 +35,9 @@ BRIEF = 0.2
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "orders.outbox"
+def producer(make_producer: Callable[..., Producer], path: Path) -> Producer:
+    """A producer with the outbox `path`."""
+    return make_producer(outbox=path)
 
 
 @contextmanager
@@ -79,9 +80,8 @@ CALLS: dict[str, Callable[[Producer], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_E4_a_send_that_waits_for_the_disk_ends_at_its_deadline_with_an_error_that_has_the_receipt(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, call: Callable[[Producer], Any]
+    broker: Broker, producer: Producer, path: Path, call: Callable[[Producer], Any]
 ) -> None:
-    producer = make_producer(outbox=path)
     with locked(path):
         with returns_soon(), pytest.raises(NotDurable, match="is admitted, but may not be on disk") as caught:
             call(producer)
@@ -98,9 +98,8 @@ def test_E4_a_send_that_waits_for_the_disk_ends_at_its_deadline_with_an_error_th
 
 
 def test_E4_a_message_is_on_disk_before_send_returns_if_the_file_lock_ends_before_the_deadline(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     with locked(path):
         sending = start(lambda: producer.send(b"x", timeout=PATIENCE))
@@ -111,9 +110,8 @@ def test_E4_a_message_is_on_disk_before_send_returns_if_the_file_lock_ends_befor
 
 
 def test_E4_each_of_many_senders_that_wait_for_the_disk_keeps_its_own_deadline(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     with locked(path):
         patient = [start(lambda: producer.send(b"patient", timeout=PATIENCE)) for _ in range(3)]
@@ -144,9 +142,8 @@ def test_E4_a_spilled_message_that_is_not_on_disk_in_time_is_admitted_and_the_er
 
 
 def test_E4_close_ends_at_its_deadline_and_frees_the_outbox_even_if_the_file_stays_locked(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     broker.withhold_confirms()
     producer.send(b"on disk")
     with locked(path), returns_soon():
@@ -215,9 +212,8 @@ def test_E4_a_short_timeout_is_sufficient_after_a_failed_disk_works_again(
 
 
 def test_E4_a_disk_that_does_not_answer_delays_no_call_beyond_its_deadline(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     assert producer._engine.storage is not None
     file, answers = producer._engine.storage.outbox._file, threading.Event()
     execute, execute_many = file.execute, file.execute_many

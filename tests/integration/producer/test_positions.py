@@ -34,8 +34,9 @@ ROWS = "orders.csv"
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "orders.outbox"
+def producer(make_producer: Callable[..., Producer], path: Path) -> Producer:
+    """A producer with the outbox `path`."""
+    return make_producer(outbox=path)
 
 
 def numbered(first: int, last: int) -> Iterator[tuple[bytes, Position]]:
@@ -44,9 +45,8 @@ def numbered(first: int, last: int) -> Iterator[tuple[bytes, Position]]:
 
 
 def test_E13_a_program_resumes_after_the_position_of_the_last_stored_message(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer, make_producer: Callable[..., Producer], path: Path
 ) -> None:
-    producer = make_producer(outbox=path)
     assert producer.position(ROWS) is None
     broker.withhold_confirms()
     for body, position in numbered(1, 3):
@@ -69,10 +69,7 @@ def test_E13_a_program_resumes_after_the_position_of_the_last_stored_message(
 
 
 @pytest.mark.parametrize("way", ["list", "generator", "mixed"])
-def test_E13_send_many_accepts_messages_with_their_positions(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, way: str
-) -> None:
-    producer = make_producer(outbox=path)
+def test_E13_send_many_accepts_messages_with_their_positions(broker: Broker, producer: Producer, way: str) -> None:
     messages: Any = numbered(1, 3)
     if way != "generator":
         messages = list(messages)
@@ -118,10 +115,7 @@ def test_E13_a_position_without_an_outbox_raises_an_error_before_sending(
     assert bodies(broker) == [b"2"]
 
 
-def test_E13_an_invalid_position_raises_an_error_before_sending(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
-) -> None:
-    producer = make_producer(outbox=path)
+def test_E13_an_invalid_position_raises_an_error_before_sending(broker: Broker, producer: Producer) -> None:
     with pytest.raises(TypeError, match="position must be a Position, not int: 7"):
         producer.send(b"1", position=7)  # type: ignore[arg-type]  # on purpose
     for pair in [(b"1", 7), (b"1",), (b"1", Position(ROWS, 1), "x")]:
@@ -160,9 +154,8 @@ def test_E13_an_error_about_a_message_with_a_position_contains_the_message_that_
 
 
 def test_E13_a_message_with_a_position_that_waited_for_admission_keeps_the_position(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, producer: Producer
 ) -> None:
-    producer = make_producer(outbox=path)
     producer.pause()
     job = start(lambda: producer.send(b"1", position=Position(ROWS, 1)))
     wait_in_line(producer, 1)
@@ -175,9 +168,8 @@ def test_E13_a_message_with_a_position_that_waited_for_admission_keeps_the_posit
 
 @pytest.mark.parametrize("timeout", [None, 1.0], ids=["commits itself", "the writer commits"])
 def test_E13_a_message_with_a_position_is_sent_immediately_after_it_is_on_disk_and_not_before(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, timeout: float | None
+    broker: Broker, producer: Producer, timeout: float | None
 ) -> None:
-    producer = make_producer(outbox=path)
     outbox = store(producer)
     written: list[list[bytes]] = []
     commit = outbox._noted.write
@@ -200,9 +192,8 @@ def send_late(producer: Producer) -> None:
 
 
 def test_E13_while_the_disk_fails_a_message_with_a_position_is_not_sent_to_the_broker(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, producer: Producer, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer = make_producer(outbox=path)
     file = store(producer)._file
     failed = threading.Event()
 

@@ -15,7 +15,7 @@ from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
 from .processes import Start, ends_well, in_child, says, starting
-from .tools import PATIENCE, Proxy, Stopwatch, bodies, fill_transport, heal, holds
+from .tools import PATIENCE, Proxy, Stopwatch, bodies, fill_transport, heal, holds, stop
 
 
 @pytest.fixture
@@ -136,16 +136,13 @@ def test_a_program_that_does_not_close_its_producer_still_delivers_as_many_messa
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("way", ["flow", "block"])
-def test_a_program_that_does_not_close_its_producer_reports_lost_messages(run: Start, broker: Broker, way: str) -> None:
+@pytest.mark.parametrize("how", ["flow", "alarm"])
+def test_a_program_that_does_not_close_its_producer_reports_lost_messages(run: Start, broker: Broker, how: str) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "3")
     assert says(process) == "fine"
     # While it ends.
-    if way == "flow":
-        broker.flow(False)
-    elif way == "block":
-        broker.block()
+    stop(broker, how)
     assert process.stdout is not None
     said = process.stdout.read()
     assert process.wait(PATIENCE) == 0
