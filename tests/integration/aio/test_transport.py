@@ -6,8 +6,7 @@ import asyncio
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,58 +30,6 @@ from tests.effort import COMPLETE
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .tools import soon
-
-
-@asynccontextmanager
-async def relay(broker: Broker) -> AsyncIterator[tuple[str, Callable[[bytes], None]]]:
-    """A URL of the broker by way of a relay, and what makes the relay say something of its own to its clients."""
-    clients: list[asyncio.StreamWriter] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        clients.append(writer)
-        broker_reader, broker_writer = await asyncio.open_connection("127.0.0.1", broker.port)
-
-        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            try:
-                while data := await source.read(1 << 16):
-                    target.write(data)
-            except OSError:
-                pass
-            target.close()
-
-        await asyncio.gather(pump(reader, broker_writer), pump(broker_reader, writer))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-
-    def say(data: bytes) -> None:
-        for client in clients:
-            client.write(data)
-
-    try:
-        yield broker.url.replace(f":{broker.port}/", f":{port}/"), say
-    finally:
-        server.close()
-        await server.wait_closed()
-
-
-@pytest.mark.usefixtures("one_connection")
-async def test_bytes_that_are_not_amqp_frames_end_the_connection_and_every_wait(broker: Broker) -> None:
-    async with relay(broker) as (url, say):
-        producer = await AsyncProducer(url, routing_key="q").connect()
-        broker.withhold_confirms()
-        receipt = await producer.send(b"")
-        await soon(lambda: broker.queue("q").depth)
-        producer.pause()
-        waiting = asyncio.create_task(producer.send(b"", timeout=None))
-        say(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3)
-        # Whatever follows is not looked at.
-        say(b"more" * 10)
-        with pytest.raises(ProducerClosed, match="the data from the broker cannot be read"):
-            await waiting
-        with pytest.raises(UndeliveredMessages):
-            await producer.close()
-        assert receipt.outcome is Outcome.UNKNOWN
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.002])

@@ -115,7 +115,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.function.__name__ not in _THREADS_ONLY:
             # These modules test the use of the socket, so the kind of event loop matters.
             near = COMPLETE and metafunc.module.__name__.endswith(
-                ("test_channel_flow", "test_coalescing", "test_tls", "test_transport")
+                ("test_channel_flow", "test_coalescing", "test_garbage", "test_tls", "test_transport")
             )
             skins += ["asyncio", "uvloop"] if near else ["asyncio"]
         metafunc.parametrize("skin", skins, indirect=True)
