@@ -13,7 +13,6 @@ from qflow_client import (
     AsyncReceipt,
     ConfirmTimeout,
     ConnectionFailed,
-    MessageReturned,
     Outcome,
     ProducerClosed,
     ProducerFlowed,
@@ -107,18 +106,6 @@ async def test_many_tasks_can_wait_for_one_receipt_and_cancelling_one_does_not_a
         assert cancelled == {0, 1, 3}
         assert {result for at, result in enumerate(results) if at not in cancelled} == {Outcome.CONFIRMED}
         assert await receipt.wait()
-
-
-async def test_awaiting_the_receipt_of_a_returned_message_raises_an_error(broker: Broker) -> None:
-    async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
-        with pytest.raises(MessageReturned, match="312"):
-            await (await producer.send(b""))
-
-
-async def test_send_nowait_returns_a_receipt_and_not_a_coroutine(broker: Broker) -> None:
-    async with AsyncProducer(broker.url, routing_key="q") as producer:
-        assert await producer.send_nowait("text") is Outcome.CONFIRMED
-    assert bodies(broker) == [b"text"]
 
 
 async def test_an_async_producer_connects_only_once_and_before_it_sends(broker: Broker) -> None:

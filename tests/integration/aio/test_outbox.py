@@ -138,19 +138,6 @@ async def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox
     assert bodies(broker) == []
 
 
-async def test_a_relative_outbox_path_is_resolved_at_the_construction_of_the_producer(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    producer = AsyncProducer(broker.url, routing_key="q", outbox="outbox")
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir("other")
-    async with producer:
-        await producer.send(b"x")
-    assert (tmp_path / "outbox").exists()
-    assert list((tmp_path / "other").iterdir()) == []
-
-
 async def test_E4_if_a_close_is_cancelled_at_any_moment_the_outbox_is_free_for_the_next_producer(
     broker: Broker, tmp_path: Path
 ) -> None:

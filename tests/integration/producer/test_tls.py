@@ -82,11 +82,6 @@ def test_tls_connections_use_the_trust_store_of_the_system(
     assert make_producer(tls_broker.url).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_broker_certificate_that_cannot_be_verified_raises_a_clear_error(tls_broker: Broker) -> None:
-    with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
-        Producer(tls_broker.url, connect_timeout=10)
-
-
 def test_a_broker_certificate_for_a_different_host_raises_a_clear_error(
     tls_broker: Broker, certificate: tuple[Path, Path]
 ) -> None:
