@@ -30,6 +30,7 @@ from tests.integration.forked import Forked
 from tests.integration.producer.tools import eventually
 
 Capture = pytest.CaptureFixture[str]
+Send = Callable[..., tuple[str, str]]
 
 # `qflow` that kills itself when all its records were returned, and this is on disk, but before it handles any of them.
 KILLED_BEFORE_IT_LOOKS = """
@@ -48,9 +49,6 @@ def die(sending):
 Sending.account = die
 sys.exit(main())
 """
-
-
-Send = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
