@@ -7,14 +7,14 @@ class of A, then B describes this class as a `typing.Protocol`. Codes such as C5
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
 ``Basic.Publish``, which `Channel.on_method` handles. `Channel.on_header` handles the content header, and
 `Channel.on_body` the body. A message without a body is complete after its header. `Channel._finish` calls
-`Router.resolve` if the topology has changed. `Channel._publish_watched` calls `refusal` in `waiting.py`. If all queues
-accept the message, these calls lead from its body to its ``Channel.Flow``::
+`Router.resolve` if the cached queues of the message are outdated. `Channel._publish_watched` calls `refusal` in
+`waiting.py`. If all queues accept the message, these calls lead from the body to the ``Channel.Flow``::
 
     Session.receive_data > Channel.on_body > Channel._finish > Channel._publish_watched > Channel._enqueue
     > Queue.enqueue > QueueFlows.entered > FlowController.offer > ChannelFlow.block > ChannelFlow.on_blocked
     > Output.write_past_promises
 
-These calls lead from an ack to the ``Channel.Flow`` that unblocks the channel::
+These calls lead from an ack of a consumer to the ``Channel.Flow`` that unblocks the channel of the publisher::
 
     Session.receive_data > Channel.on_method > Channel.settle > Consuming.settle > Dispatcher.settle > Contents.left
     > QueueFlows.left > FlowController.release > QueueFlow.resume > ChannelFlow.unblock > ChannelFlow.on_unblocked
@@ -24,14 +24,14 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
 
 1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
 2. `channel.py` makes a message of its method, header and bodies. `Channel._finish` handles the complete message.
-3. `routing.py` finds the queues of the message. A `Target` caches the queues until the topology changes.
-4. `waiting.py` runs if the target is watched, see `Target.watched` and `Queue.is_watched`. `refusal` asks all queues
-   whether they accept the message. If one queue refuses, no queue gets the message.
+3. `routing.py` finds the queues of the message. A `Target` caches them, unless they depend on the message's headers.
+4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses,
+   no queue gets it. `refusal` is called only if `Target.watched` or `Controls.watches_publishes` is true.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
-6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds. A
-   `QueueFlow` that turns ON blocks the publishing channel and delays its confirms. A `QueueFlow` that turns OFF
-   unblocks its channels and releases their confirms. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`.
-   These two classes are in the package `qflow_client.flow`, which producers use too. `FlowController.offer` adds a
+6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
+   While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
+   releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. The
+   package `qflow_client.flow` has these two classes. Producers use this package too. `FlowController.offer` adds a
    message to the limiter, and blocks the channel if a threshold is exceeded. `FlowController.release` subtracts a
    message from the limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one
    at a time with pauses.
@@ -40,9 +40,9 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
    controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by many files: `entries.py` has the classes of messages and entries, and `exchange.py` has those
-of exchanges and targets. An ack also needs `consuming.py`, which has the deliveries of a channel, and `dispatcher.py`,
-which gives the messages of a queue to consumers. The other files can be read later:
+Two more files are used by many files: `entries.py` has the classes of messages and entries. `exchange.py` has the
+exchanges and `Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which
+gives the messages of a queue to consumers. You can read the other files later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
   channels.
@@ -50,19 +50,19 @@ which gives the messages of a queue to consumers. The other files can be read la
   methods of clients.
 - For a queue, `dropping.py` and `expiry.py` remove messages that no consumer acked, `deadletter.py` publishes dropped
   messages again, `storage.py` connects the queue to the journal.
-- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has all timers.
+- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` times the queues.
 
-All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` runs it,
-`inspection.py` shows its state, `broker.py` changes it.
+All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` starts and stops
+it, `inspection.py` shows its state, `broker.py` changes its state.
 
-Memory: the optional `Journal` counts the bytes of all messages (`Journal.held`). After each iteration of the event
-loop, `Server._check_memory` compares `Journal.held` with the memory limit. Above the limit, publishing connections are
-not read.
+Memory: the optional `Journal` counts the bytes of all messages (`Journal.held`). After each iteration of the event loop
+that changes the broker, `Server._check_memory` compares `Journal.held` with the memory limit. While `Journal.held`
+exceeds the limit, the server does not read from publishing connections.
 
-Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). The `Rules` for thresholds and overflow
-policies (`limits.py`), a `Journal` (`ports.py`) and a `Discipline` (`channelflow.py`) are arguments of
-`EmbeddedBroker`. A `FlowObserver` is passed to `VirtualHost.observe`. A `PublishMeter` is set in `VirtualHost.meter`.
-To block channels for another reason, add a `FlowController`, as in `controls.py`.
+Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). `EmbeddedBroker` gets three plug-ins as
+arguments: the `Rules` for thresholds and overflow policies (`limits.py`), a `Journal` (`ports.py`), and a function that
+creates each `Discipline` (`channelflow.py`). `VirtualHost.observe` takes a `FlowObserver`. `VirtualHost.meter` is the
+`PublishMeter`. To block channels for another reason, use another `FlowController`, as in `controls.py`.
 """
 
 from __future__ import annotations

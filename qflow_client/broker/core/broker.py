@@ -35,7 +35,7 @@ _Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the object with this name, or all objects for ``None``. Raise `LookupError` if no object has the name."""
+    """Return the objects with this name; all objects if `name` is ``None``. If there is none, raise `LookupError`."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -48,8 +48,8 @@ class Broker(InspectableBroker):
     """An AMQP 0-9-1 broker in this process.
 
     ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs the broker on the
-    running loop. The methods may be called from any thread, and from the broker's own loop. A broker can be started
-    only once.
+    running loop. Any thread, and the broker's own loop, may call a method, unless its docstring says otherwise. A
+    broker can be started only once.
 
     Args: see `EmbeddedBroker`.
     """
@@ -74,10 +74,11 @@ class Broker(InspectableBroker):
             auto_delete: as in ``Queue.Declare``.
 
         Returns:
-            The queue as it is now.
+            A snapshot of the queue.
 
         Raises:
-            ChannelException: 406 if the queue exists with other settings, or if the broker refuses the arguments.
+            ChannelException: 403 if the name is reserved. 406 if the queue exists with other settings, if the broker
+                refuses the arguments, or if the maximum number of queues is reached.
         """
         queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
         return queue_snapshot(queue)
@@ -116,10 +117,11 @@ class Broker(InspectableBroker):
             internal: as in ``Exchange.Declare``.
 
         Returns:
-            The exchange as it is now.
+            A snapshot of the exchange.
 
         Raises:
-            ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings.
+            ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings, or if the
+                broker refuses the arguments.
             ConnectionException: 503 if the type does not exist.
         """
         exchange = self._host.topology.declare_exchange(
@@ -157,7 +159,7 @@ class Broker(InspectableBroker):
 
         Raises:
             ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist. 406 if the
-                exchange cannot use the arguments.
+                exchange cannot use the arguments, or if the maximum number of bindings is reached.
         """
         self._host.topology.bind(self._end(destination, destination_type), source, routing_key, arguments)
 
@@ -206,7 +208,7 @@ class Broker(InspectableBroker):
         """Remove the first ready message of a queue, and return it.
 
         Returns:
-            The message; ``None`` if no message is ready.
+            The message; ``None`` if no message is ready, or if the body of the removed message is damaged on disk.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -261,8 +263,8 @@ class Broker(InspectableBroker):
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
-            channel: name of one channel, even of a channel that has not published yet. ``None`` for all producers,
-                including future ones.
+            channel: name of one channel, even if the channel has not published yet. ``None`` for all producers,
+                including future producers.
 
         Raises:
             LookupError: the channel does not exist.
@@ -285,7 +287,7 @@ class Broker(InspectableBroker):
 
         Args:
             reason: the text for the client.
-            connection: name of one connection; ``None`` for all connections, including future ones.
+            connection: name of one connection; ``None`` for all connections, including future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -321,7 +323,7 @@ class Broker(InspectableBroker):
         Args:
             name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new
                 reason.
-            reason: the text for clients that are not blocked yet, and for clients that connect later.
+            reason: the text for clients. Clients that are already blocked do not get it.
 
         Raises:
             ValueError: the name is empty, or reserved for `block`.
@@ -340,10 +342,11 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def withhold_confirms(self, queue: str | None = None) -> None:
-        """Withhold the acks of all messages that are published from now on. The messages are still enqueued.
+        """Withhold acks from publishers. The messages are still enqueued.
 
         Args:
-            queue: name of the queue whose messages get no acks; ``None`` for all messages.
+            queue: name of a queue. Messages that enter the queue from now on get no acks. ``None`` withholds all acks
+                that are not sent yet.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -356,10 +359,10 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def release_confirms(self, queue: str | None = None) -> None:
-        """Send the withheld acks. Acks of later messages are no longer withheld.
+        """Undo `withhold_confirms`, and send the withheld acks.
 
         Args:
-            queue: name of the queue whose acks are sent; ``None`` for all acks, including those of single queues.
+            queue: name of the queue whose acks are sent; ``None`` for all acks, including the acks of single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -374,12 +377,14 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
-        """Refuse published messages: with ``Basic.Nack`` in confirm mode, otherwise by closing the channel with 506.
+        """Refuse published messages: in confirm mode with ``Basic.Nack``, otherwise by closing the channel with 506.
+
+        In transaction mode a commit of messages closes the channel with 406.
 
         Args:
             on: whether to refuse published messages; ``False`` accepts messages again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
-                also ends refusals that were started for single queues.
+                also ends the refusals of single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -402,7 +407,7 @@ class Broker(InspectableBroker):
         """Close channels with ``Channel.Close``.
 
         Args:
-            channel: name of one channel; ``None`` for all.
+            channel: name of one channel; ``None`` for all channels.
 
         Raises:
             LookupError: the channel does not exist.

@@ -1,16 +1,17 @@
-"""`Channel` is one AMQP channel, sans-I/O. The session passes all frames of the channel to `Channel`.
+"""`Channel` is one AMQP channel, sans-I/O. The session passes the frames of an open channel to its `Channel`.
 
 A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish` makes
-sure that the message's `Target` has the current queues. There are then three cases:
+sure that the message's `Target` is resolved for the current topology. There are then three cases:
 
 - In transaction mode the message goes into the open transaction.
 - If an append to each destination queue is enough, the message goes into the queues immediately.
-- In other cases `Channel._publish_watched` asks all queues before any of them gets the message. For these cases, see
-  `Target.watched` and `Controls.watches_publishes`.
+- If `Target.watched` or `Controls.watches_publishes` is true, `Channel._publish_watched` asks all queues before any of
+  them gets the message.
 
-In confirm mode every complete message gets a tag, and later exactly one ack or nack if the channel is still open.
+In confirm mode every complete message gets a tag, and later exactly one ack or nack unless the channel closes first.
 
-The other parts of a channel are in `channelflow.py` (flow state), `transaction.py` and `consuming.py` (deliveries).
+Other parts of a channel are in `channelflow.py` (flow state), `confirms.py`, `transaction.py`, `consuming.py`
+(deliveries) and `methods.py` (topology).
 """
 
 from __future__ import annotations
@@ -59,21 +60,21 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     dialect: Dialect
     controls: Controls
-    #: Set after a frame that took long. The session then holds its next frame until other connections were served.
+    #: Set by a frame that took long. The session then holds the rest of its input until other connections were served.
     has_done_much: bool
-    #: Set if the connection's first message waits because memory is full, or because too many bytes wait for the disk.
+    #: Set when the first message of a channel waits because memory is full or too many bytes wait for the disk.
     waits_to_publish: bool
 
     @property
     def blocks(self) -> Mapping[str, str]:
-        """The sources that block the client, each with a reason."""
+        """The alarms that block the client: the name and the reason of each. `Broker.block` also adds an alarm."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel that has finished closing."""
 
 
 class Channel:
-    """One channel of a session. Queues that are ON block the channel (J3 J4)."""
+    """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
     #: Maximum number of remembered pairs of exchange and routing key.
     MAX_TARGETS = 8
@@ -115,12 +116,12 @@ class Channel:
         self.router = session.host.router
         self.controls = session.controls
         self._missing_methods = session.dialect.missing
-        # Set when either side has sent Channel.Close; later frames are ignored.
+        # Set when either side has sent Channel.Close, or the connection ends. Later frames are ignored.
         self.is_closing = False
         # Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
         self.last_queue = ""
-        # Name of the queue of the channel's reply consumer; empty if there never was one. The queue is deleted with the
-        # consumer.
+        # Name of the queue for direct replies, see `replies.py`; empty if the channel never consumed replies. When its
+        # consumer ends, the queue is deleted, but the name stays here.
         self.reply_queue = ""
         # The incoming message: its target, its header if it has arrived, its body so far, and the number of missing
         # body bytes.
@@ -128,9 +129,9 @@ class Channel:
         self._header: bytes | None = None
         self._parts: list[bytes] = []
         self._missing = 0
-        #: Bytes received of the incoming message, if it has more than one body frame.
+        #: Header and body bytes received of the incoming message, if it has more than one body frame; otherwise 0.
         self.incoming = 0
-        # The latest pairs of exchange and routing key that the channel has published to, as keys.
+        # The keys are the newest pairs of exchange and routing key that the channel has published to.
         self.targets: dict[tuple[str, str], None] = {}
         # The target of the latest published message.
         self._last_target: Target | None = None
@@ -296,7 +297,7 @@ class Channel:
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
-            # Whether the message came while a controller other than that of the backlog blocked the channel.
+            # Whether a controller other than `Discipline.backlog` blocked the channel when the message came.
             was_flowed = flow.is_flowed_by_others
             flow.check()
         if self.session.blocks:
@@ -308,7 +309,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can come and use the room before `_enqueue`. Without a pause, publishing is 5 % faster.
+            # The queue creates no dead letter that could use the room. Without `with`, publishing is 5 % faster.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -322,8 +323,8 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # With the new version, later messages for these queues also use this method, so that they wait too.
-                    # Otherwise later messages would overtake this message.
+                    # The new version makes later messages for these queues use this method too, so they also wait.
+                    # With the old version, they would overtake this message.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, can_nack=confirms is not None):
@@ -333,13 +334,13 @@ class Channel:
             self.host.journal.divide()
         self.count_rates(message, queues)
         if was_flowed and not is_held and flow.is_flowed_by_others:
-            # If the confirm is held, the message is owed already.
+            # If the confirm is held, `_enqueue` has already added the message to the owed messages.
             flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
-        """Enqueue a message. Return True if its confirm is now held by a queue or by the disk."""
+        """Enqueue a message. Return True if its confirm is now held, for example by a queue or by the disk."""
         is_open = not self.is_closing
-        # A message that waited for room perhaps came before confirm mode was selected. The tag of such a message is 0.
+        # A message that waited for room perhaps came before confirm mode was selected. Then its tag is 0.
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
@@ -356,7 +357,7 @@ class Channel:
 
     def admit(self, waiting: WaitingPublish) -> None:
         self.waiting.pop(waiting, None)
-        # In confirm mode the message is owed until its confirm is sent (D7).
+        # A message with a tag is owed until its confirm is no longer held (D7).
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
@@ -374,7 +375,7 @@ class Channel:
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Raise an exception if there is an alarm, and if the dialect closes channels during alarms.
+        """Raise an exception if an alarm blocks the client, and the dialect closes channels during alarms.
 
         Args:
             so: end of the error text, which says what the channel cannot do.
@@ -416,7 +417,7 @@ class Channel:
         self.become_producer()
 
     def become_producer(self) -> None:
-        """Record that the channel publishes, or has selected confirm or transaction mode."""
+        """Record that the channel publishes or has selected a mode. If all producers are blocked, block it too."""
         if self.flow.is_producer:
             return
         self.flow.is_producer = True
@@ -429,7 +430,7 @@ class Channel:
     # Confirms.
 
     def _owe(self, size: int, tag: int) -> None:
-        """Add a message to the backlog, until it is confirmed; without confirms, until it is enqueued (D7)."""
+        """Add a message to the backlog until its confirm is not held; without confirms, until it is enqueued (D7)."""
         if self.flow.owe(size) and self.confirms is not None:
             self.confirms.owed[tag] = size
 
@@ -456,8 +457,8 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: there are too many deliveries for one call. The oldest are settled; the caller has to
-                handle the frame again.
+            FrameWaitsError: there are too many deliveries for one call. This call has settled the oldest deliveries.
+                The session handles the frame again later, for the other deliveries.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -488,7 +489,7 @@ class Channel:
         if self.is_closing:
             return
         if self.confirms is not None and self.confirms.is_due and not self.controls.withhold_confirms:
-            # Messages that are in their queues are confirmed before the close is sent.
+            # Confirm the messages that are already in their queues, before the close is sent.
             self.output.write(self.confirms.flush())
         self.is_closing = True
         self.flow.end()
@@ -497,7 +498,7 @@ class Channel:
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
             # With confirms, waiting messages are discarded, because the client cannot learn their outcome any more.
-            # Without confirms, clients expect no outcome: the messages wait on, and enter when there is room.
+            # Without confirms, clients expect no outcome: the messages continue to wait, and enter when there is room.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)

@@ -1,8 +1,8 @@
 """`ChannelFlow` has the flow state of one channel and its part of the connection's backlog, sans-I/O.
 
-A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rates, the operator and the discipline block and
-unblock it. The client gets ``Channel.Flow`` with ``active=false`` when a first controller blocks the channel, and with
-``active=true`` when no controller blocks it any more (J3 J4). A blocked channel is also called flowed.
+A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rate limits, the operator, alarms and the backlog
+block and unblock it. The client gets ``Channel.Flow`` with ``active=false`` when a first controller blocks the channel,
+and with ``active=true`` when no controller blocks it any more (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if it waits for room, if its confirm is held, or if it came while the channel was blocked. The
 owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
@@ -25,15 +25,15 @@ __all__ = ["ChannelFlow", "Discipline", "FlowingSession"]
 
 
 class Discipline(Protocol):
-    """Decides what to do about a connection that ignores ``Channel.Flow`` (D7 D8)."""
+    """Limits the backlog of one connection (D7), and acts against a client that ignores ``Channel.Flow`` (D8)."""
 
     #: Counts the messages in the backlog.
     limiter: ThresholdLimiter
-    #: Blocks channels because of the backlog.
+    #: Blocks the publishing channels of the connection while the backlog is too large.
     backlog: FlowController
     #: Number of messages that came on blocked (flowed) channels after the grace time.
     past_flow: int
-    #: Number of times that the broker stopped reading from the connection for a while (tarpits).
+    #: Number of tarpits: periods in which the broker did not read from the connection, because of late messages.
     tarpits: int
     #: Number of channels that were closed because their clients ignored ``Channel.Flow``.
     channels_closed: int
@@ -45,14 +45,14 @@ class Discipline(Protocol):
         """Remove `count` messages from the backlog. `size` is the total of their body bytes."""
 
     def look_at(self, source: ChannelFlow) -> None:
-        """Block a channel if it publishes and the backlog is too large."""
+        """Block a channel if it is a producer and the backlog is too large."""
 
     def check(self, source: ChannelFlow, now: float) -> None:
         """Handle a message that was published on a blocked (flowed) channel.
 
         Raises:
-            ChannelException: the channel has published too much since it was blocked.
-            ConnectionException: the connection has published too much on blocked channels.
+            ChannelException: the channel has published too many messages after the grace time.
+            ConnectionException: the connection has published too many messages on blocked channels.
         """
 
 
@@ -63,12 +63,12 @@ class FlowingSession(Protocol):
     host: VirtualHost
     output: Output
     handshake: Handshake
-    #: Counts and limits the backlog; ``None`` if the backlog is not limited.
+    #: Limits the backlog, and acts against the client; ``None`` if there is no limit and no sanction.
     discipline: Discipline | None
 
 
 class ChannelFlow(CountedSource):
-    """One channel as a source of messages."""
+    """One channel, as a source that flow controllers can block."""
 
     __slots__ = (
         "_discipline",
@@ -104,8 +104,8 @@ class ChannelFlow(CountedSource):
         self.oks_due = 0
         # Number of messages in the current flowed period that came after the grace time (D8).
         self.past_flow = 0
-        # Number and body bytes of the owed messages (D7). The second pair counts only those that are owed because they
-        # came while the channel was blocked. Such messages are owed until the channel is unblocked.
+        # Number and body bytes of the owed messages (D7). The second pair counts the messages that are owed because
+        # they came while the channel was blocked. They are owed until `is_flowed_by_others` is false.
         self._owed = [0, 0]
         self._owed_until_unblocked = [0, 0]
 
@@ -149,14 +149,14 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the channel was blocked (flowed) so far. If it is blocked now, this time is included."""
+        """Seconds for which the channel was blocked (flowed) so far, including the current flowed period."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        A block by the backlog alone does not make new messages owed. Otherwise the backlog would stay too large.
+        If only the backlog blocks the channel, new messages are not owed. If they were, the backlog could not shrink.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -167,8 +167,8 @@ class ChannelFlow(CountedSource):
         """If the channel is blocked (flowed), let the `Discipline` check a published message.
 
         Raises:
-            ChannelException: the channel has published too much since it was blocked.
-            ConnectionException: the connection has published too much on blocked channels.
+            ChannelException: the channel has published too many messages after the grace time.
+            ConnectionException: the connection has published too many messages on blocked channels.
         """
         if self._discipline is not None and self.blocked_by:
             self._discipline.check(self, self._host.clock())
@@ -183,11 +183,11 @@ class ChannelFlow(CountedSource):
 
         Args:
             size: body size in bytes.
-            until_unblocked: whether the message is owed only because the channel is blocked. In this case the message
-                is owed until the channel is unblocked.
+            until_unblocked: whether the message is owed only because the channel is blocked. If so, the message is owed
+                until `is_flowed_by_others` is false.
 
         Returns:
-            Whether the message is counted.
+            Whether the message was added. False if there is no `Discipline`, or if the channel has ended.
         """
         if self._discipline is None or self.is_over:
             return False
@@ -216,8 +216,8 @@ class ChannelFlow(CountedSource):
             self.repay(size, count)
         self.is_over = True
         for controller in tuple(self.blocked_by):
-            # `unblock` is needed for the controllers of the operator and of alarms. They have no list of blocked
-            # channels, so `forget` does nothing.
+            # The controllers of the operator and of alarms do not have the channel in `FlowController.blocked`, so
+            # their `forget` does nothing. Therefore `unblock` is called too.
             controller.forget(self)
             self.unblock(controller)
         self._host.source_gone(self)

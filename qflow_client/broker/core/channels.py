@@ -1,4 +1,4 @@
-"""The channels of one connection with their totals, and the notices to a blocked client, sans-I/O."""
+"""The channels of one connection with their totals, and the alarms that block the client, sans-I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Channels(dict[int, Channel]):
         self._times_flowed_before = 0
 
     def forget(self, channel: Channel) -> None:
-        """Remove a channel that has finished closing."""
+        """Remove a channel that has finished closing. Its counts stay in the totals."""
         del self[channel.number]
         self._published_before += channel.flow.published
         self._delivered_before += channel.consuming.delivered
@@ -54,12 +54,12 @@ class Channels(dict[int, Channel]):
 
 
 class Blocks(dict[str, str]):
-    """The sources that block a client, each with a reason.
+    """The alarms that block a client: the name and the reason of each.
 
-    The client gets a notice when the first reason is added, and when the last reason is removed.
+    The client is informed when the first alarm is added, and when the last alarm is removed.
 
     Args:
-        handshake: knows whether the client understands ``Connection.Blocked``.
+        handshake: has the capabilities of the client.
         dialect: defines how clients are informed.
         alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
     """
@@ -77,7 +77,7 @@ class Blocks(dict[str, str]):
         self._alarm = alarm
 
     def change(self, source: str, reason: str | None) -> None:
-        """Add a source's reason, if the client can be informed of it. ``None`` removes the reason."""
+        """Add an alarm if the client can be informed of it. If the reason is ``None``, remove the alarm `source`."""
         way = self._dialect.on_alarm
         was_blocked = bool(self)
         if reason is None:

@@ -22,8 +22,8 @@ class Confirms:
     """The published messages of one channel that are neither acked nor nacked.
 
     Args:
-        on_due: called when the first tag becomes due after a `flush`.
-        on_released: called with the body bytes of a message in `owed` when the message is no longer held.
+        on_due: called when a tag becomes due and no other tag is due.
+        on_released: called when a tag in `owed` is no longer held. The argument is the message's body bytes.
     """
 
     __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "_on_released", "owed")
@@ -49,7 +49,7 @@ class Confirms:
         return bool(self._due)
 
     def next_tag(self) -> int:
-        """Return a tag for the next message."""
+        """Return the tag of the next message."""
         self._last_tag += 1
         return self._last_tag
 
@@ -96,7 +96,7 @@ class Confirms:
             self._on_released(size)
 
     def flush(self) -> bytes:
-        """Return the frames that ack the due tags; one frame covers all due tags below the lowest held tag."""
+        """Return the frames that ack the due tags. If `is_due` is false, this method must not be called."""
         due, self._due = self._due, []
         if not self._held:
             return wire.ack(self._number, max(due), len(due) > 1)

@@ -1,4 +1,4 @@
-"""`Consuming` has the consumers of one channel and its unsettled deliveries, sans-I/O. `Channel` calls `Consuming`.
+"""`Consuming` has the consumers and the unsettled deliveries of one channel, sans-I/O. `Channel` calls `Consuming`.
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
 each delivery. Credit is the number of messages that the prefetch counts still allow. When there is new credit,
@@ -40,7 +40,7 @@ class DeliveringSession(Protocol):
 
 
 class Delivery:
-    """A message that was delivered and not settled yet."""
+    """A delivery of a message that the client has not settled yet."""
 
     __slots__ = ("consumer", "entry", "tag")
 
@@ -71,7 +71,7 @@ class ChannelConsumer:
         self.is_active = False
         # Number of messages that the consumer has not settled.
         self.unacked = 0
-        # First bytes of the payload of each Basic.Deliver to this consumer, up to the delivery tag.
+        # The bytes before the delivery tag in the payload of each Basic.Deliver to this consumer.
         self._prefix = b"\0\x3c\0\x3c" + wire.short(tag)
 
     @property
@@ -158,8 +158,8 @@ class Returning:
 class Consuming:
     """The consumers of a channel, and its unsettled deliveries."""
 
-    #: Maximum number of deliveries that one call settles for an ack with `multiple`. A delivery whose queue
-    #: dead-letters counts as LETTER deliveries, because it takes longer to settle.
+    #: Maximum number of deliveries that one call of `take` returns. A delivery from a queue that dead-letters counts as
+    #: LETTER deliveries, because it takes longer to settle.
     AT_ONCE = 10_000
     LETTER = 50
 
@@ -197,7 +197,7 @@ class Consuming:
         self.consumer_unacked = 0
         # Last delivery tag of an ack with tag 0 that is handled in slices; 0 if there is no such ack.
         self._ack_until = 0
-        # The consumer of the latest delivery.
+        # The consumer of the latest delivery; None before the first delivery to a consumer.
         self.last_served: ChannelConsumer | None = None
         self.consumers: dict[str, ChannelConsumer] = {}
         self._delivery_tag = 0
@@ -260,7 +260,7 @@ class Consuming:
             self.output.write(_consumer_ok(self.number, commands.Basic.CancelOk, tag))
 
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
-        """Remove a consumer whose queue was deleted."""
+        """Remove a consumer whose queue was deleted. Send Basic.Cancel to a client that understands it."""
         was_there = self.consumers.pop(consumer.tag, None) is not None
         if was_there and self.session.handshake.understands("consumer_cancel_notify"):
             self.output.write(_cancel(self.number, consumer.tag))
@@ -286,8 +286,8 @@ class Consuming:
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
         """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body has been read.
 
-        The method frame waits too, because no other frame is allowed between the method and the content. If the body is
-        lost, the answer is Basic.Get-Empty.
+        The method frame waits too, because the content must directly follow it on the channel. If the body is damaged
+        on disk, the answer is Basic.Get-Empty.
         """
         journal = self._host.journal
         assert journal is not None
@@ -309,7 +309,7 @@ class Consuming:
         """Offer messages to inactive consumers, because they can perhaps take messages again."""
         consumers = tuple(self.consumers.values())
         if self.prefetch and self.last_served in consumers:
-            # The consumer with the latest delivery comes last. In a fixed order, the first one would take all credit.
+            # In a fixed order the first consumer could take all credit, so the consumer of the latest delivery is last.
             start = consumers.index(self.last_served) + 1
             consumers = (*consumers[start:], *consumers[:start])
         for consumer in consumers:
@@ -323,7 +323,7 @@ class Consuming:
         self._check_delivers()
 
     def wait_for_disk(self, on: bool) -> None:
-        """Stop deliveries while answers to the client wait for the disk; start them again afterwards."""
+        """Stop deliveries, because an answer on the channel waits for the disk. With ``on=False`` start them again."""
         self._waits_for_disk = on
         self._check_delivers()
 
@@ -335,13 +335,13 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """Return the deliveries that an ack settles, and remove them from the unacked deliveries.
+        """Return the deliveries that an ack, nack or reject settles, and remove them from the unacked deliveries.
 
-        If there are very many deliveries, only the oldest are removed. If `has_more` is true afterwards, handle the
-        same ack again before any other frame of the channel.
+        If there are very many deliveries, only the oldest are returned and removed. If `has_more` is true afterwards,
+        call `take` again with the same arguments, before any other frame of the channel is handled.
 
         Args:
-            multiple: whether the ack settles all deliveries up to this tag. Tag 0 then means all current deliveries.
+            multiple: whether all deliveries up to `tag` are settled. Tag 0 then means all current deliveries.
 
         Raises:
             ChannelException: 406 if there is no such delivery.
@@ -370,7 +370,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Return True if `take` returned only a part of the deliveries of an ack up to this tag."""
+        """Return True if the last `take` with ``multiple=True`` and this tag left some of the deliveries."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod
@@ -385,7 +385,7 @@ class Consuming:
             self.consumer_unacked += change
 
     def restore_unacked(self, deliveries: Iterable[Delivery]) -> None:
-        """Add deliveries from `take` to the unacked deliveries again. The messages are not delivered again."""
+        """Undo `take`: add deliveries to the unacked deliveries again. The messages are not delivered again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)
             self.unacked[delivery.tag] = delivery
@@ -419,9 +419,9 @@ class Consuming:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver the unsettled messages again: to the same consumer, or with `requeue` to any consumer.
+        """Deliver unsettled messages to their consumers again. Requeue messages that a consumer cannot take now.
 
-        If `has_more(0)` is true afterwards, this call has handled only a slice; the next call handles the next slice.
+        With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller has to call this again.
         """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
@@ -437,7 +437,7 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated: its consumer exists and can take a message now."""
+        """Whether a delivery can be repeated: its consumer can take a message now, and the entry is not gone."""
         consumer = delivery.consumer
         return (
             consumer is not None

@@ -1,16 +1,16 @@
 """`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
 The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
-entries in the order of their sequence numbers. An entry that leaves from the middle stays in this list, is marked as
-gone, and is skipped later. So no search for its place is needed. Depth and size count all entries that have not left
-(D6).
+entries in the order of their sequence numbers. If an entry leaves from the middle, it stays in `Contents.ready`, is
+marked as gone, and is skipped later. So its place need not be searched. Depth and size count all entries that have not
+left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
-`leaving` until they leave. No consumer gets these entries, but depth and size still count them, for flow states and the
-memory limit.
+`Contents.leaving` until they leave. No consumer gets these entries, but depth and size still count them, because flow
+states and the memory limit count them too.
 
-Flow states, the journal and the flow log observe the entries with an `EntryObserver`. An observer is called after the
-counts have changed, and must not change the contents.
+Flow states, the journal and other parts observe the entries as an `EntryObserver`, see `queue.py`. An observer is
+called after the counts have changed, and must not change the contents.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """Make a requeued entry the last entry of its key, if there is no later one.
+        """Make a requeued entry the last entry of its key, unless the queue has a later entry with the same key.
 
         Returns:
-            Whether there is a later entry with the same key.
+            Whether the queue has a later entry with the same key.
         """
 
 
@@ -118,9 +118,9 @@ class Contents:
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        # Messages enqueued so far. This number is also the last sequence number.
+        # Number of messages enqueued so far. It is also the sequence number of the newest entry.
         self.published = 0
-        # Messages dropped so far, by reason.
+        # Number of messages dropped so far, by reason.
         self.drops: dict[DropReason, int] = {}
 
     # Adding.
@@ -169,7 +169,7 @@ class Contents:
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put unacked entries back at their places. An entry is dropped if a later one has the same key."""
+        """Put unacked entries back at their places in `ready`. Drop an entry if `values` has a later one of its key."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
             self.remove_unacked(entry)
@@ -196,7 +196,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Count a removed entry as gone, and call the observers (J6). Only a dropped entry has a `reason`."""
+        """Count a removed entry as gone, and call the observers (J6). `reason` is ``None`` if it was not dropped."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -206,7 +206,7 @@ class Contents:
             observer.left(entry, reason)
 
     def take_out(self, entry: QueueEntry) -> None:
-        """Take out a ready or unacked entry that is about to leave."""
+        """Take an entry out of the ready or unacked entries. The caller has to call `left` next."""
         if entry.is_unacked:
             self.remove_unacked(entry)
         elif entry is self.first():
@@ -221,7 +221,7 @@ class Contents:
         """Move all ready entries to `leaving`. The caller has to call `let_leave` afterwards.
 
         Args:
-            mark: whether to mark the entries as gone immediately, because other objects also refer to them.
+            mark: whether to mark the entries as gone now. This is necessary if other objects also refer to the entries.
 
         Returns:
             The number of entries that were moved.
@@ -272,16 +272,16 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far. A message with the reason `COPY` has a second reason, and is counted once."""
+        """Number of messages dropped so far. The reason `COPY` is not counted, because it is always a second reason."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Yield all entries, ready and unacked, in the order of the queue."""
+        """Yield the ready and the unacked entries in the order of the queue."""
         ready = [entry for entry in self.ready if not entry.is_gone]
         return iter(sorted((*self.unacked, *ready), key=_sequence) if self.unacked else ready)
 
     def oldest(self) -> QueueEntry | None:
-        """Return the oldest entry, ready or unacked."""
+        """Return the oldest of the ready and the unacked entries; ``None`` if there is none."""
         entry = self.first()
         if self.unacked:
             oldest = min(self.unacked, key=_sequence)

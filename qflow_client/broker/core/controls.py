@@ -1,4 +1,4 @@
-"""The settings that an operator changes at run time for the whole broker. Sessions and channels read these settings."""
+"""The state of the whole broker that an operator or an alarm changes at run time. Sessions and channels read it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Controls"]
 
 
 class Controls:
-    """The operator's controllers and switches.
+    """The controllers and switches of the operator, the alarms, and the counts of sanctions.
 
     Args:
-        watches_publishes: whether every published message has to be checked.
+        watches_publishes: whether the broker's settings require a check of every published message.
     """
 
     __slots__ = (
@@ -27,14 +27,14 @@ class Controls:
         "withhold_confirms",
     )
 
-    #: Name of the controller that blocks channels and connections for the operator.
+    #: Name of the controller that blocks channels for the operator, and of the alarm that `Broker.block` raises.
     OPERATOR = "operator"
-    #: Name of the controller that blocks channels and connections during an alarm.
+    #: Name of the controller that blocks channels during an alarm.
     ALARM = "alarm"
 
     def __init__(self, *, watches_publishes: bool = False) -> None:
         self.operator = FlowController(ThresholdLimiter(StopResume()), name=self.OPERATOR)
-        # Whether channels are blocked as soon as they become producers (D5).
+        # Whether the operator has stopped all producers. A channel that becomes a producer is then blocked (D5).
         self.producers_stopped = False
         # Blocks channels during an alarm, if the dialect informs clients of alarms by Channel.Flow.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
@@ -42,7 +42,7 @@ class Controls:
         self.alarms: dict[str, str] = {}
         self.withhold_confirms = False
         self.nack_publishes = False
-        # Whether every published message is checked, even if its queues need no check.
+        # Whether channels check every published message, even if its queues need no check.
         self.watches_publishes = watches_publishes
         # Whether the settings require a check of every message, and whether rate limits require one.
         self._watches_always = watches_publishes

@@ -4,13 +4,13 @@
 Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
-``x-death``. The first rule alone allows every path through the queues, and n queues have more than n! paths.
+``x-death``. The first rule alone allows every path that visits no queue twice, and n queues have more than n! paths.
 
 The second rule is not from RabbitMQ. If several copies of one message die in a queue, the queue dead-letters only the
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
 target.
 
-After a rejection by a consumer, both rules ignore earlier deaths. A restart of the broker resets the second rule.
+After a rejection by a consumer, both rules ignore earlier deaths. After a restart, the second rule ignores them too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DeadLetters:
     Args:
         resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
         destinations: returns the queues of a message with a current target.
-        when_read: calls a function when the body of a message is in memory.
+        when_read: calls a function when the body of a message is in memory, or is known to be damaged on disk.
         wall_clock: returns seconds since 1970.
     """
 
@@ -117,7 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send all dead messages. Messages that die during this call are appended. So the calls are not nested."""
+        """Send all dead messages. Messages that die during this call only enter `_dead`, so no calls are nested."""
         self._pauses += 1
         try:
             while self._dead:
@@ -125,7 +125,7 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # A decoded list uses far more memory than its bytes. The list is decoded again if the letter dies.
+                # The decoded deaths use far more memory than their bytes. They are decoded again if the letter dies.
                 letter.deaths = None
             self._letters.clear()
 
@@ -135,7 +135,7 @@ class DeadLetters:
             if queue.storage is not None:
                 queue.storage.letter_done(message)
         elif message.body is None:
-            # The body must be read first.
+            # The body is only on disk. When it has been read, `died` is called again.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             self._send(queue, message, reason)
@@ -194,7 +194,7 @@ class DeadLetters:
 
 def _field(value: Any) -> bytes:
     """Encode a value with its type."""
-    # The 5 bytes are the size of the table and the size of the empty name.
+    # The first 5 bytes of the table are its size and the size of the empty name.
     return encode_table({"": value}, "a header")[5:]
 
 
@@ -268,7 +268,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the entry for the latest death. Its count includes earlier deaths in this queue for this reason."""
+    """Return the latest death. Its count includes the earlier deaths (`before`) in this queue for this reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

@@ -17,7 +17,7 @@ class Deadlines:
 
     Args:
         handshake: has the negotiated heartbeat, and the time at which the login expires.
-        now: monotonic seconds.
+        now: monotonic seconds. All times of this class are monotonic seconds.
     """
 
     __slots__ = ("_handshake", "_output", "_settings", "at", "last_received", "open_by", "tarpit_until")
@@ -26,9 +26,9 @@ class Deadlines:
         self._settings = settings
         self._handshake = handshake
         self._output = output
-        # Time at which the last bytes arrived.
+        # Time at which bytes last arrived, or at which the socket was last not read, so that none could arrive.
         self.last_received = now
-        # Time at which the connection ends if it is not open, even if it is closing; infinite after the opening.
+        # Time at which the broker ends the connection if it was never open, even if it is closing; infinite once open.
         self.open_by = now + settings.unauthenticated_timeout
         # Time until which the socket is not read because of a tarpit (D8); None if there is no tarpit.
         self.tarpit_until: float | None = None
@@ -50,7 +50,7 @@ class Deadlines:
         self.by(self.tarpit_until)
 
     def missed(self, now: float, *, is_closing: bool) -> str | None:
-        """Return a text for the log if the peer has missed a deadline; otherwise ``None``."""
+        """Return a text for the log if the deadline to open or to close was missed. Call this only at `at` or later."""
         if now >= self.open_by:
             return f"the connection was not open within {self._settings.unauthenticated_timeout} s"
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None
@@ -60,7 +60,7 @@ class Deadlines:
 
         Args:
             now: monotonic seconds.
-            is_silenced: whether nothing can arrive from the peer because the socket is not read.
+            is_silenced: whether no bytes can arrive, because the broker does not read the socket.
             login_at: time at which a delayed login is checked; infinite if no login is delayed.
 
         Returns:

@@ -52,7 +52,7 @@ class Dispatcher:
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
-        # Number of closed channels that still return deliveries. The queue delivers only if this number is 0.
+        # Number of closed channels that still return deliveries to this queue. It delivers only if this number is 0.
         self._pauses = 0
         # Number of deliveries so far, and number of messages acked so far.
         self.delivered = 0
@@ -143,7 +143,7 @@ class Dispatcher:
                 consumer.deliver(entry)
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry for ``Basic.Get``. With `no_ack` the entry leaves the queue."""
+        """Return the next ready entry, which becomes unacked or (`no_ack`) leaves; ``None`` if no entry is ready."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()

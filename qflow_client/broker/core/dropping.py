@@ -1,7 +1,7 @@
-"""`Dropping` removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call `Dropping`.
+"""`Dropping` drops messages of a queue, sans-I/O. The queue, its `Dispatcher` and its overflow policy call `Dropping`.
 
 A message that expires, is rejected or is dropped to make room is dead-lettered if the queue has a dead-letter exchange.
-A message that is purged, lost or dropped to free memory is never dead-lettered.
+A message that is purged, conflated, damaged on disk or dropped to free memory is never dead-lettered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Dropping:
 
     Args:
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called if `Contents.leaving` is not empty after `let_leave`, which must be called again soon.
+        wake: called if `let_leave` has to be called again soon, because `Contents.leaving` is not empty yet.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -36,7 +36,7 @@ class Dropping:
         # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
         self._wake = wake
-        # The entries that expire; None before the first such entry.
+        # The entries that expire; None if neither the queue nor any message so far has a time to live.
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
@@ -51,7 +51,7 @@ class Dropping:
             self.dead_letter(entry.message, DropReason.EXPIRED)
 
     def dead_letter(self, message: StoredMessage, reason: DropReason) -> None:
-        """Send a dropped or refused message to the dead-letter exchange, if there is one."""
+        """Send a dropped or refused message to the dead-letter exchange, if the queue has one."""
         if self._died is not None:
             self._died(message, reason)
 
@@ -82,18 +82,18 @@ class Dropping:
             self._contents.left(entry, DropReason.MEMORY)
 
     def drop_lost(self, message: StoredMessage) -> None:
-        """Drop the ready and unacked entries of a message whose body is lost."""
+        """Drop the ready and unacked entries of a message whose body is damaged on disk."""
         for entry in [each for each in self._contents.oldest_first() if each.message is message]:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.DAMAGED)
 
     def end(self) -> None:
-        """Drop all references, because the queue is deleted and all its entries have left."""
+        """Drop the references to other objects, because the queue is deleted and all its entries have left."""
         self._died = self.expiry = None
         self._wake = lambda: None
 
     def let_leave(self) -> None:
-        """Remove some of the entries in `Contents.leaving`, for example after a purge."""
+        """Let one slice of the entries in `Contents.leaving` leave. If some remain, schedule the next call."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:

@@ -1,6 +1,6 @@
 """A broker in this process: starting, stopping, and calls from other threads.
 
-All state of a broker belongs to its event loop. A method with the decorator `on_loop` runs on this loop. A call from
+All state of a broker belongs to its event loop. So a method with the decorator `on_loop` runs on this loop. A call from
 another thread waits for the result, and a call on the loop itself runs directly. `inspection.py` adds the methods that
 show the state. `broker.py` adds the methods that change the state.
 """
@@ -57,7 +57,7 @@ class EmbeddedBroker:
     Args:
         settings: see `Settings`.
         rules: compute the limits of each queue; ``None`` for `PlainRules`.
-        journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
+        journal: counts the bytes of messages, and with a store collects the changes for the disk; ``None`` for neither.
         discipline: creates the `Discipline` of each connection; ``None`` for no backlog limit and no sanctions.
     """
 
@@ -69,14 +69,14 @@ class EmbeddedBroker:
         journal: Journal | None = None,
         discipline: Callable[[Session], Discipline] | None = None,
     ) -> None:
-        #: The settings as given, with the defaults.
+        #: The settings of this broker.
         self.settings = settings
         self._host = VirtualHost(settings, journal=journal, rules=rules)
         self._controls = Controls(watches_publishes=settings.watches_publishes)
         self._server = Server(self._host, self._controls, self._on_turn, discipline)
         # Writes the records of the journal; None without a store.
         self._disk: Disk | None = None
-        # Servers of other protocols. These servers run only while the broker listens.
+        # Servers of other protocols, which start after the AMQP server and stop before it.
         self._fronts: list[Front] = []
         self._port: int | None = None
         self._started = AsyncExitStack()
@@ -101,8 +101,8 @@ class EmbeddedBroker:
     async def _start(self) -> None:
         if self._port is not None:
             raise RuntimeError("this broker has run already; make a new Broker")
-        # Everything that has started is stopped in reverse order: here if a later part fails to start, otherwise by
-        # `_stop`.
+        # If a part fails to start, the parts that have started are stopped here, in reverse order. Otherwise `_stop`
+        # stops all parts.
         async with AsyncExitStack() as started:
             if self._disk is not None:
                 await self._disk.start()
@@ -177,7 +177,7 @@ class EmbeddedBroker:
         return result
 
     def _call_in_steps(self, steps: Iterator[object], *, lasts: bool = False) -> None:
-        """Run a change in steps on the broker's loop; other work of the loop runs between the steps. See `_call`."""
+        """Run a change in steps on the broker's loop. Other work can run between two steps. For `lasts` see `_call`."""
         self._call(lambda: None, changes=True)
         self._runner.call_in_steps(steps)
         self._call(lambda: None, changes=True, lasts=lasts)

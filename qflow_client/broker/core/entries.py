@@ -2,7 +2,7 @@
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
 place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator can
-hold (delay) the confirm. After the last hold is released, the confirm is sent.
+hold (delay) the confirm. The confirm is sent after the last hold is released.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
@@ -35,21 +35,21 @@ __all__ = [
 
 
 class DropReason(StrEnum):
-    """The reason why a message left a queue without an ack, or did not enter it."""
+    """The reason why a queue dropped a message, refused a message, or did not dead-letter a message."""
 
     #: A consumer rejected the message without requeue.
     REJECTED = "rejected"
     #: The message waited longer than its time to live.
     EXPIRED = "expired"
-    #: The message was dropped because the queue exceeded its maximum.
+    #: The queue was full: it dropped the message to make room, or it refused the message and dead-lettered it.
     MAXLEN = "maxlen"
-    #: A later message with the same key has arrived.
+    #: The queue has a later message with the same key.
     CONFLATED = "conflated"
     #: Memory exceeded its limit, and the policy of the queue drops messages (A1).
     MEMORY = "memory"
     #: The body of the message was only on disk, and is damaged there (E10).
     DAMAGED = "damaged"
-    #: The queue was full, and no publisher was informed: for example, the message was a dead letter.
+    #: The queue refused the message, and no publisher was informed: for example, the message was a dead letter.
     REFUSED = "refused"
     #: A dead letter came to a queue in which it had died before, and no consumer had rejected it since then.
     CYCLE = "cycle"
@@ -59,7 +59,7 @@ class DropReason(StrEnum):
 
 
 class Address:
-    """The exchange and routing key of a published message."""
+    """The exchange, the routing key and the mandatory flag of a published message."""
 
     __slots__ = ("exchange", "mandatory", "names", "routing_key")
 
@@ -105,12 +105,12 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries of the message that could not be dropped to free memory, and are checked again after a change.
+        # Entries that could not be dropped to free memory. They are checked again when the message has changed.
         self.aside: Sequence[QueueEntry] = ()
 
 
 class StoredMessage:
-    """A message that all of its queues share. The content never changes, but the body can be only on disk.
+    """A message. Its queues share this object. The content never changes, but the body can be only on disk.
 
     Args:
         target: the exchange and routing key with which the message was published.
@@ -120,7 +120,7 @@ class StoredMessage:
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
     #: The queues that have dead-lettered a copy of the message, each with the exchange and routing key of the dead
-    #: letter. All copies share this set. The attribute does not exist before the first dead letter.
+    #: letter. All copies since the last rejection share this set. Before the first dead letter there is no attribute.
     dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:
@@ -130,7 +130,7 @@ class StoredMessage:
         self.body: bytes | None = body
         # Body bytes. Thresholds and maxima use this size.
         self.size = len(body)
-        # The journal's data about the message; None if there is no journal, or no queue has the message.
+        # The journal's data about the message; None if there is no journal, or the journal does not have the message.
         self.record: Record | None = None
 
     @property
@@ -160,11 +160,11 @@ class StoredMessage:
 
 
 class Completion:
-    """The confirm of one message. Flow states that were ON (C5), the disk or an operator can hold (delay) the confirm.
+    """The confirm of one message. A flow state that is ON (C5), the disk or an operator can hold (delay) the confirm.
 
     Args:
         tag: the publish sequence number of the message on its channel.
-        complete: called with the tag when the last hold is released.
+        complete: called with the tag when the last hold is released after `arm`.
     """
 
     __slots__ = ("_armed", "_complete", "holds", "tag")
@@ -174,7 +174,7 @@ class Completion:
         self._complete = complete
         # Number of holds. The confirm is not sent while this number is not 0.
         self.holds = 0
-        # Whether every destination queue has the message. If not, the confirm is not sent, even without holds.
+        # Whether every destination queue has the message. Until then the confirm is not sent, even without holds.
         self._armed = False
 
     def release(self) -> None:
@@ -203,14 +203,14 @@ class QueueEntry:
         self.redelivered = False
         # Whether the message was delivered, and is not settled yet.
         self.is_unacked = False
-        # Whether the entry has left the queue or is leaving. A later ack changes nothing.
+        # Whether the entry has left the queue or is leaving. If so, an ack of the entry changes nothing.
         self.is_gone = False
 
 
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue delivers to the consumer, see `Dispatcher`. The queue sets this flag.
+    #: Whether the queue delivers to the consumer, see `Dispatcher`, which sets this flag.
     is_active: bool
 
     @property
@@ -250,7 +250,7 @@ class BodyPager(Protocol):
         """Record that an entry has left the queue."""
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Remove bodies from memory, so that at most `size` bytes and `count` bodies remain there."""
+        """Remove bodies from memory until at most `size` bytes and `count` bodies remain (``None``: any number)."""
 
 
 class DroppableEntries(Protocol):
@@ -263,7 +263,7 @@ class DroppableEntries(Protocol):
         """Record that an entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """Record that an entry has left the queue, or is now unacked."""
+        """Record that an entry has left the queue, or is now unacked. The entry can no longer be dropped."""
 
     def __len__(self) -> int: ...
 
@@ -271,7 +271,7 @@ class DroppableEntries(Protocol):
         """Yield the droppable entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Return all entries of the message of `entry`, if all of them can be dropped; otherwise return no entries."""
+        """Return all entries of the message of `entry` if all can be dropped together; otherwise an empty sequence."""
 
 
 class QueueContents(Protocol):
@@ -290,7 +290,7 @@ class QueueContents(Protocol):
         """Body bytes of the ready messages."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Yield all entries, ready and unacked, in the order of the queue."""
+        """Yield the ready and the unacked entries in the order of the queue."""
 
 
 class QueueDropping(Protocol):
@@ -300,7 +300,7 @@ class QueueDropping(Protocol):
     has_letters: bool
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even if it is unacked. The queue must not be empty."""
+        """Drop the oldest entry, even if it is unacked. If entries are leaving, let a slice of them leave instead."""
 
     def drop_head(self) -> None:
         """Drop the oldest ready entry. There must be a ready entry."""

@@ -37,7 +37,7 @@ class ReplyCode(IntEnum):
 
 
 class AmqpError(Exception):
-    """An error of a client. The broker then closes the channel or the connection.
+    """An error of a client, or of a caller of `Broker`. For a client, the broker closes the channel or the connection.
 
     Args:
         code: the reply code.
@@ -62,8 +62,8 @@ class ChannelException(AmqpError):
 
 
 class ConnectionException(AmqpError):
-    """Closes the connection (reply codes 320, 402, 501 to 505, 530, 540, 541)."""
+    """Closes the connection (reply codes 320, 402, 501 to 506, 530, 540, 541)."""
 
 
 class FrameWaitsError(Exception):
-    """Raised if a frame has to be handled again later. All further frames of the connection wait for this frame."""
+    """Raised if a frame has to be handled again later. Until then, the session holds the connection's later frames."""

@@ -1,11 +1,11 @@
 """Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
-`topology.py` declares exchanges and bindings, and `routing.py` finds the matching bindings of a message. Two bindings
-with the same destination, routing key and arguments are one binding. A headers exchange needs the headers of each
+`topology.py` declares exchanges and bindings. `routing.py` follows matching bindings from exchange to exchange. Two
+bindings with the same ends, routing key and arguments are one binding. A headers exchange needs the headers of each
 message. For the other types, destinations depend only on the routing key, so a `Target` can cache the destinations.
 
-A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the routing keys. So
-bindings that a message does not match cost no time (E7).
+A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the binding keys. So
+neither exchange looks at all bindings for each message (E7).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MANY_QUEUES = 500
 
 
 class Target(Address):
-    """The exchange, key and flags of a ``Basic.Publish``. Equal ``Basic.Publish`` methods share one object."""
+    """The fields of a ``Basic.Publish``, and the cached queues. Equal ``Basic.Publish`` methods share one object."""
 
     __slots__ = ("queues", "version", "watched")
 
@@ -36,7 +36,7 @@ class Target(Address):
         super().__init__(exchange, routing_key, mandatory=mandatory)
         # The destination queues; None if they depend on the message's headers.
         self.queues: tuple[Queue, ...] | None = ()
-        # The value of `Router.version` for which `queues` is valid.
+        # The value of `Router.version` for which `queues` and `watched` are valid.
         self.version = -1
         # Whether any destination is watched (see `queue.py`), there are more than MANY_QUEUES destinations, or the
         # destinations depend on headers.
@@ -53,7 +53,7 @@ class ExchangeType(StrEnum):
 
 
 class Binding:
-    """A binding of a queue or an exchange to an exchange. Only headers exchanges use the arguments."""
+    """A binding of a queue or an exchange to an exchange. Only headers exchanges route by the arguments."""
 
     __slots__ = ("arguments", "destination", "key", "routing_key")
 
@@ -125,14 +125,14 @@ class Exchange(ABC):
         return bool(gone)
 
     def _added(self, binding: Binding) -> None:  # noqa: B027  # most types have no index
-        """Update the index after a binding was added."""
+        """Update the subclass's index of bindings after a binding was added."""
 
     def _removed(self, binding: Binding) -> None:  # noqa: B027  # most types have no index
-        """Update the index after a binding was removed."""
+        """Update the subclass's index of bindings after a binding was removed."""
 
     @abstractmethod
     def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
-        """Return the bindings that a message matches."""
+        """Return the bindings that match a message with this routing key and these headers."""
 
     def destinations(self, routing_key: str, headers: Headers) -> Iterator[Queue | Exchange]:
         """Yield the destinations of a message. A destination can occur more than once."""
@@ -175,7 +175,7 @@ class _Branch:
     """A branch of the tree of a topic exchange. Binding keys with the same first words share branches.
 
     Args:
-        words: words of the binding keys on this branch, without those of the parent branches.
+        words: the words of this branch. A binding key has the words of all branches on its path from the root.
     """
 
     __slots__ = ("bindings", "next", "words")
@@ -188,7 +188,7 @@ class _Branch:
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
-        """Return the branch to which these words lead from this branch. Create the branch if it does not exist."""
+        """Return the branch at the end of a path with these words. If there is no such branch, create it."""
         branch = self
         while words:
             found = branch.next.get(words[0])
@@ -211,7 +211,7 @@ class _Branch:
         return first
 
     def path(self, words: list[str]) -> list[_Branch]:
-        """Return the branches along these words, which must be a binding key in the tree."""
+        """Return the branches along the words of a binding key in the tree, from this branch on."""
         path = [self]
         while words:
             path.append(path[-1].next[words[0]])
@@ -219,7 +219,7 @@ class _Branch:
         return path
 
     def join(self) -> None:
-        """Merge the branch with its only child, if the branch itself has no bindings."""
+        """If the branch has no bindings and only one child, merge the branch and the child."""
         if not self.bindings and len(self.next) == 1:
             (last,) = self.next.values()
             self.words += last.words
@@ -230,7 +230,7 @@ def _words(key: str) -> list[str]:
     return key.split(".") if key else []
 
 
-# Positions in the tree: each is a branch and the number of its words that have matched.
+# Positions in the tree of branches. A position is a branch, and the number of the branch's words that have matched.
 _Places = dict[tuple[_Branch, int], None]
 
 
@@ -281,7 +281,7 @@ class TopicExchange(Exchange):
 
 
 def _reach(branch: _Branch, at: int, places: _Places) -> None:
-    """Add a position, and the later positions that are reached if each ``#`` matches no word."""
+    """Add a position to `places`. Also add the positions behind it that are reached if each ``#`` matches no word."""
     while (branch, at) not in places:
         places[branch, at] = None
         if at < len(branch.words):

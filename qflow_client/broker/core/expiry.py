@@ -14,15 +14,15 @@ __all__ = ["Expiry"]
 
 
 class Expiry(EntryObserver):
-    """The entries of one queue that expire, ordered by time.
+    """The entries of one queue that expire, ordered by their expiry times.
 
-    An entry that leaves the queue stays in this object until its expiry time or a sweep. A sweep runs when the number
-    of entries in this object has doubled since the previous sweep.
+    An entry that leaves the queue stays in this object until its expiry time or a sweep. A sweep removes such entries.
+    It runs when the number of entries in this object has doubled since the previous sweep.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
         clock: returns monotonic seconds.
-        wake_at: called with the time at which an entry expires.
+        wake_at: called with the time at which `take_due` has to be called.
     """
 
     __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
@@ -35,15 +35,15 @@ class Expiry(EntryObserver):
         self._clock = clock
         self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
-        # The expiry times of all entries, including unacked ones.
+        # The expiry times of the ready and the unacked entries.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
-        # Whether expired entries are still ready. Such entries have to be removed before the next delivery.
+        # Whether the last `take_due` left expired entries in the queue. They must be removed before the next delivery.
         self.is_behind = False
 
     @property
     def next_at(self) -> float:
-        """The time at which the next entry expires; infinite if there is none."""
+        """The time at which the next entry expires; infinite if no entry expires."""
         return self._heap[0][0] if self._heap else math.inf
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
@@ -73,18 +73,18 @@ class Expiry(EntryObserver):
         self._wake_at(at)
 
     def take_due(self, most: int) -> list[QueueEntry]:
-        """Remove and return the expired entries that are ready, in the order of their expiry times.
+        """Forget the expired entries that are ready, and return them in the order of their expiry times.
 
         An unacked entry does not expire. When an unacked entry is requeued, `returned` adds it again.
 
         Args:
-            most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and another
-                call is due immediately.
+            most: maximum number of entries to examine. If more entries have expired, `is_behind` becomes true, and the
+                queue has to call this method again soon.
         """
         now = self._clock()
         if self.next_at > now:
             return []
-        # A requeued entry can be in the heap twice.
+        # A dict, because a requeued entry can be in the heap twice.
         due: dict[QueueEntry, None] = {}
         heap = self._heap
         for _ in range(most):

@@ -1,8 +1,8 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
-The session checks the order of methods, and passes the methods to the handshake. A login is delayed if earlier logins
-from the same address have failed. A hashed password is checked on another thread. So the result of a login is passed to
-a callback.
+The session checks the order of the methods, and passes the methods to the `Handshake`. A login is delayed if several
+logins from the same address have failed. A hashed password is checked on another thread. Because of both, a callback
+gets the result of a login.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Handshake:
         self._output = output
         self._settings = host.settings
         self._dialect = host.settings.dialect
-        # The login that is delayed, and the time at which it is checked.
+        # The delayed login, and the time at which it has to be checked; None and infinite if no login is delayed.
         self._login: Login | None = None
         self.login_at = math.inf
         # The user name; empty before the login.
         self.user = ""
-        # The time at which the login expires.
+        # The time at which the login expires; infinite if it does not expire.
         self.expires_at = math.inf
         #: The client properties from Connection.Start-Ok.
         self.client_properties: Mapping[str, Any] = {}
@@ -91,7 +91,7 @@ class Handshake:
             address: address of the client; empty if it has none.
             now: monotonic seconds.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
-                delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
+                delayed, this call does not lead to `done`, and the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")
@@ -179,7 +179,7 @@ class Handshake:
             )
 
     def update_secret(self, method: commands.Connection.UpdateSecret, now: float) -> None:
-        """Handle a new secret, which is valid for a limited time.
+        """Check a new secret of the user. If it is valid, it replaces the time at which the login expires.
 
         Raises:
             ConnectionException: 530 if the secret is refused.

@@ -34,7 +34,7 @@ class InspectableBroker(EmbeddedBroker):
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
     snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Queues, exchanges
-    and connections that are created or that end during the iteration are not included.
+    and connections that are created during the iteration, or that end before their snapshot, are not included.
     """
 
     @on_loop()
@@ -61,7 +61,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
-        """Copies of all messages in a queue, ready and unacked, in the order of the queue.
+        """Copies of the ready and the unacked messages of a queue, in its order. Damaged messages are not included.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels. Each shows which queues block (flow) the channel, and for how long."""
+        """Snapshots of all open channels. A snapshot shows what blocks (flows) the channel, and for how long so far."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -142,14 +142,14 @@ class InspectableBroker(EmbeddedBroker):
         exchanges = self._host.topology.exchanges
         for exchange in tuple(exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
-                # A deleted exchange keeps its bindings.
+                # A deleted exchange keeps its bindings, so check that the exchange still exists.
                 if exchanges.get(exchange.name) is exchange and exchange.bindings.get(binding.key) is binding:
                     yield binding_snapshot(exchange, binding)
 
     @property
     @on_loop()
     def alarms(self) -> dict[str, str]:
-        """The alarms that block all connections, each with its reason. An alarm of `block` is called ``operator``."""
+        """The alarms that block all connections, each with its reason. The alarm of `block` is called ``operator``."""
         return dict(self._controls.alarms)
 
     @property
@@ -179,8 +179,8 @@ class InspectableBroker(EmbeddedBroker):
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task (such as an async test) or on the broker's loop, which this method would
-                block. Use `wait_until_async` there.
+            RuntimeError: called in a task (such as an async test) or on the broker's loop, because this method would
+                block the loop. Use `wait_until_async` instead.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
@@ -199,13 +199,14 @@ class InspectableBroker(EmbeddedBroker):
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all durable changes made so far are on disk. Without a store, return immediately.
 
-        This method can run on any loop. On the broker's own loop it is the only method that waits for the disk.
+        This method can run on any loop. On the broker's own loop, no other method waits for the disk.
 
         Args:
             topology_only: whether to wait only for changes of queues, exchanges and bindings.
 
         Raises:
             StoreError: the broker stopped before the changes were on disk.
+            RuntimeError: the broker has a store and is not running.
         """
         disk = self._disk
         if disk is not None:

@@ -1,8 +1,8 @@
 """The limits of one queue: its flow thresholds, its maximum, and its other options.
 
-`Rules` return a `QueueRule` for each new queue, from the queue's name and arguments. The `QueueRule` computes the
-limits of this queue. The core has only `PlainRules`. `PlainRules` is both `Rules` and `QueueRule`, and uses only the
-broker's settings. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
+`Rules` create a `QueueRule` for each new queue. The `QueueRule` computes the limits of this queue. The core has only
+`PlainRules`, which uses only the broker's settings. `PlainRules` is both `Rules` and `QueueRule`. The package
+`qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class QueueOptions:
     Attributes:
         message_ttl: time to live of a message in the queue, in seconds; ``None`` for no limit.
         expires: seconds after which the queue is deleted if it is unused; ``None`` for never.
-        dead_letter_exchange: exchange for messages that are rejected, expire or are dropped; ``None`` for none.
+        dead_letter_exchange: exchange for messages that are rejected, expire or exceed the maximum; ``None`` for none.
         dead_letter_routing_key: routing key of dead letters; ``None`` for the routing key of the dead message.
         single_active_consumer: whether only the oldest consumer gets messages.
     """
@@ -48,9 +48,9 @@ class QueueLimits:
         capacity: the capacity of Qpid Java (J1 J2).
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
         enforcement: how the queue holds back producers while it is ON.
-        policy: name of the overflow policy that users see. If there is a maximum, this is the name of `overflow`.
+        policy: name of the overflow policy for snapshots and logs. If there is a maximum, it is the name of `overflow`.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
-        overdue_overflow: the overflow policy after `max_flow_wait` seconds. In policies its key is ``then``.
+        overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
         policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
@@ -66,7 +66,7 @@ class QueueLimits:
     drop_transient: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """Return the limits that are set. The keys are the names that policies use for the limits."""
+        """Return the limits that are set. The keys are the names of the limits in an operator's policy."""
         marks = self.stop_resume
         overflow = self.overflow or Overflow()
         numbers = {
@@ -110,7 +110,7 @@ class QueueRule(Protocol):
 
     @property
     def options(self) -> QueueOptions:
-        """The options of the queue. The options never change."""
+        """The options of the queue, which never change."""
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
         """Return the current limits.

@@ -3,8 +3,8 @@
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
 free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`
 seconds. The server of asyncio would try again, and write a log line, a thousand times per second. A protocol is created
-when its connection is accepted, so the protocol's time limit includes the TLS handshake. The AMQP server and the HTTP
-server use a `Listener`.
+before the TLS handshake of its connection, so the handshake counts towards the protocol's time limit. The AMQP server
+and the HTTP server each have a `Listener`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> OSError:
-    """Return an error that contains the address."""
+    """Return a copy of an error with the address in its text."""
     return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
@@ -40,9 +40,9 @@ class Listener:
         max_handshakes: maximum number of TLS handshakes at the same time.
     """
 
-    #: Seconds without accepting after file descriptors ran out.
+    #: Seconds in which the listener accepts nothing after the file descriptors ran out.
     PAUSE = 1.0
-    #: Minimum seconds between two log lines about file descriptors.
+    #: Minimum seconds between two log lines about missing file descriptors.
     LOG_INTERVAL = 60.0
     #: Maximum number of connections accepted in one iteration of the loop.
     MOST = 100
@@ -60,7 +60,7 @@ class Listener:
         self._handshake_timeout = handshake_timeout if ssl_context is not None else None
         self._max_handshakes = max_handshakes
         self._sockets: list[socket.socket] = []
-        # Accepted connections without a transport yet, the oldest first.
+        # The tasks that create the transports of accepted connections, the oldest first.
         self._opening: dict[asyncio.Task[None], None] = {}
         self._logged_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -69,7 +69,7 @@ class Listener:
         """Start to listen.
 
         Returns:
-            The port.
+            The port, which the system has chosen if `port` is 0.
 
         Raises:
             OSError: the address is in use or does not belong to this machine.
@@ -161,7 +161,7 @@ class Listener:
     async def stop(self) -> None:
         """Stop accepting.
 
-        When this method returns, each accepted connection has a transport. Incomplete TLS handshakes are cancelled.
+        Incomplete TLS handshakes are cancelled. This method returns when all other connections have a transport.
         """
         self._accept_off()
         if self._timer is not None:

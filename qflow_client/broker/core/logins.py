@@ -3,9 +3,9 @@
 A login of an unknown user takes as long as a login with a wrong password. A blank password is always refused.
 
 `Logins` checks passwords. If the settings have only a hash of the password, `Logins.run` runs the check; the server
-runs it on a thread. A right password is remembered as a keyed digest, with a new key at each start of the broker. So a
-client that reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot
-have many checks at the same time.
+runs it on a thread. A right password is remembered as a keyed digest, with a new key for each broker. So a client that
+reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot have many
+checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
 delayed to about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.
@@ -61,7 +61,7 @@ def read_login(mechanism: str, response: str | bytes) -> Login | None:
 
 
 def _read_amqplain(raw: bytes) -> Login:
-    """Read a login from a field table without its size."""
+    """Read a login from the encoded fields of a table, without the four bytes of the table's size."""
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:
@@ -86,7 +86,7 @@ class Logins:
 
     Args:
         users: passwords or their hashes, by user name.
-        authenticate: called instead of using `users`; ``None`` to use `users`.
+        authenticate: called for each login, and `users` are ignored; ``None`` to use `users`.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for unknown users, so that they take as long as known users; empty if no user has a hash.
+        # Hash that is checked for unknown users, so that their logins take equally long; empty if no user has a hash.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs the first function, which can take 50 ms, and then calls the second function with the result. The server
-        #: replaces this default, which does both immediately.
+        #: Runs the first function, which can take 50 ms, and then calls the second function with the result. This
+        #: default does so on the calling thread. The server replaces it.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -175,7 +175,7 @@ def login_refusal(login: Login, loopback_users: Collection[str], address: str, *
 
 
 def _network(address: str) -> str:
-    """Return the key for counting failed logins: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key under which failed logins are counted: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -196,16 +196,16 @@ class FailedLogins:
     INTERVAL = 1.0
     #: Maximum delay of a login, in seconds.
     MAX_DELAY = 5.0
-    #: Maximum number of addresses. If there are more, the address whose last failure is the oldest is forgotten.
+    #: Maximum number of addresses. If there are more, the address with the oldest last failure is forgotten.
     MAX_ADDRESSES = 4096
 
     def __init__(self, burst: int) -> None:
         self._burst = burst
-        # Addresses in the order of their last failed logins, each with the time at which its failures are forgotten.
+        # Addresses in the order of their last failed logins, each with the time at which its last failure is forgotten.
         self._clear_at: dict[str, float] = {}
 
     def delay(self, address: str, now: float) -> float:
-        """Return the seconds that a login waits before it is checked; 0 for no delay. `now` is in monotonic seconds."""
+        """Return the seconds that a login has to wait before it is checked. `now` is in monotonic seconds."""
         clear_at = self._clear_at.get(_network(address)) if self._clear_at else None
         return 0.0 if clear_at is None else max(0.0, clear_at - now - self._burst * self.INTERVAL)
 

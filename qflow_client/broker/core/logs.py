@@ -1,4 +1,4 @@
-"""Loggers that remove control characters from texts of clients, such as queue names."""
+"""Loggers that replace control characters in texts of clients, such as queue names."""
 
 from __future__ import annotations
 

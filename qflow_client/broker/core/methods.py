@@ -1,4 +1,4 @@
-"""Handlers of the methods for topology and consuming.
+"""Handlers of the AMQP methods for topology and consuming.
 
 `Channel.on_method` finds the handler of a method in `METHODS`, and passes the channel and the decoded method. The
 handler raises an `AmqpError` to refuse the method. With a store, an answer that reports a change of the topology waits
@@ -33,21 +33,21 @@ __all__ = ["METHODS"]
 
 
 class MethodSession(Protocol):
-    """The part of the connection that these methods need. This object is also the owner of exclusive queues."""
+    """The part of the connection that the handlers need. This object is also the owner of exclusive queues."""
 
     dialect: Dialect
     output: Output
 
 
 class MethodChannel(Protocol):
-    """The part of the channel that these methods need."""
+    """The part of the channel that the handlers need."""
 
     number: int
     host: VirtualHost
     consuming: Consuming
     #: Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
     last_queue: str
-    #: Name of the queue of the channel's reply consumer, even if the queue is deleted; empty if there never was one.
+    #: Name of the queue for direct replies, even if it is deleted; empty if the channel never consumed replies.
     reply_queue: str
 
     @property
@@ -55,10 +55,10 @@ class MethodChannel(Protocol):
         """The channel's connection."""
 
     def reply(self, method: pamqp.base.Frame) -> None:
-        """Answer a method."""
+        """Send the answer to a method, without waiting for the disk."""
 
     def check_alarm(self, so: str = "") -> None:
-        """Refuse a method that an alarm forbids."""
+        """Raise an exception if the dialect forbids the method during the present alarm, see `Channel.check_alarm`."""
 
     def settle(self, tag: int, *, multiple: bool, acked: bool, requeue: bool) -> None:
         """Settle the deliveries of a nack or reject, or in transaction mode add the deliveries to the transaction."""
@@ -251,7 +251,7 @@ def _cancel(channel: MethodChannel, method: Any) -> None:
 
 
 def _cancel_ok(channel: MethodChannel, method: Any) -> None:
-    """Handle Basic.Cancel-Ok: the client has read that its consumer was removed."""
+    """Do nothing: Basic.Cancel-Ok only says that the client has read the broker's Basic.Cancel."""
 
 
 def _get(channel: MethodChannel, method: Any) -> None:

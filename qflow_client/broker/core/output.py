@@ -1,9 +1,9 @@
 """`Output` orders the outgoing frames of one connection, sans-I/O. The session and its channels write the frames.
 
 The output is a list of byte strings that `Output.take` joins once in each iteration of the event loop. An answer that
-must wait for the disk is a `Promise`. Later frames of the same channel wait for the promise; other channels do not. So
-the frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which
-does not wait for promises. Channel 0 has no promises. Consumers get no messages while too many deliveries are unsent.
+must wait for the disk is a `Promise`. Later frames of the same channel wait for the promise; frames of other channels
+do not. So the frames of a channel are sent in the order in which they were written. Only ``Channel.Flow`` does not wait
+for promises. Channel 0 has no promises. Consumers get no messages while too many deliveries are unsent.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Consuming(Protocol):
         """The consumers by tag."""
 
     def wait_for_disk(self, on: bool) -> None:
-        """Stop deliveries of the channel while its answers wait for the disk, or start them again."""
+        """Stop deliveries of the channel, because an answer waits for the disk. With ``on=False`` start them again."""
 
     def wake(self) -> None:
-        """Offer messages to the channel's consumers again."""
+        """Offer messages to the channel's consumers, because they can perhaps take messages again."""
 
 
 class _Channel(Protocol):
@@ -42,14 +42,14 @@ class _Channel(Protocol):
 
     @property
     def consuming(self) -> _Consuming:
-        """The deliveries of the channel."""
+        """The consumers and deliveries of the channel."""
 
 
 class Promise:
     """Frames of a channel that wait for the disk. Later frames of this channel are sent after the promised frames.
 
     Args:
-        size: approximate size of the frames in bytes.
+        size: approximate size of the promised frames in bytes.
     """
 
     __slots__ = ("_number", "_output", "behind", "data", "size")
@@ -72,7 +72,7 @@ class Output:
     """The outgoing frames of one connection.
 
     Args:
-        journal: calls back when records are on disk; ``None`` if nothing is written to disk.
+        journal: calls back when records are on disk; ``None`` if there is no journal.
         now: monotonic seconds.
         on_output: called when there is output: at most once before each `take`, and also for each call of
             `write_past_promises`.
@@ -99,7 +99,7 @@ class Output:
         self.unsent = 0
         # Promises that wait for the disk, in order. The keys are channel numbers.
         self.promises: dict[int, deque[Promise]] = {}
-        # Channels with queued confirms.
+        # Channels with due confirms. `take` adds these confirms to the frames.
         self._confirming: dict[_Channel, None] = {}
         # Whether the socket accepts bytes.
         self._is_writable = True
@@ -107,9 +107,9 @@ class Output:
         self._delivery_bytes = 0
         # Whether consumers may get more messages.
         self.takes_deliveries = True
-        # Clock time of the last `take` that returned data.
+        # Time of the last `take` that returned data.
         self.last_sent = now
-        # Bytes taken so far.
+        # Number of bytes that `take` has returned so far.
         self.sent = 0
 
     # Frames.
@@ -127,8 +127,8 @@ class Output:
         """Append whole frames that do not wait for the promises of their channel.
 
         Used for Channel.Flow, which answers no method. Channel.Flow does not wait for the disk, because the grace time
-        (D8) starts when the channel is blocked. `on_output` is always called, so that this connection writes after all
-        connections that have output now. So clients get their Channel.Flow in the order of blocking (F4).
+        (D8) starts when the channel is blocked. `on_output` is called each time, so that this connection writes after
+        all connections that have output now. Then clients get their Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
         self._frames.append(data)
@@ -136,23 +136,23 @@ class Output:
         self._on_output()
 
     def deliver(self, data: bytes) -> None:
-        """Append a delivery."""
+        """Append the frames of a delivery. If too many deliveries are unsent, stop further deliveries."""
         self._delivery_bytes += len(data)
         if self._delivery_bytes > self.MAX_DELIVERY_BYTES:
             self.takes_deliveries = False
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """Record that a channel has queued confirms. The confirms are sent together with the other frames."""
+        """Record that a channel has due confirms. The confirms are sent together with the other frames."""
         self._confirming[channel] = None
         self.announce()
 
     def forget(self, channel: _Channel) -> None:
-        """Forget a closed channel with its queued confirms."""
+        """Forget a closed channel with its due confirms."""
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output` if it was not called since the last `take`. The session also calls this when it ends."""
+        """Call `on_output`, unless it was called since the last `take`. A session that ends also calls this method."""
         if not self._announced:
             self._announced = True
             self._on_output()
@@ -182,7 +182,7 @@ class Output:
         self.write(data)
 
     def promise(self, number: int, size: int = 0) -> Promise:
-        """Append a promise of about `size` bytes of frames. The caller calls `Promise.keep` with the frames."""
+        """Append a promise of about `size` bytes of frames. The caller later calls `Promise.keep` with the frames."""
         promise = Promise(self, number, size)
         self._wait_for(promise, number)
         return promise
@@ -195,10 +195,10 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Move the frames of kept promises, and the frames behind these promises, to the frames for `take`.
+        """Move the frames of a channel's kept promises, and the frames behind these promises, to the frames for `take`.
 
         Args:
-            more: the bytes of the new frames minus the promised size.
+            more: the size of the promised frames in bytes, minus `Promise.size`.
         """
         self.unsent += more
         promises = self.promises.get(number)
@@ -240,7 +240,7 @@ class Output:
         return data
 
     def taken(self) -> None:
-        """Record that the transport has the bytes of `take`. If the socket accepts bytes, deliver more messages."""
+        """Record that the transport has the bytes of `take`. If its buffer is not full, deliver messages again."""
         if not self.takes_deliveries and self._is_writable:
             self._take_deliveries_again()
 
@@ -261,7 +261,7 @@ class Output:
                 channel.consuming.wake()
 
     def lost(self) -> None:
-        """Drop all references, because the socket is closed."""
+        """Drop the references to other objects, because the socket is closed."""
         self._on_output = lambda: None
         self._confirming.clear()
         self.promises.clear()

@@ -1,8 +1,8 @@
 """The interface of an overflow policy, which decides what a queue does at its maximum.
 
-A queue calls three methods of its policy for a message. `Overflow.refusal` is called before any queue accepts the
-message. If one queue refuses the message, no queue gets it. `Overflow.make_room` is called just before the message
-enters, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue only through
+For each message, a queue calls three methods of its policy. `Overflow.refusal` is called before the message enters any
+queue. If one queue refuses the message, no queue gets it. `Overflow.make_room` is called just before the message enters
+this queue, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue only through
 `QueueView`. The policies are in `qflow_client.broker.policies`.
 """
 
@@ -26,7 +26,7 @@ class Overflow:
         max_size: maximum body bytes; ``None`` for no maximum.
     """
 
-    #: What a refusal does to a channel without confirms: True only counts the message, False closes the channel.
+    #: Whether a refused message of a channel without confirms is only counted. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
     #: Whether the maximum applies only to ready messages. If so, a requeue can exceed the maximum.
     counts_ready: ClassVar[bool] = False
@@ -66,19 +66,19 @@ class Overflow:
         """Make room for an accepted message with `size` body bytes."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop the messages that exceed the maximum, for example after a requeue."""
+        """Drop the messages that exceed the maximum, or evict their bodies. Also called after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
-        """Return the numbers of messages and body bytes beyond the maximum; 0 or less if it is not exceeded."""
+        """Return the numbers of messages and body bytes beyond the maximum; 0 or less means that all of them fit."""
         return (
             depth - self.max_count if self.max_count is not None else 0,
             size - self.max_size if self.max_size is not None else 0,
         )
 
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
-        """Return the reason why messages do not fit; ``None`` if they fit.
+        """Return the reason why new messages do not fit; ``None`` if they fit.
 
-        `depth` and `size` are the messages and body bytes that count now. `coming` has both for the new messages.
+        `depth` and `size` are the counted messages and body bytes now. `coming` has both numbers for the new messages.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

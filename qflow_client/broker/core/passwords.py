@@ -1,7 +1,7 @@
 """Hashed passwords: scrypt of the standard library, written ``$scrypt$ln=14,r=8,p=1$SALT$HASH`` (base64, no padding).
 
-If a password in the broker's settings begins with ``$scrypt$``, it is such a hash. Any other value is the password
-itself. Checking a hash takes about 50 ms and 16 MiB, so the broker uses a separate thread.
+If a value in the setting `users` begins with ``$scrypt$``, it is such a hash. Any other value is the password itself.
+Checking a hash takes about 50 ms and 16 MiB, so the broker checks hashes on a separate thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["check_hash", "hash_password", "is_hash", "matches"]
 
 _PREFIX = "$scrypt$"
 _HASH = re.compile(r"\$scrypt\$ln=(\d{1,2}),r=(\d{1,2}),p=(\d{1,2})\$([A-Za-z0-9+/]{8,88})\$([A-Za-z0-9+/]{22,88})")
-# Maximum memory for checking a hash, in bytes.
+# Maximum memory that the parameters of a hash may require, in bytes.
 _MAX_MEMORY = 256 * 1024 * 1024
 
 

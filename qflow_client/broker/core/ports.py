@@ -1,10 +1,10 @@
 """The interfaces of the core for plug-ins: a message store, a flow log, rate limits, and servers of other protocols.
 
 The core calls these interfaces and does not import their implementations. `Journal` records the topology and every
-message in a queue, and reads bodies that are not in memory. `Disk` writes these records. `FlowObserver` is told what
-happens to queues, messages, blocked (flowed) channels and withheld confirms. `PublishMeter` counts the messages of
-clients. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
-`qflow_client.broker.core.limits`.
+message in a queue, and reads bodies that are not in memory. `Disk` writes these records. The core reports messages,
+flow states, blocked (flowed) channels and held confirms to `FlowObserver`. `PublishMeter` counts the messages of
+clients. `qflow_client.broker.core.overflow` has the interface of overflow policies, and
+`qflow_client.broker.core.limits` the interface of the rules for queues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Timed(Protocol):
     """An object that has to be called at a certain time."""
 
     def tick(self, now: float) -> None:
-        """Do all work that is due."""
+        """Do all work that is due at the time `now`."""
 
 
 class TopologyJournal(Protocol):
@@ -102,7 +102,7 @@ class Journal(Protocol):
         Args:
             number: number of the queue in the store; 0 if the queue does not survive a restart.
             message: the message. If the message and the queue survive a restart, the confirm waits for the disk.
-            completion: the confirm; ``None`` if there is none.
+            completion: the confirm of the message; ``None`` if the message has no confirm.
         """
 
     def leave(self, number: int, message: StoredMessage) -> None:
@@ -119,12 +119,12 @@ class Journal(Protocol):
         """Read bodies of messages.
 
         Args:
-            messages: the messages. Messages whose body is in memory, or is being read, are skipped.
+            messages: the messages. Messages whose body is in memory, damaged on disk, or being read are skipped.
             reader: called each time some bodies have been read, until it returns True.
         """
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call a function when the body of a message is in memory."""
+        """Call a function when the body of a message is in memory, or is known to be damaged on disk."""
 
     def make_pager(self) -> BodyPager:
         """Create a pager for a queue with the policy `flow_to_disk`."""
@@ -138,10 +138,10 @@ class Journal(Protocol):
         """Record the end of an operation. A batch of records can end between two operations, but not within one."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all records so far are on disk.
+        """Call a function when all records so far (with `topology_only` only those of the topology) are on disk.
 
         Returns:
-            Whether the function will be called. If not, all records are already on disk.
+            Whether the function will be called. If not, these records are already on disk.
         """
 
     @property
@@ -162,48 +162,48 @@ class FlowObserver(Protocol):
     period: float
 
     def tick(self, now: float) -> None:
-        """Called at the end of each period."""
+        """Called at the end of each period, and when the broker stops."""
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """Record that a message has entered a queue."""
+        """Record that a message has entered a queue. `source` is the publishing channel; ``None`` if there is none."""
 
     def left(self, queue: QueueView, size: int) -> None:
         """Record that a message has left a queue."""
 
     def turned_on(self, queue: QueueView) -> None:
-        """Record that the queue's flow state has turned ON."""
+        """Record that the first of the queue's flow states has turned ON."""
 
     def turned_off(self, queue: QueueView) -> None:
-        """Record that the queue's flow state has turned OFF."""
+        """Record that the last of the queue's flow states has turned OFF. The queue then holds no confirms."""
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
         """Record that the queue holds the confirm of a message (C5)."""
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Record that the queue holds no confirms any more."""
+        """Record that the queue holds no confirms any more, because it is overdue or its limits have changed."""
 
     def deleted(self, queue: QueueView) -> None:
         """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a flow state of a queue, or another controller, now blocks a channel."""
+        """Record that a queue, or a controller with the name `reason` (`queue` is then empty), now blocks a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a flow state of a queue, or another controller, no longer blocks a channel."""
+        """Record that a queue, or a controller with the name `reason` (`queue` is then empty), unblocks a channel."""
 
     def gone(self, source: FlowSource) -> None:
-        """Record that a publishing channel has ended."""
+        """Record that a channel has ended."""
 
 
 class PublishMeter(Protocol):
     """Counts the published messages of clients, and can block (flow) the clients' channels.
 
-    To install a meter, set `VirtualHost.meter`. Whenever the truth value of the meter changes, also call
-    `Controls.limit_rates`. Messages that the program itself publishes with `VirtualHost.publish` are not counted.
+    To install a meter, set `VirtualHost.meter`. Call `Controls.limit_rates` each time the truth value of the meter
+    changes. Messages that the embedding program publishes with `VirtualHost.publish` are not counted.
     """
 
     def __bool__(self) -> bool:
-        """Whether `take` has to be called."""
+        """Whether `take` has to be called for published messages."""
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> Any:
         """Count a published message.
@@ -222,10 +222,10 @@ class Disk(Protocol):
     """Writes the records of the journal, on its own threads."""
 
     async def start(self) -> None:
-        """Restore the contents of the store."""
+        """Open the store, and restore its contents."""
 
     async def watch(self) -> None:
-        """Start to watch the disk. Called after the broker has started to listen."""
+        """Start to watch the free space of the disk. Called after the broker has started to listen."""
 
     async def stop(self) -> None:
         """Write the remaining records."""
@@ -234,7 +234,7 @@ class Disk(Protocol):
         """Start to write the pending records, without waiting."""
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all records so far are on disk."""
+        """Return a future that is done when all records so far are on disk, see `Journal.when_durable`."""
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are omitted."""

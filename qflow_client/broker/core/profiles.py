@@ -24,7 +24,7 @@ class Profile(StrEnum):
 
     #: No other broker is imitated.
     QFLOW = "qflow"
-    #: LavinMQ: a full disk closes publishing channels with 406.
+    #: LavinMQ: during an alarm, each publish and each declaration of a new queue closes the channel with 406.
     LAVINMQ = "lavinmq"
     #: WSO2 Message Broker: it announces no capabilities, it sends no confirms, and channel errors close the connection.
     WSO2 = "wso2"
@@ -35,13 +35,13 @@ class Profile(StrEnum):
 
 
 class OnAlarm(Enum):
-    """How publishers are informed of an alarm."""
+    """How clients are informed of an alarm."""
 
-    #: By ``Connection.Blocked``, if the client announced the capability.
+    #: By ``Connection.Blocked``, if the client announced the capability. Other clients are not informed.
     BLOCKED = auto()
-    #: By ``Channel.Flow`` on every publishing channel, as in the standard.
+    #: By ``Channel.Flow`` on every channel that is a producer, as in the standard.
     CHANNEL_FLOW = auto()
-    #: Each publish, and each declaration of a new queue, closes the client's channel with 406.
+    #: By closing the channel with 406 at each publish, and at each declaration of a new queue.
     CHANNEL_CLOSE = auto()
 
 
@@ -49,7 +49,7 @@ PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 _HEADER_0_9 = b"AMQP\1\1\0\x09"
 _HEADER_0_10 = b"AMQP\1\1\0\x0a"
 
-# Methods that are not in the standard. The keys are the capabilities that announce the methods.
+# Methods that are not in the standard, by the name of the capability that announces them.
 _METHODS: Mapping[str, tuple[type[pamqp.base.Frame], ...]] = {
     "publisher_confirms": (commands.Confirm.Select,),
     "basic.nack": (commands.Basic.Nack,),
@@ -77,8 +77,8 @@ class Dialect:
             extensions and no capabilities table.
         headers: the accepted protocol headers.
         answer: the protocol header that the broker sends if the client's header is not accepted.
-        on_alarm: how publishers are informed of an alarm.
-        alarm_text: reply text when an alarm closes a channel.
+        on_alarm: how clients are informed of an alarm.
+        alarm_text: reply text of a channel that is closed because of an alarm.
         channel_errors_close: reply code for closing the connection after an error that should close only the channel.
             ``None`` if such an error closes only the channel.
         settings: defaults for the settings that the broker proposes to clients.
@@ -99,7 +99,7 @@ class Dialect:
 
     @cached_property
     def missing(self) -> frozenset[type[pamqp.base.Frame]]:
-        """The methods that the broker does not support."""
+        """The methods of the extensions that the broker does not support."""
         return frozenset(method for name, methods in _METHODS.items() if not self.has(name) for method in methods)
 
     @property

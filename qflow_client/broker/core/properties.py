@@ -1,4 +1,4 @@
-"""Reads the basic properties of a well-formed content header, or changes the properties in a copy of the header."""
+"""Functions that read the properties of a well-formed content header, or return a changed copy of the header."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qflow_client.broker.core.wire import (
 
 __all__ = ["decode_headers", "decode_properties", "is_persistent", "with_headers", "with_reply_to"]
 
-#: Sizes of field table values in bytes, by type. Values of other types begin with a length of four bytes.
+#: Sizes of the values in a field table in bytes, by type. A value of another type begins with its length in four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 _PROPERTY_NAMES = dict(zip((flag for flag, _ in PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
 
@@ -51,7 +51,7 @@ def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
 
 
 def decode_headers(header: bytes) -> dict[str, Any]:
-    """Return only the property ``headers``; empty if there are no headers."""
+    """Decode only the property ``headers`` of a content header. The result is empty if there are no headers."""
     if not int.from_bytes(header[12:14], "big") & HEADERS_FLAG:
         return {}
     return decode_table(header, offset(header, HEADERS_FLAG))[0]
@@ -95,7 +95,7 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
 
 
 def with_reply_to(header: bytes, name: str) -> bytes:
-    """Return a content header with another ``reply_to``. Everything else stays as received."""
+    """Return a copy of a content header with another ``reply_to``. Everything else stays as received."""
     return _with_properties(header, {REPLY_TO_FLAG: short(name)})
 
 
@@ -108,7 +108,7 @@ def is_persistent(header: bytes) -> bool:
     flags = header[12]
     if not flags & DELIVERY_MODE_FLAG >> 8:
         return False
-    # Shortcut if no property comes before delivery_mode.
+    # If no property comes before delivery_mode, its offset is known.
     if not flags & 0xE0:
         return header[14] == 2
     return header[offset(header, DELIVERY_MODE_FLAG)] == 2

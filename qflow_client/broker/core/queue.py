@@ -8,15 +8,15 @@ can refuse messages, or has any of the observers below. So every queue of a brok
 consumer gets it. If none of its queues is watched, each queue can deliver the message before the message enters the
 next queue.
 
-The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
-`QueueView`. The observers of the entries are in `Contents.observers`, in this order:
+The queue calls its plug-ins. The overflow policy is called before and after a message enters, and changes the queue
+only through `QueueView`. `Contents.observers` has the observers of the entries, which are called in this order:
 
-1. the storage (the journal, the pager and droppable entries)
-2. the expiry
-3. the flow states
-4. the last entry of each key, if the overflow policy keeps only the last entries
-5. the confirms that an operator withholds
-6. the waking of messages that wait for room
+1. `Storage`, for the journal, the pager and the droppable entries
+2. `Expiry`, if the queue or a message has a time to live
+3. `QueueFlows`, for the flow states and the flow log
+4. `LastValueMap`, if the overflow policy keeps only the last entry of each key
+5. `WithheldConfirms`, if an operator withholds the confirms of the queue
+6. `_Vacancies`, if messages wait for room
 
 If many entries have to leave, they leave in slices, see `contents.py`. Each call of `Queue.tick` removes one slice of
 expired entries. The queue delivers nothing until all expired entries are removed.
@@ -77,11 +77,11 @@ class Surroundings(Protocol):
         """Delete the queue, because it was unused for the time in its argument ``x-expires``."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Check the waiting messages of this queue, because it may have room, or a message has waited too long."""
+        """Check the waiting messages of a queue, because it may have room, or a message has waited too long."""
 
 
 class _Vacancies(EntryObserver):
-    """Checks the messages that wait for room when a message has left the queue."""
+    """Wakes the queue when a message has left it, so that the queue checks the messages that wait for room."""
 
     __slots__ = ("_wake",)
 
@@ -97,9 +97,9 @@ class Queue:
 
     Args:
         limits: thresholds and maximum.
-        options: the options that never change.
+        options: the options, which never change.
         rule: computes the limits; ``None`` if `limits` never change.
-        exclusive_owner: the only connection that may use the queue.
+        exclusive_owner: the only connection that may use the queue; ``None`` if all connections may use it.
         flow_options: which channels the queue blocks, and how these channels are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
         journal: counts the messages of the queue, and records them for the disk; ``None`` if there is none.
@@ -167,7 +167,7 @@ class Queue:
         self._surroundings = surroundings
         self._observer = observer
         self._clock = surroundings.clock
-        # Time of the next call of `tick`.
+        # Time of the next call of `tick`; infinite if there is none.
         self._tick_at = math.inf
         self.contents = contents = Contents()
         has_letters = options.dead_letter_exchange is not None
@@ -184,11 +184,11 @@ class Queue:
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0
-        # Whether the queue refuses every message, because an operator has called `refuse`.
+        # Whether the queue refuses every message for an operator, see `refuse`.
         self.is_refusing = False
         # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
-        # The overflow policy that applies now; None for no maximum.
+        # The overflow policy that applies now; None if the queue accepts every message.
         self.overflow: Overflow | None = None
         # Whether a message for this queue needs more than an append.
         self.is_watched = False
@@ -208,10 +208,10 @@ class Queue:
     def _watch(self) -> None:
         """Update the fields that are checked for every message.
 
-        If `is_watched` becomes true, the caller has to increase `Router.version`, so that targets are resolved again.
-        There are two exceptions. A queue that becomes overdue has flow thresholds, so it is watched already. If the
-        queue gets its `Expiry` object, targets need not be resolved again, because `enqueue` always calls the
-        observers, and `tick` drops the expired messages.
+        If `is_watched` becomes true, the code that caused this has to increase `Router.version`, so that targets are
+        resolved again. There are two exceptions. A queue that becomes overdue has flow thresholds, so it is watched
+        already. A queue that gets its `Expiry` object needs no new targets: without `Channel._publish_watched`,
+        `enqueue` still calls the observers, and `tick` still drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
@@ -233,7 +233,7 @@ class Queue:
             self.storage.set_limits(self.limits)
 
     def change(self, limits: QueueLimits) -> None:
-        """Apply new limits (D4 J6). Messages stay in the queue, except those that the new overflow policy drops."""
+        """Apply new limits (D4 J6). Only messages that the new overflow policy drops leave the queue."""
         if limits == self.limits:
             return
         self.limits = limits
@@ -259,12 +259,12 @@ class Queue:
     # Controls of the operator.
 
     def refuse(self, on: bool) -> None:
-        """Start or stop refusing every message, for an operator."""
+        """Refuse every message for an operator. With ``on=False``, accept messages again."""
         self.is_refusing = on
         self._watch()
 
     def withhold(self) -> None:
-        """Withhold confirms until the operator calls `release_withheld`."""
+        """Withhold the confirms of later messages for an operator, until `release_withheld` is called."""
         if self._withheld is None:
             self._withheld = WithheldConfirms()
         self._watch()
@@ -279,7 +279,7 @@ class Queue:
     # Enqueueing.
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Return the reason why messages are refused now; ``None`` if they are accepted.
+        """Return the reason why the queue refuses new messages now; ``None`` if it accepts all of them.
 
         Args:
             size: body bytes of all messages together.
@@ -303,7 +303,7 @@ class Queue:
             can_nack: whether the publisher is in confirm mode. If so, a ``Basic.Nack`` can inform it.
 
         Returns:
-            True if nothing else has to be done; False if the caller has to inform the publisher.
+            False if the caller has to inform the publisher; True if the publisher is not informed.
         """
         overflow = self.overflow
         if overflow is None:
@@ -321,7 +321,7 @@ class Queue:
         """Add a message that was not refused, and then check the thresholds (J3 D2).
 
         Args:
-            source: the publishing channel, which the queue can block; ``None`` for a source that cannot be blocked.
+            source: the publishing channel, which the queue can block; ``None`` if no channel can be blocked.
             completion: the confirm, which the queue can delay (C5); ``None`` if there is none.
         """
         contents = self.contents
@@ -357,7 +357,7 @@ class Queue:
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
         entry = self.contents.append(self, message)
-        # Perhaps the message was already delivered before the broker stopped.
+        # Perhaps the message was delivered before the broker stopped. The store does not know this.
         entry.redelivered = True
         for observer in self.contents.observers:
             observer.recovered(entry, age)
@@ -421,13 +421,13 @@ class Queue:
             self._observer.deleted(self)
         # Messages that wait for room in several queues no longer wait for this queue.
         self._surroundings.admit_waiting(self, self._clock())
-        # A publisher can keep a reference to the queue for a while, but must not keep the owner connection in memory.
+        # The `Target` of a publisher can keep the queue in memory for a while, but must not keep the connection too.
         self.exclusive_owner = None
         self._end_parts()
         return count
 
     def _end_parts(self) -> None:
-        """When all entries have left, remove reference cycles, so that the garbage collector is not needed."""
+        """If all entries have left, break the reference cycles, so that the garbage collector is not needed."""
         if not self.contents.leaving:
             self.contents.observers = ()
             self.dropping.end()
@@ -436,10 +436,10 @@ class Queue:
     # Time.
 
     def note_waiting(self, until: float, change: int = 0) -> None:
-        """Record that messages wait for room in this queue, and have to be checked at `until` at the latest.
+        """Change the number of messages that wait for room in this queue, and schedule a check of these messages.
 
         Args:
-            until: time in monotonic seconds.
+            until: latest time of the check, in monotonic seconds.
             change: 1 if a message starts to wait, -1 if a message stops waiting, 0 for no change.
         """
         self.waiting += change

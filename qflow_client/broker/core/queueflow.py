@@ -1,9 +1,9 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
-A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON: the `QueueFlow`
-blocks the publishing channel, holds the message's confirm, or both. At the resume thresholds the state turns OFF: the
-`QueueFlow` releases all held confirms. The `QueueFlow` then unblocks the channels, all together or one after the other
-(F4). `QueueFlows` has all flow states of one queue, and is called after each message that enters (J3) or leaves.
+A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON. While it is ON,
+the `QueueFlow` blocks publishing channels, holds confirms of messages, or does both. When the depth falls to the resume
+thresholds, the state turns OFF. The `QueueFlow` then releases all held confirms, and unblocks the channels together or
+one after the other (F4). `QueueFlows` has all flow states of a queue, and handles each message that enters or leaves.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class CountedSource(FlowSource):
 
 
 class Spacing:
-    """Lets a queue's publishers continue one after the other, so that they do not all publish at the same time (F4).
+    """Lets blocked channels of a queue continue one after the other, so that they do not publish all at once (F4).
 
     Args:
-        interval: seconds between two publishers.
+        interval: seconds between two channels that continue.
         clock: returns monotonic seconds.
         wake_at: called with the time at which `let_next` has to be called again.
     """
@@ -54,7 +54,7 @@ class Spacing:
         self._next_at = -math.inf
 
     def let_next(self) -> bool:
-        """Return True if the next publisher may be unblocked now. If so, the interval starts again."""
+        """Return True if the next channel may be unblocked now, and start the interval. Otherwise call `wake_at`."""
         now = self._clock()
         if now < self._next_at:
             self._wake_at(self._next_at)
@@ -82,7 +82,7 @@ class QueueFlow(FlowController):
     ) -> None:
         self._spacing = spacing
         super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
-        # The confirms that are held until the state turns OFF, the oldest first (C5). The keys are the entries.
+        # The confirms that are held until the state turns OFF or the entry leaves (C5). The oldest comes first.
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
@@ -92,7 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The source that is unblocked first can use all room. So the source that published least comes first.
+                # The first source can use all the room. So the source that has published least is unblocked first.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -130,7 +130,7 @@ class QueueFlows(EntryObserver):
     """All flow states of one queue, and the time since which any of them has been ON (D10).
 
     Args:
-        queue: the queue. The methods of `observer` get the queue as an argument.
+        queue: the queue that the flow states belong to.
         clock: returns monotonic seconds.
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
@@ -179,10 +179,10 @@ class QueueFlows(EntryObserver):
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
-        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps the time even if drops turn its
-        # flow states OFF.
+        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps the time if a message that is
+        # dropped at the maximum turns its flow states OFF.
         self.on_since: float | None = None
-        # Whether the queue was ON for longer than `max_flow_wait`. It then no longer holds back producers (D10).
+        # Whether the queue has been ON for longer than `max_flow_wait`. If so, it does not hold back producers (D10).
         self.is_overdue = False
         self.times_overdue = 0
         # Time of the last message of each publishing channel; None if the scope is not PUBLISHERS (D12).
@@ -194,7 +194,7 @@ class QueueFlows(EntryObserver):
     # Limits.
 
     def set_limits(self, limits: QueueLimits) -> None:
-        """Set new limits. The caller trims the queue, and then calls `change_marks`, see `Queue.change`."""
+        """Set new limits. The caller then trims the queue and calls `change_marks`, see `Queue.change`."""
         self.limits = limits
         if limits.max_flow_wait is None:
             self.is_overdue = False
@@ -292,7 +292,7 @@ class QueueFlows(EntryObserver):
         if held_confirms and self.observer is not None and not any(family.held for family in self.families):
             self.observer.lets_confirms_go(self._queue)
         if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
-            # A message that is dropped because the queue is full does not end the overdue state (D10).
+            # A message that is dropped at the maximum does not end the overdue state (D10).
             self._turned_off()
 
     # ON and OFF.
@@ -321,7 +321,7 @@ class QueueFlows(EntryObserver):
             _log.info("queue '%s' is OFF: its policy is %s again", self._queue.name, self.limits.policy)
 
     def _turn_overdue(self) -> None:
-        """Hold back no producers any more, because the queue was ON for longer than `max_flow_wait` (D10)."""
+        """Stop holding back producers, because the queue has been ON for longer than `max_flow_wait` (D10)."""
         assert self.limits.overdue_overflow is not None
         self.times_overdue += 1
         self._set_overdue(True)
@@ -341,10 +341,10 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Unblock the channels whose time has come.
+        """Stop holding back producers whose time has come.
 
-        If the queue has been ON for longer than `max_flow_wait` (D10), unblock all of its channels. If the queue is OFF
-        and `resume_interval` has passed (F4), unblock the next channel.
+        If the queue has been ON for longer than `max_flow_wait`, stop holding back all producers (D10). If the queue is
+        OFF and `resume_interval` has passed, unblock the next channel (F4).
         """
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
@@ -361,7 +361,7 @@ class QueueFlows(EntryObserver):
             family.let_go()
 
     def end(self) -> None:
-        """Drop all references after the queue was deleted, `let_go` was called, and all entries have left."""
+        """Drop all references. The queue is deleted, `let_go` was called, and all entries have left."""
         self.families = ()
         self.observer = self._spacing = None
         del self._queue, self._wake_at, self._on_overdue
@@ -380,12 +380,12 @@ class QueueFlows(EntryObserver):
 
     @property
     def times_on(self) -> int:
-        """How often a flow state of the queue went from OFF to ON (C7)."""
+        """How often a flow state of the queue turned from OFF to ON, in total (C7)."""
         return self._times_on_before + sum(family.limiter.times_on for family in self.families)
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
-        """The channels that the queue blocks, in the order of blocking."""
+        """The channels that the queue blocks, in the order of blocking for each flow state."""
         return tuple(dict.fromkeys(source for family in self.families for source in family.blocked))
 
     @property

@@ -1,7 +1,7 @@
 """The maximum numbers of queues, bindings and consumers.
 
 A quota is checked when an object is created, and never when a message is published. A `Quota` adds new objects to its
-number, but ignores deletions. The objects are counted exactly only when this number reaches the limit.
+count, but does not subtract deleted objects. When this count reaches the limit, the objects are counted exactly.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["Quota"]
 
 
 class Quota:
-    """The maximum number of one kind of object.
+    """The maximum number of objects of one kind.
 
     Args:
-        setting: name of the setting with the limit.
-        things: name of the kind of objects, in the plural.
+        setting: name of the setting with the limit, for the error.
+        things: name of the objects in the plural, for the error.
         count: returns the exact number of objects.
     """
 

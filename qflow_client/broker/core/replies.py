@@ -1,10 +1,11 @@
 """Direct reply-to as in RabbitMQ: a client receives replies without declaring a queue for them.
 
-A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. The client publishes requests with that name as
-``reply_to``. In each request the broker replaces that name with the name of a queue of the channel. The responder
-publishes the reply to that queue through the default exchange. The queue is exclusive and is deleted with its consumer.
-So flow control and the memory limit treat replies like all other messages. Clients can use the queue's name only as a
-routing key and in ``Queue.Declare``. A responder declares the queue to find out whether the requester still exists.
+A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. For this consumer the broker creates an exclusive
+reply queue, which is deleted with the consumer. In requests with ``amq.rabbitmq.reply-to`` as ``reply_to``, the broker
+replaces this name with the name of the reply queue. The responder publishes its reply to the reply queue through the
+default exchange. So flow control and the memory limit treat the reply like any other message. Clients can use the name
+of a reply queue only as a routing key and in ``Queue.Declare``. A responder declares the reply queue to find out
+whether the requester still exists.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from qflow_client.broker.core.wire import HAS_REPLY_TO, REPLY_TO_FLAG, short_pro
 
 __all__ = ["REPLY_PREFIX", "REPLY_TO", "address_reply", "check_reply_consumer", "check_reply_queue", "is_reply_queue"]
 
-#: The name that clients consume, and put into `reply_to` of requests.
+#: The queue name that clients consume from, and put into `reply_to` of their requests.
 REPLY_TO = "amq.rabbitmq.reply-to"
 #: Start of the names of reply queues.
 REPLY_PREFIX = f"{REPLY_TO}."
@@ -61,14 +62,14 @@ def check_reply_queue(name: str, queues: Container[str]) -> None:
 
 
 def address_reply(header: bytes, queue: str) -> bytes:
-    """Return the content header of a request, with the name of the reply queue.
+    """Put the name of the reply queue into the content header of a request that asks for direct replies.
 
     Args:
         header: the payload of a well-formed content header frame.
-        queue: name of the channel's reply queue; empty if it has no reply consumer.
+        queue: name of the channel's reply queue; empty if the channel has no reply consumer.
 
     Returns:
-        The new header; the same header if the request does not ask for direct replies.
+        The new header; `header` itself if the request does not ask for direct replies.
 
     Raises:
         ChannelException: 406 if the request asks for direct replies and the channel does not consume them.

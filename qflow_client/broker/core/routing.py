@@ -1,11 +1,11 @@
 """Routing, sans-I/O: the queues that a message reaches from its exchange.
 
-Channels and `VirtualHost.publish` ask the `Router` for queues. Equal ``Basic.Publish`` methods share a `Target`, which
-caches the queues for one version of the topology. Each change that affects routing increases `Router.version`. A target
-of an older version is resolved again before it is used.
+Channels, `VirtualHost.publish` and `DeadLetters` ask the `Router` for queues. Equal ``Basic.Publish`` methods share a
+`Target`, which caches the queues for one `Router.version`. Each change that affects routing increases `Router.version`.
+A target of an older version is resolved again before it is used.
 
-A message goes from exchange to exchange through bindings, and visits each exchange once. An exchange that finds no
-destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to every
+A message goes from exchange to exchange through bindings, and visits each exchange at most once. An exchange that finds
+no destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to every
 exchange on the way, not only to the first. An alternate exchange that does not exist is ignored. An internal exchange
 may be an alternate exchange.
 """
@@ -30,14 +30,14 @@ ALTERNATE_EXCHANGE = "alternate-exchange"
 class Router:
     """Finds the queues of messages."""
 
-    #: Maximum number of cached publish methods. If there are more, the whole cache is cleared.
+    #: Maximum number of cached targets. If there are more, the whole cache is cleared.
     MAX_TARGETS = 4096
 
     def __init__(self, settings: Settings, exchanges: Mapping[str, Exchange], queues: Mapping[str, Queue]) -> None:
         self._settings = settings
         self.exchanges = exchanges
         self.queues = queues
-        # Grows with every change that affects routing.
+        # Grows with every change after which targets have to be resolved again.
         self.version = 0
         # Cached targets. The keys are the payloads of Basic.Publish frames.
         self.targets: dict[bytes, Target] = {}
@@ -68,7 +68,7 @@ class Router:
         return exchange
 
     def resolve(self, target: Target) -> None:
-        """Update the destinations of a target for the current topology.
+        """Find the queues of a target for the current version.
 
         Raises:
             ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal.
@@ -86,7 +86,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If routing depends on headers, the queues are known only when a message has arrived.
+        # If the queues depend on headers, they are not known before a message arrives.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES
@@ -95,14 +95,14 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """Return the queues of a message. The target of the message must have the current version."""
+        """Return the queues of a message, whose target must have the current version."""
         if target.queues is not None:
             return target.queues
         headers = decode_headers(message.header)
         return reach(self.exchanges[target.exchange], target.routing_key, headers, self.exchanges, self.queues)
 
     def target(self, exchange: str, routing_key: str) -> Target | None:
-        """Return a target of the current version; ``None`` if the exchange does not exist."""
+        """Return a new target of the current version; ``None`` if the exchange does not exist."""
         found = self.exchanges.get(exchange)
         if found is None:
             return None
@@ -118,7 +118,7 @@ def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchang
 
 
 def needs_headers(start: Exchange, exchanges: Mapping[str, Exchange]) -> bool:
-    """Whether the destinations of messages to the exchange `start` can depend on their headers."""
+    """Whether the queues of a message to the exchange `start` can depend on the message's headers."""
     seen: dict[Exchange, None] = {start: None}
     todo = [start]
     while todo:

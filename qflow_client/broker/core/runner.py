@@ -1,8 +1,8 @@
 """The event loop of a broker, and calls to it from other threads.
 
 `Runner.call` runs a function on the loop and returns the result. On the loop itself, or if no loop runs, the function
-is called directly. `Runner.call_in_steps` does long work in steps. Other work of the loop runs between two steps.
-`Runner.changed` wakes all waiters, and each waiter checks its predicate again. `EmbeddedBroker` has one `Runner`.
+is called directly. `Runner.call_in_steps` does long work in steps, between which the loop can do other work. After each
+change, `Runner.changed` makes the waiting calls check their conditions again. `EmbeddedBroker` has one `Runner`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Runner:
     SLICE = 0.005
 
     def __init__(self) -> None:
-        # The loop (None if no loop runs), and the id of the loop's thread. Calls are scheduled while the lock is held.
-        # Otherwise the loop could end before the call runs, and the caller would wait forever.
+        # The loop (None if no loop runs), and the id of the loop's thread. `leave` and the code that schedules calls
+        # hold the lock. Otherwise the loop could end before a scheduled call runs, and the caller would wait forever.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
@@ -67,7 +67,7 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # If Ctrl-C came before `start` had finished, the thread ends by itself. Otherwise end the thread here.
+            # If `start` has failed, or has not finished yet, the thread ends by itself. Otherwise end the thread here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)
@@ -118,7 +118,7 @@ class Runner:
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """Stop sending calls to the loop. From now on, calls run directly on the calling thread."""
+        """Stop sending calls to the loop. From now on, `call` runs functions directly on the calling thread."""
         with self._loop_lock:
             self._loop = None
 
@@ -186,7 +186,7 @@ class Runner:
         return self._version
 
     def changed(self) -> None:
-        """Record a change, and wake all waiters."""
+        """Record a change, and wake all calls of `wait_until` and `wait_until_async`."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Runner:
                 waiter.set_result(None)
 
     def wait_until(self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float) -> None:
-        """Wait until a condition is true, see `Broker.wait_until`. `describe` returns the state, for the error."""
+        """Wait until a condition is true, see `Broker.wait_until`. The error contains the result of `describe`."""
         if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
             raise RuntimeError("wait_until would block the running event loop; await wait_until_async instead")
         end = time.monotonic() + timeout
