@@ -321,8 +321,7 @@ class Broker(InspectableBroker):
         client gets ``Connection.Unblocked`` when the last alarm is cleared.
 
         Args:
-            name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new
-                reason.
+            name: name of the alarm, such as ``"memory"``. If the alarm is already raised, it gets the new reason.
             reason: the text for clients. Clients that are already blocked do not get it.
 
         Raises:
@@ -342,11 +341,10 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def withhold_confirms(self, queue: str | None = None) -> None:
-        """Withhold acks from publishers. The messages are still enqueued.
+        """Withhold the acks to publishers. The messages are still enqueued.
 
         Args:
-            queue: name of a queue. Messages that enter the queue from now on get no acks. ``None`` withholds all acks
-                that are not sent yet.
+            queue: name of the queue whose later messages get no acks; ``None`` to send no acks at all from now on.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -379,10 +377,8 @@ class Broker(InspectableBroker):
     def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
         """Refuse published messages: in confirm mode with ``Basic.Nack``, otherwise by closing the channel with 506.
 
-        In transaction mode a commit of messages closes the channel with 406.
-
         Args:
-            on: whether to refuse published messages; ``False`` accepts messages again.
+            on: whether to refuse published messages, and commits of messages (with 406); ``False`` accepts them again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
                 also ends the refusals of single queues.
 

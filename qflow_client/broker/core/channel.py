@@ -10,8 +10,7 @@ sure that the message's `Target` is resolved for the current topology. There are
 
 In confirm mode every complete message gets a tag, and later exactly one ack or nack unless the channel closes first.
 
-Other parts of a channel are in `channelflow.py` (flow state), `confirms.py`, `transaction.py`, `consuming.py`
-(deliveries) and `methods.py` (topology).
+Other parts of a channel are in `channelflow.py` (flow state), `confirms.py`, `transaction.py` and `consuming.py`.
 """
 
 from __future__ import annotations

@@ -179,8 +179,7 @@ class InspectableBroker(EmbeddedBroker):
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task (such as an async test) or on the broker's loop, because this method would
-                block the loop. Use `wait_until_async` instead.
+            RuntimeError: called in a task or on the broker's loop, which it would block. Use `wait_until_async` there.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 

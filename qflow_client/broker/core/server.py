@@ -2,19 +2,19 @@
 
 `EmbeddedBroker` creates and starts the `Server`. Each `Connection` feeds a `Session` with the bytes of its socket, and
 writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after the
-iteration. `Server._end_turn` lets each connection write its output once, and checks memory and the backlog of the disk.
-A socket is not read in three cases:
+iteration. `Server._end_turn` lets each connection write its output once. It also checks the memory limit, and the
+number of bytes that wait for the disk. A socket is not read in three cases:
 
 - Too many bytes wait to be written to the socket.
 - The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).
-- The broker waits for memory or for the disk, and the client publishes or does not read.
+- Memory is full or too many bytes wait for the disk, and the client publishes or does not read.
 
 An error in the handling of one connection ends only that connection.
 
-The session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
+A session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
 input continue one after the other. All connections together get `Server.TURN` seconds in each iteration of the loop.
-After `Server.TURN` seconds, only small input is handled in the same iteration. So a client that sends little waits for
-at most one iteration, even if many other clients send much.
+After these seconds, the rest of the iteration handles only small input. So a client that sends little waits for at most
+one iteration, even if many other clients send much.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Server:
         discipline: see `Session`.
     """
 
-    #: Seconds that a stopping broker waits for clients to close their connections.
+    #: Maximum seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: Seconds without input after which the broker ends the stream of a connection whose session has ended.
+    #: After a session has ended, seconds without input after which the broker ends the stream to the client.
     QUIET = 0.1
-    #: Maximum seconds for the input of one connection before other connections are served.
+    #: Maximum seconds in which the input of one connection is handled before other connections are served.
     SLICE = 0.005
     #: Seconds at the start of an iteration of the loop in which the input of each connection gets SLICE seconds. Later
     #: in the iteration, input of at most SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
@@ -78,9 +78,9 @@ class Server:
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # New connections. A connection that has been opened stays in this dict until the dict becomes too large.
+        # Connections that are perhaps not open yet. Open connections are removed only when the dict becomes too large.
         self._strangers: dict[Connection, None] = {}
-        # Number of connections that have sent all of their output, but that their clients have not closed yet.
+        # Number of connections whose sessions have ended, and that their clients have not closed yet.
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
@@ -88,22 +88,22 @@ class Server:
         # The thread that checks hashed passwords; None before the first check.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that will continue with held input, in order.
+        # Connections that will continue with held input, in the order in which they continue.
         self._with_input: dict[Connection, None] = {}
         # End of the TURN seconds of this iteration, or 0 if no input was handled yet.
         self._busy_until = 0.0
-        # Connections with output to write after this iteration, in order.
+        # Connections with output to write after this iteration, in the order of writing.
         self._writers: dict[Connection, None] = {}
         self._turn_ends = False
         # Time of the next call of `Timers.tick`, and the loop's timer for this call.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Two reasons not to read publishing connections: too many bytes wait for the disk, and memory is full.
+        # Whether too many bytes wait for the disk, and whether memory is full. Either stops reading from publishers.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # Whether the server has raised the memory alarm; False if an operator raised it.
+        # Whether the server itself has raised the memory alarm. It does not clear an alarm that an operator raised.
         self._has_memory_alarm = False
-        # Input bytes of connections whose first publish waits for memory or for the disk.
+        # Held input bytes of all connections whose first message waits for memory or for the disk.
         self.first_publishes = 0
         # Earliest time of the next log line about connections that are closed because of their buffers.
         self._log_cut_at = -math.inf
@@ -173,7 +173,7 @@ class Server:
             self._ticker.cancel()
 
     def _check_password(self, function: Callable[[], bool], done: Callable[[bool], None]) -> None:
-        """Check a hashed password on a thread, one check at a time."""
+        """Call `function`, which checks a hashed password, on a thread with one check at a time. Then call `done`."""
         if self._loop is None:
             return
         if self._checker is None:
@@ -190,7 +190,7 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Record that a connection has output, and put it behind all other connections that have output."""
+        """Record that a connection has output. It will write after all other connections that have output now."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
@@ -202,7 +202,7 @@ class Server:
             self._loop.call_soon(self._end_turn)
 
     def slice_end(self, now: float, size: int) -> float:
-        """Return the time at which the handling of new input of this size must stop; `now` if the input has to wait."""
+        """Return the time at which the handling of `size` new bytes must stop; `now` if these bytes have to wait."""
         if not self._busy_until:
             self._busy_until = now + self.TURN
         if now < self._busy_until:
@@ -210,12 +210,12 @@ class Server:
         return now + self.SHORT_SLICE if size <= self.SMALL_INPUT else now
 
     def go_on_later(self, connection: Connection) -> None:
-        """Let a connection continue with its held input, after the connections that already wait."""
+        """Let a connection continue with its held input after the connections that already wait to continue."""
         self._with_input[connection] = None
         self.touch()
 
     def add_stranger(self, connection: Connection) -> None:
-        """Record a connection that is not open yet. If there are too many such connections, drop the oldest."""
+        """Record a new connection. If too many connections are not open yet, drop the oldest of them."""
         self._strangers[connection] = None
         limit = self.settings.max_unauthenticated
         if len(self._strangers) > limit:
@@ -306,8 +306,8 @@ class Server:
     def _close_unfinished(self, journal: Journal) -> None:
         """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        No consumer can free these bytes, and a publisher that is not read cannot complete its message. So these bytes
-        may use only half of the memory limit. The other half is for queues.
+        A consumer cannot free these bytes. A publisher cannot complete its message while the server does not read from
+        it. So these bytes may use only half of the memory limit. The other half is for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -331,9 +331,9 @@ class Server:
     def _limit_buffers(self, journal: Journal) -> None:
         """Close connections that do not read, and while memory is full also connections with large first messages.
 
-        Unread output may use only half of the limit, so that it cannot fill memory alone. Waiting first messages may
-        use 1/32 of the limit. Other held input is not counted, because it cannot be handled while memory is full, and
-        so would keep memory full.
+        Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. First
+        messages that wait may use 1/32 of the limit. `Journal.held` does not count held input. If it did, memory could
+        stay full forever, because held input is not handled while memory is full.
         """
         cut: list[Connection] = []
         why = []
@@ -378,7 +378,7 @@ class Server:
 class Connection(asyncio.Protocol):
     """One socket and its session."""
 
-    #: Maximum bytes that wait for a socket. If more bytes wait, the socket is not read.
+    #: Maximum bytes that wait to be written to a socket. If more bytes wait, the socket is not read.
     MAX_BACKLOG = 8 * 1024 * 1024
 
     def __init__(self, server: Server) -> None:
@@ -390,12 +390,12 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too many bytes wait to be written to it.
         self._is_reading = True
         self._has_backlog = False
-        # Whether the transport's buffer is full.
+        # Whether the transport's buffer is full, because the client does not read fast enough.
         self._is_slow = False
         # Bytes of this connection that are counted in `Journal.buffered`, and in `Server.first_publishes`.
         self.unread = 0
         self.first_publish = 0
-        # Bytes that the socket had accepted at the last check.
+        # Number of bytes that the socket had accepted at the last call of `_look_for_life`.
         self._taken = 0
         # Set when the session has ended, and the transport has all of its output.
         self._is_finished = False
@@ -475,7 +475,7 @@ class Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """Handle held input, unless the connection has to wait again."""
         if self._can_go_on:
-            # The socket was not read while the input was held, so missing heartbeats of this time do not count.
+            # The socket was not read while the input was held. So do not expect heartbeats from this time.
             self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 
@@ -489,7 +489,7 @@ class Connection(asyncio.Protocol):
         self._count_buffers()
         self._has_backlog = False
         if not self.session.is_publishing:
-            # A consumer must be read, because its acks free memory.
+            # A client that does not publish is paused only while it is slow. Read it now: its acks can free memory.
             self.pause(False)
         self._check_reading()
         self.session.output.resume()
@@ -507,7 +507,7 @@ class Connection(asyncio.Protocol):
                 self._count_buffers()
         self._check_timer()
         if not self._is_reading:
-            # If the session is closing now, the answer to its close must be read.
+            # If the session is closing now, read the socket, because the answer to Connection.Close has to arrive.
             self._check_reading()
             self._resume()
         if self.session.state is State.ENDED:
@@ -519,11 +519,11 @@ class Connection(asyncio.Protocol):
     def _finish(self, transport: asyncio.Transport) -> None:
         """Send nothing more, and discard input until the client closes the connection.
 
-        The client has at most `close_timeout` seconds for this. A connection that was never open also ends at
-        `Deadlines.open_by`.
+        The client has at most `close_timeout` seconds to close the connection. A connection that was never open also
+        ends at `Deadlines.open_by`.
 
-        If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
-        client could then lose the last frames, such as ``Connection.Close-Ok``.
+        If the broker closed the socket while frames of the client are on the way, the kernel would reset the
+        connection. The client could then lose the last frames of the broker, such as ``Connection.Close-Ok``.
         """
         server = self._server
         self._is_finished = True
@@ -532,7 +532,7 @@ class Connection(asyncio.Protocol):
             transport.close()
         else:
             self._check_reading()
-            # Some clients wait for the end of the stream. A TLS transport of asyncio can only end both directions.
+            # Some clients wait for the end of the stream. A TLS transport of asyncio cannot end only one direction.
             self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
@@ -543,9 +543,9 @@ class Connection(asyncio.Protocol):
             self._when_quiet(self._transport.close)
 
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
-        """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
+        """Call `end`, which ends one or both directions, when the client has sent nothing for `Server.QUIET` seconds.
 
-        The end does not come immediately, because several threads of a client can have sent ``Connection.Close``. Each
+        `end` is not called immediately, because several threads of a client can have sent ``Connection.Close``. Each
         of these threads has to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
@@ -563,7 +563,7 @@ class Connection(asyncio.Protocol):
             end()
 
     def _check_reading(self) -> None:
-        """Read the socket unless too many bytes wait to be written, or the session has to wait (D8)."""
+        """Start or stop reading the socket. The module's docstring lists the reasons not to read it."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held
@@ -597,7 +597,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def pause(self, on: bool) -> None:
-        """Stop or resume reading the socket. Stop only if the client publishes or does not read."""
+        """Stop reading the socket, if the client publishes or does not read. With ``on=False``, resume reading."""
         session = self.session
         if on is not session.is_paused and (not on or self._is_slow or session.is_publishing):
             session.is_paused = on

@@ -1,16 +1,16 @@
 """`Session` is one AMQP connection, sans-I/O. `Session` gets input from the server, and returns output.
 
 A connection passes through the states of `State`; every change of state is in this file. `Session.receive_data` splits
-bytes into frames. The session gives each frame to a channel, or handles the frame itself if it is for channel 0. If a
-frame raises an `AmqpError`, the session closes the channel or the connection. Later frames of a closed channel are
-ignored until the client has answered the close.
+bytes into frames. The session gives each frame to an open channel, or handles the frame itself, for example if it is
+for channel 0. If the handling of a frame raises an `AmqpError`, the session closes the channel or the connection. Later
+frames of a closed channel are ignored until the client has answered the close.
 
-Held input is input that the session keeps and handles later. The session holds the rest of the input in three cases:
+Held input is input that the session keeps and handles later. `receive_data` holds the rest of its input in three cases:
 
 - More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
 - The time for the input is over, or a frame has set `Session.has_done_much`. So a client whose frames take long cannot
   block the event loop. The clock is read once per `Session.STRIDE` bytes, or after each frame if frames took long.
-- A frame raises `FrameWaitsError`. The session handles the frame again later.
+- The handling of a frame raises `FrameWaitsError`. The session handles the frame again later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat
 
 
 class State(Enum):
-    """The method or frame that a session waits for."""
+    """The states of a session. The value of a state is the input that the session waits for, for errors."""
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
@@ -79,14 +79,14 @@ class Session:
     """One connection.
 
     Args:
-        name: name of the peer, for logs.
+        name: name of the connection: the address and port of the peer.
         now: monotonic seconds.
         on_output: called when there is output: at most once before each `take_output`, and also for each
             ``Channel.Flow``, see `Output.write_past_promises`.
         discipline: creates the `Discipline` of the connection; ``None`` for no backlog limit and no sanctions.
     """
 
-    #: Maximum bytes that wait to be sent. If more bytes wait, input is held.
+    #: Maximum bytes that wait to be sent. If more bytes wait, the session holds its input.
     MAX_OUTPUT = 1024 * 1024
     #: The clock is read after this many input bytes; or after each frame, if these bytes took `LONG_STRIDE` seconds.
     STRIDE = 1024
@@ -111,30 +111,30 @@ class Session:
         self.output = Output(self.channels, controls, host.journal, now, on_output)
         self.handshake = Handshake(host, self.output)
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
-        # The sources that block the client, each with a reason.
+        # The alarms that block the client: the name and the reason of each.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
         self.is_held = False
-        # The held bytes, from the start of a frame.
+        # The held bytes, which are handled before new bytes.
         self._held = b""
         # Number of input bytes after which the clock is read again, at the end of a frame.
         self._stride = 0
-        # Set by a frame that took long or has a large answer, or by a tarpit (D8). The rest of the input is then held.
+        # Set by a frame that took long, by too much unsent output, or by a tarpit (D8). The rest of the input is held.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
-        # Whether further input is ignored: after bytes that are not frames, or after an internal error.
+        # Whether further input is ignored: after bytes that are not AMQP, or after an internal error.
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
         # Whether Connection.Open was accepted. If so, `VirtualHost.open_connections` counts this session until it ends.
         self.was_opened = False
-        # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
+        # None if the settings have neither a backlog limit (D7) nor sanctions (D8).
         self.discipline = discipline(self) if discipline is not None else None
         # Whether the socket is not read, because memory is full or too many bytes wait for the disk.
         self.is_paused = False
-        # Set when the first message of a channel has to wait, because publishing connections are not read. Never reset.
+        # Set when the first message of a channel has to wait, because publishers are not read. Never reset.
         self.waits_to_publish = False
-        # Set when the peer has missed a deadline. Then the server does not wait for the client to close the connection.
+        # Set when the client has missed a deadline. Then the server does not wait for the client to close the socket.
         self.is_unresponsive = False
         self.bytes_received = 0
 
@@ -146,7 +146,7 @@ class Session:
         Args:
             data: input of any size; empty to continue with held input.
             now: monotonic seconds.
-            until: time of the virtual host's clock after which the rest is held. At least one frame is handled.
+            until: time after which the rest is held, by the clock of the virtual host. At least one frame is handled.
         """
         if data:
             self.deadlines.last_received = now
@@ -179,8 +179,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # The output is not checked after content frames, because a message adds at most about its own
-                        # size to the output (Basic.Return).
+                        # Only methods can lead to much output. A content frame adds at most a Basic.Return, which has
+                        # about the size of the message.
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -216,11 +216,11 @@ class Session:
         except FrameError as error:
             self._is_deaf = True
             self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
-        # Free the bytes, so that an idle connection keeps none.
+        # Free the handled bytes, so that an idle connection does not keep them.
         splitter.data = b""
 
     def _hold_rest(self, start: int) -> None:
-        """Hold the input from the offset `start` in the splitter's data."""
+        """Hold the current input from the offset `start` on."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
@@ -256,7 +256,7 @@ class Session:
         return rest
 
     def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
-        """Handle a frame that is not for an open channel: for example a heartbeat, or a method on channel 0."""
+        """Handle a frame that no open channel handles: for example a heartbeat, or a method on channel 0."""
         if self.state is State.ENDED:
             return
         if kind == HEARTBEAT_FRAME:
@@ -370,7 +370,7 @@ class Session:
     # Connection.Blocked.
 
     def block(self, source: str, reason: str | None) -> None:
-        """Inform the client that a source, such as an alarm, blocks it. ``None`` as the reason unblocks the client."""
+        """Add the alarm `source` for this client, or remove it if the reason is ``None``. See `Blocks`."""
         if self.state is State.RUNNING:
             self.blocks.change(source, reason)
 
@@ -391,7 +391,7 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Send heartbeats, or end the connection after a missed deadline. The server calls this at `Deadlines.at`."""
+        """At `Deadlines.at`, send a heartbeat, check a delayed login, or end the connection after a missed deadline."""
         handshake, deadlines = self.handshake, self.deadlines
         if self.state is State.ENDED or now < deadlines.at:
             return
@@ -431,7 +431,7 @@ class Session:
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
-        # Only Connection.Close and Close-Ok are handled from now on. They need no memory, so the socket is read.
+        # From now on only Connection.Close and Close-Ok are handled. They need no memory, so the socket is read.
         self.is_paused = False
         self._end_channels()
         self.output.write(close)
@@ -442,7 +442,7 @@ class Session:
         self.fail(ReplyCode.INTERNAL_ERROR, f"{ReplyCode.INTERNAL_ERROR.title} - see the broker's log", now)
 
     def end(self) -> None:
-        """End the connection and free its resources. The remaining output can still be taken."""
+        """End the connection and free its resources. `take_output` can still return the remaining output."""
         if self.state is State.ENDED:
             return
         if self.was_opened:
@@ -454,7 +454,7 @@ class Session:
         self.output.announce()
 
     def lost(self) -> None:
-        """Drop all references after the socket is closed, so that no reference cycle keeps the session in memory."""
+        """The socket is closed: drop references to other objects, so that no reference cycle keeps them in memory."""
         self.end()
         self.output.lost()
         for channel in self.channels.values():
@@ -463,7 +463,7 @@ class Session:
         self.discipline = None
 
     def _end_channels(self) -> None:
-        # The messages that one channel returns must not be delivered to another channel of the ending connection.
+        # A channel returns its unacked messages to the queues. They must not go to another channel of this connection.
         self.output.takes_deliveries = False
         self.channels.end()
         self.host.owner_gone(self)

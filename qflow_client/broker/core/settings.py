@@ -2,8 +2,8 @@
 
 `qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. Some settings of the core have
 an effect only with plug-ins, which `qflow_client.broker.Broker` installs and `qflow_client.broker.core.Broker` does
-not. These settings are `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`, and
-all that begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
+not: `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`,
+`max_producer_flow_control_wait`, and all that begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DEFAULT_USERS", "Authenticate", "Enforcement", "FlowScope", "Setting
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the name of the
 #: method, such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
-#: Called with a user and a password; returns for how many seconds this login is valid.
+#: Called with a user and a password; returns for how many seconds this login is valid; 0 to refuse it.
 Authenticate = Callable[[str, str], float]
 
 
@@ -58,9 +58,9 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is above a threshold.
+    #: Only channels that publish while the queue is ON (if it is ON because of a capacity: while it is above this).
     OFFENDER = "offender"
-    #: All channels that published to the queue recently (D12).
+    #: All channels that have published to the queue recently (D12).
     PUBLISHERS = "publishers"
 
 
@@ -73,7 +73,7 @@ MIN_MEMORY = 1 << 20
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name ``localhost``, can be reached only from this machine."""
+    """Whether a host is the name ``localhost``, or an address that only this machine can reach."""
     if host.lower() == "localhost":
         return True
     try:
@@ -97,7 +97,7 @@ class Settings:
             this time the connection is closed with 320. Runs on the broker's thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
         max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. If there
-            are more, logins from this address are checked only once a second.
+            are more, logins from this address are checked only about once a second.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
@@ -115,13 +115,12 @@ class Settings:
         heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
-        max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
+        max_connections: maximum number of open connections. The ``Connection.Open`` of another one is refused with 530.
         max_unauthenticated: maximum number of connections that are not open yet; if there are more, the oldest is
             closed.
-        max_queues: maximum number of queues; further ones are refused with 406.
-        max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
-            406.
-        max_consumers: maximum number of consumers of all queues; further ones are refused with 406.
+        max_queues: maximum number of queues. A declaration of another queue is refused with 406.
+        max_bindings: maximum number of bindings, without the default exchange's. Another binding is refused with 406.
+        max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``.
@@ -132,10 +131,10 @@ class Settings:
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
             blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
             until fewer than 7/8 of the maximum remain (D7).
-        backlog_size: the same limit as `backlog_count`, but in body bytes.
+        backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no limit. After
-            each such number of messages, the broker stops reading from the connection for `tarpit_time` seconds (D8).
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. Each
+            time this number is reached, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.
@@ -283,12 +282,12 @@ class Settings:
 
     @property
     def watches_publishes(self) -> bool:
-        """Whether every published message is checked, even if its queues need no check."""
+        """Whether channels have to check every published message, even if its queues need no check."""
         return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property
     def has_discipline(self) -> bool:
-        """Whether there are sanctions for clients that ignore ``Channel.Flow``."""
+        """Whether there is a backlog limit, or a sanction for clients that ignore ``Channel.Flow``."""
         return any(
             (
                 self.backlog_count,
@@ -304,7 +303,7 @@ class Settings:
         with suppress(ValueError):
             object.__setattr__(self, name, kind(value))
             return
-        # The error of `Enum` is not chained, because it repeats the value.
+        # The error of `Enum` is not chained, because it repeats the value, which can contain a password.
         allowed = ", ".join(repr(member.value) for member in kind)
         raise ValueError(f"{name} must be one of {allowed}, not {shown(value)}")
 

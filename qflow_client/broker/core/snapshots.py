@@ -37,7 +37,7 @@ __all__ = [
 
 @cache
 def json_names(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the attributes of a snapshot class, each with its name in JSON (in camel case)."""
+    """Return the names of the attributes of a snapshot class, each with its JSON name, which is in camel case."""
 
     def camel(name: str) -> str:
         first, *rest = name.split("_")
@@ -60,7 +60,7 @@ def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> d
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value from a client's table to JSON types."""
+    """Convert an attribute of a snapshot to JSON types. Tables of clients can have values without a JSON type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ class TargetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdsSnapshot:
-    """The current thresholds of a queue. The current thresholds can differ from those of the declaration (D4).
+    """The current thresholds of a queue, which can differ from the thresholds of its declaration (D4).
 
     Attributes:
         flow_stop_count: number of messages above which the queue turns ON; 0 for no threshold (C1).
@@ -114,13 +114,13 @@ class QueueSnapshot:
         name: name of the queue.
         depth: number of messages, ready and unacked (D6).
         ready: number of messages that are ready to be delivered.
-        unacked: number of delivered messages that consumers have not settled.
+        unacked: number of delivered messages that clients have not settled.
         bytes: body bytes of all messages.
         memory: body bytes in memory; all other bodies are only on disk (A2).
         peak_depth: maximum number of messages so far.
         peak_bytes: maximum body bytes so far.
-        flow_stopped: whether the flow state is ON (C7).
-        flow_stopped_count: how often the flow state turned from OFF to ON (C7).
+        flow_stopped: whether any flow state of the queue is ON (C7).
+        flow_stopped_count: how often a flow state of the queue turned from OFF to ON (C7).
         held_confirms: number of messages whose confirms wait until the queue is OFF (C5).
         published: number of messages enqueued so far.
         delivered: number of deliveries so far, including redeliveries.
@@ -137,11 +137,11 @@ class QueueSnapshot:
             ``"both"``.
         waiting: number of published messages that wait for room in the queue (A4).
         policy: name of the overflow policy that applies now.
-        policies: names of the policies that apply to the queue.
-        overdue: whether the queue has been ON for longer than its `max_flow_wait`. It then no longer holds back
+        policies: names of the operator's policies that apply to the queue.
+        overdue: whether the queue has been ON for longer than its `max_flow_wait`. If so, it does not hold back
             producers (D10).
         times_overdue: how often the queue became overdue.
-        limits: thresholds, maximum and other limits. The keys are the names that policies use for them.
+        limits: thresholds, maximum and other limits. The keys are the names of the limits in an operator's policy.
         durable: whether the queue is durable.
         exclusive: whether the queue belongs to one connection.
         auto_delete: whether the queue is deleted with its last consumer.
@@ -202,7 +202,7 @@ class MemorySnapshot:
         backlog_bytes: body bytes that wait to be written to disk.
         written: number of messages written to disk so far.
         commits: number of commits of the store so far.
-        damaged: number of damaged rows of the store, which are set aside.
+        damaged: number of damaged rows in the file of the store. The broker ignores these rows.
     """
 
     limit: int = 0
@@ -233,8 +233,8 @@ class ChannelSnapshot:
         is_producer: whether the channel has published, or is in confirm or transaction mode.
         confirms: whether the channel is in confirm mode.
         flowed: whether the channel is blocked (flowed).
-        blocked_by: names of the queues that block the channel, in the order of blocking. ``"operator"`` means that an
-            operator blocks the channel, and ``"backlog"`` that the backlog of the connection is too large (D7).
+        blocked_by: names of the queues that block the channel, in the order of blocking. Other names are
+            ``"operator"``, ``"alarm"``, ``"backlog"`` for a backlog that is too large (D7), and names of rate limits.
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often the channel was blocked (flowed) so far.
         flowed_seconds: seconds for which the channel was blocked (flowed) so far, including the current flowed period.
@@ -242,13 +242,13 @@ class ChannelSnapshot:
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
         nacked: number of published messages that were refused so far.
-        unconfirmed: number of published messages that are neither acked nor nacked yet.
+        unconfirmed: number of messages published in confirm mode that are neither acked nor nacked yet.
         waiting: number of published messages that wait for room in a queue (A4).
         delivered: number of deliveries on the channel so far.
         acked: number of deliveries acked on the channel so far.
         unacked: number of deliveries that are not settled.
         consumers: tags of the consumers.
-        consumes_from: names of the queues that the channel consumes.
+        consumes_from: names of the queues that the channel consumes from.
     """
 
     name: str
@@ -291,22 +291,22 @@ class ConnectionSnapshot:
         client: the client property ``connection_name``; empty if it is unknown.
         user: name of the user; empty before the login.
         is_open: whether the connection is open and not closing.
-        blocked: whether the broker has sent ``Connection.Blocked`` to the client.
+        blocked: whether an alarm blocks the connection. If so, the client usually has got ``Connection.Blocked``.
         blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
         backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
             if no backlog limit and no sanction is set.
         backlog_bytes: body bytes of the messages in `backlog`.
-        past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
-            counted.
+        past_flow: number of messages that came on blocked (flowed) channels after the grace time so far (D8). 0 if no
+            backlog limit and no sanction is set.
         tarpits: how often the broker stopped reading from the connection for a while (D8).
         channels_closed: number of channels that were closed because their client ignored ``Channel.Flow`` (D8).
         flowed: whether any channel is blocked (flowed).
         times_flowed: how often channels were blocked (flowed) so far.
-        channels: numbers of the channels.
+        channels: numbers of the open channels.
         client_properties: client properties from ``Connection.Start-Ok``.
         published: number of messages published so far.
         delivered: number of messages delivered so far.
-        memory: bytes of incoming messages and of unsent output in memory.
+        memory: bytes of incomplete messages, held input and unsent output in memory.
         bytes_received: bytes received so far.
         bytes_sent: bytes sent so far.
     """
@@ -369,7 +369,7 @@ class ExchangeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A binding at one moment. The bindings of the default exchange to every queue are not included.
+    """A binding at one moment. The default exchange's implicit bindings to all queues have no snapshots.
 
     Attributes:
         source: name of the exchange that the messages come from.
@@ -538,7 +538,7 @@ def binding_snapshot(exchange: Exchange, binding: Binding) -> BindingSnapshot:
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
-    """Return a copy of a message in a queue. The caller passes the body, because the body can come from the disk."""
+    """Return a copy of a message in a queue. The caller passes the body, because it can be only on disk."""
     message = entry.message
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered

@@ -1,7 +1,7 @@
 """`Storage` observes the entries of one queue for the `Journal` and for the queue's `BodyPager`, sans-I/O.
 
-The journal has each message of the queue. A dropped message with a dead letter stays in the journal until the dead
-letter has arrived (`Storage.letter_done`). So at any time the message or its dead letter is on disk.
+The journal has each message of the queue. A dropped message that is dead-lettered stays in the journal until its dead
+letter has arrived (`Storage.letter_done`). So the journal always has the message or its dead letter.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Storage(EntryObserver):
         journal: counts the messages, and records them for the disk.
         number: number of the queue in the message store, if the queue and its persistent messages survive a restart;
             otherwise 0.
-        has_letters: whether the queue dead-letters dropped messages.
-        window: returns the maximum body bytes that the queue may read ahead (A3).
+        has_letters: whether the queue has a dead-letter exchange.
+        window: returns the maximum body bytes that each queue may read ahead (A3).
     """
 
     __slots__ = (
@@ -70,12 +70,12 @@ class Storage(EntryObserver):
         self.droppable: DroppableEntries | None = None
         # Dropped messages that stay in the journal, because their dead letters have not arrived yet.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether some bodies can be only on disk.
+        # Whether bodies can be only on disk.
         self.may_lack = journal.has_store
         self._is_reading = False
 
     def set_limits(self, limits: QueueLimits) -> None:
-        """Start or stop the paging of bodies and the list of droppable entries, as the limits require."""
+        """Create or remove `pager` and `droppable`, as the new limits require."""
         overflow = limits.overflow
         if overflow is None or not overflow.pages_bodies:
             self.pager = self._max_window = None
@@ -161,10 +161,10 @@ class Storage(EntryObserver):
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Start to read the bodies of the next deliveries.
+        """Start to read missing bodies of the first ready entries, unless a read is already running.
 
         Args:
-            then: called when the bodies are in memory.
+            then: called when bodies have been read.
         """
         if self._is_reading:
             return
@@ -186,7 +186,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """Return the entries whose bodies are only on disk, among the first `window` body bytes of ready entries."""
+        """Return the entries whose bodies are not in memory, among the first `window` body bytes of ready entries."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

@@ -1,4 +1,4 @@
-"""Timers of the virtual host, sans-I/O: one heap for all objects that have to be called at a certain time."""
+"""Timers of the virtual host, sans-I/O: `Timers` calls queues and other objects, but no sessions, at certain times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Timers:
 
     Args:
         clock: returns monotonic seconds.
-        looked: called after each call of an object's `tick`.
+        looked: called each time the `tick` of an object has been called.
     """
 
     #: Seconds after which `tick` returns, even if the time of more timers has come.
@@ -40,7 +40,7 @@ class Timers:
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Call the objects whose time has come. If this takes long, the next `tick` continues."""
+        """Call the objects whose time has come. If this takes longer than `MAX_TICK`, the next `tick` continues."""
         end = self._clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)

@@ -1,4 +1,4 @@
-"""Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
+"""Exchanges and bindings, sans-I/O: `Topology` declares and deletes exchanges, and adds and removes bindings.
 
 The `VirtualHost` has one `Topology`. The handlers of AMQP methods and the `Broker` call `Topology`. Durable objects are
 recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
@@ -34,8 +34,8 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        on_bindings: called after bindings were added or removed. The argument is the destination of an added binding,
-            or ``None`` if bindings were removed.
+        on_bindings: called after a `bind`, with the destination of the binding. Also called with ``None`` after an
+            `unbind` or the deletion of an exchange.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Topology:
         self._changed(destination)
 
     def _survives(self, exchange: Exchange, binding: Binding) -> bool:
-        """Whether a binding survives a restart of the broker, because both of its ends do."""
+        """Whether the journal has to record a binding, because both of its ends survive a restart of the broker."""
         if self._journal is None or self.is_recovering or not exchange.durable:
             return False
         destination = binding.destination
@@ -211,10 +211,10 @@ class Topology:
 
     @staticmethod
     def check_bindable(name: str) -> None:
-        """Check that a name is not that of the default exchange.
+        """Check that a name is not the empty name of the default exchange.
 
         Raises:
-            ChannelException: 403 if the name is that of the default exchange.
+            ChannelException: 403 if the name is empty.
         """
         if not name:
             raise ChannelException(
@@ -233,7 +233,7 @@ class Topology:
 
 
 def check_same(what: str, **settings: tuple[object, object]) -> None:
-    """Compare the settings of a declaration and of an existing object: one pair of values for each setting.
+    """Compare the settings of a declaration with those of the existing object. Each pair has both values of a setting.
 
     Raises:
         ChannelException: 406 if two values differ.
@@ -291,6 +291,6 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
 def _nested_in(value: Any) -> list[object]:
     """Return the tables and arrays that a table or an array contains."""
     items = value.values() if isinstance(value, Mapping) else value
-    # The types are checked first, because even a large number of items has only a few types.
+    # Check each type only once, because even a large number of items has only a few types.
     nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
     return [item for item in items if isinstance(item, nested)] if nested else []

@@ -1,7 +1,7 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-`Channel` adds both to its `Transaction`. `TRANSACTION_METHODS` has the handlers of the methods. If any queue has no
-room for the result of the whole transaction, the whole commit is refused.
+`Channel` adds messages and settlements to its `Transaction`. `TRANSACTION_METHODS` has the handlers of the ``Tx``
+methods. If any queue has no room for the result of the whole transaction, the whole commit is refused.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Settlement:
 
 @dataclass(slots=True)
 class Transaction:
-    """The published messages and the settlements since the last commit.
+    """The published messages and the settlements since the last commit or rollback.
 
     Attributes:
         publishes: messages in the order of publishing, each with its target.
-        settlements: settlements in order.
+        settlements: settlements in the order of their arrival.
         size: approximate bytes of the published messages in memory.
     """
 
@@ -53,7 +53,7 @@ class Transaction:
     size: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
-        """Return why a queue refuses the transaction; ``None`` if every queue has room for all of its messages.
+        """Return why a queue refuses the transaction; ``None`` if every queue has room for all messages that it gets.
 
         Args:
             destinations: the queues of each published message.
@@ -84,7 +84,7 @@ class Transaction:
 
 
 class TransactionChannel(Protocol):
-    """The part of the channel that its transactions need."""
+    """The part of the channel that the functions of this module need."""
 
     number: int
     host: VirtualHost
@@ -139,12 +139,12 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
-        # All records of the transaction are in one batch, whatever its size.
+        # `divide` was not called during the commit, so one batch has all records of the transaction.
         channel.host.journal.divide()
 
 
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
-    """Execute a whole transaction. If a queue refuses any message, roll back and raise `ChannelException` 406."""
+    """Execute the whole transaction. If a queue refuses a message, roll back and raise `ChannelException` 406."""
     destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:
@@ -176,7 +176,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Discard messages and settlements. Settled deliveries become unsettled, but are not delivered again."""
+    """Discard messages and settlements. The settled deliveries become unacked, but are not delivered again."""
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()

@@ -1,7 +1,7 @@
 """RabbitMQ features that this broker does not have. The broker refuses requests for these features.
 
-The broker never ignores such a request. The answer is 406, as in RabbitMQ for arguments that RabbitMQ cannot use. The
-channel is closed and the connection stays open. `docs/dialects.md` lists the features.
+The broker never ignores such a request. It closes the channel with 406, as RabbitMQ does for arguments that it cannot
+use. The connection stays open. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations

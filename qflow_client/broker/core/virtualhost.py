@@ -43,7 +43,7 @@ class VirtualHost:
     Args:
         clock: returns monotonic seconds.
         wall_clock: returns seconds since 1970.
-        journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
+        journal: counts the bytes of messages, and with a store collects the changes for the disk; ``None`` for neither.
         rules: compute the limits of each queue; ``None`` for `PlainRules`.
     """
 
@@ -79,11 +79,11 @@ class VirtualHost:
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
         self.dead_letters = DeadLetters(self.router.target, self.router.destinations, when_read, wall_clock)
-        # Whether the first publish of a connection has to wait, because publishing connections are not read.
+        # Whether the first message of each channel has to wait, because publishing connections are not read.
         self.takes_no_publisher = False
 
     def observe(self, observer: FlowObserver) -> None:
-        """Let an observer see all channels, and the queues that are declared from now on.
+        """Report all channels, and the queues that are declared from now on, to an observer.
 
         Raises:
             RuntimeError: there is already an observer.
@@ -109,7 +109,7 @@ class VirtualHost:
         """Return a queue by name.
 
         Args:
-            owner: the requesting connection; ``None`` for the broker itself.
+            owner: the requesting connection; ``None`` for the broker itself, which may use each queue.
 
         Raises:
             ChannelException: 404 if the queue does not exist. 405 if the queue belongs to another connection.
@@ -230,7 +230,7 @@ class VirtualHost:
             self.delete_queue(queue)
 
     def source_gone(self, source: FlowSource) -> None:
-        """Record that a publishing channel has ended."""
+        """Record that a channel has ended."""
         if self.observer is not None:
             self.observer.gone(source)
         if self.settings.flow_scope is FlowScope.PUBLISHERS:
@@ -240,7 +240,7 @@ class VirtualHost:
     # Rules.
 
     def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
-        """Apply the rules to all queues again (D4). If `changed` is a queue, apply the rules only to this queue."""
+        """Compute the limits of all queues again (D4). If `changed` is a queue, compute only its limits again."""
         for _ in self.apply_rules_in_steps(changed):
             pass
 
@@ -337,7 +337,7 @@ class VirtualHost:
             self.journal.relieve(self.queues.values())
 
     def lost(self, message: StoredMessage) -> None:
-        """Drop a message from all queues, because its body was only on disk and is damaged there."""
+        """Drop a message from all queues, because its body is damaged on disk and not in memory."""
         for queue in self.queues.values():
             queue.dropping.drop_lost(message)
 

@@ -1,4 +1,4 @@
-"""Decides whether queues accept a message, and has the messages that wait for room in a queue, sans-I/O.
+"""`refusal` decides whether queues accept a message. `WaitingRoom` has the messages that wait for room. Sans-I/O.
 
 A message waits if the policy of the full queue is ``wait`` (A4). Channels call `refusal` before they enqueue a message,
 and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every destination queue. The
@@ -6,8 +6,8 @@ message is admitted when it is the first in all of these lines and all queues ha
 earlier one in any queue. The commit of a transaction never waits: if a queue has no room, the commit is refused. Dead
 letters and messages of the program that embeds the broker do not wait.
 
-A queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
-has left the queue, and at the first deadline.
+A queue itself has only the number of its waiting messages. `WaitingRoom.admit` checks the line of a queue, for example
+after a message has left the queue, and at the deadline of the first message in the line.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Publisher(Protocol):
         """Enqueue a waiting message, because all of its queues have room."""
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a message that has waited for too long, or that can never be accepted.
+        """Refuse a message that has waited for too long, or that a queue no longer lets wait.
 
         Returns:
-            Whether the client is informed.
+            Whether the client is informed. False if the channel has ended.
         """
 
 
 @dataclass(eq=False, slots=True)
 class WaitingPublish:
-    """A message that waits in the lines of all of its destination queues. Later messages cannot overtake this message.
+    """A message that waits in the lines of all its destination queues, so that no later message can overtake it.
 
     Attributes:
         tag: publish sequence number of the message; 0 without confirms.
@@ -98,7 +98,7 @@ class WaitingRoom:
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
-        """Remove a message from its lines. `Queue.tick` checks these lines again soon."""
+        """End the wait of a message, and let the queues of its lines check these lines again soon."""
         waiting.is_over = True
         if self._journal is not None:
             self._journal.waiting -= waiting.message.footprint
@@ -118,7 +118,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the first messages of a line while their queues have room. Refuse messages whose time is over."""
+        """Admit the first messages of a line while all their queues have room. Refuse those that must not wait."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
@@ -146,9 +146,9 @@ class WaitingRoom:
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
-    """Return why a message is refused or waits; ``None`` if all queues accept it. If one refuses, no queue gets it.
+    """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    The message waits if each queue that refuses has the policy ``wait``, or has messages that already wait.
+    The message waits if each queue that does not accept it has the policy ``wait``, or has messages that already wait.
 
     Args:
         queues: destination queues.

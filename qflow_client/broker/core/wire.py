@@ -1,8 +1,8 @@
 """Functions to decode and encode methods and content headers. The session, channels and queues call these functions.
 
 The library pamqp has tables of the fields of every method. The decoder of pamqp accepts truncated strings, so this
-module decodes methods itself, with these tables. For the frames that are sent with each message, the encoders here are
-faster than those of pamqp.
+module decodes methods itself, with these tables. It also has its own encoders for the most frequent frames, because the
+encoders of pamqp are slower.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ PROPERTIES = (
     (1 << 3, 0),
     (1 << 2, 0),
 )
-#: Caches: the layout for each combination of flags, and header tables that were found valid.
+#: Caches: the result of `layout` for each combination of flags, and encoded header tables that were found valid.
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
 _MAX_SOUND_TABLES = 1024
@@ -181,7 +181,7 @@ _MAX_SOUND_TABLE = 1024
 
 
 def check_properties(header: bytes) -> str | None:
-    """Check that a content header is well-formed and that its ``expiration`` is valid, without decoding the header.
+    """Check that a content header is well-formed and that its ``expiration`` is valid. Decode as little as possible.
 
     Returns:
         The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.
@@ -226,7 +226,7 @@ def check_properties(header: bytes) -> str | None:
 
 
 def layout(flags: int) -> tuple[tuple[int, int], ...]:
-    """Return flag and size of each property whose flag is set, as in `PROPERTIES`."""
+    """Return the entries of `PROPERTIES` for the flags that are set."""
     if flags & 3:
         raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic does not have")
     found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
@@ -269,14 +269,14 @@ def time_to_live(header: bytes) -> int:
 
 
 def property_size(header: bytes, at: int, size: int) -> int:
-    """Return the size of a property in bytes, including its length field."""
+    """Return the size of a property in bytes, including its length field. `size` is the size in `PROPERTIES`."""
     if size > 0:
         return size
     return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
 
 
 def offset(header: bytes, wanted: int) -> int:
-    """Return the offset of a property, which must exist."""
+    """Return the offset of the property with the flag `wanted` in a content header. The property must exist."""
     at = 14
     for flag, size in layout(int.from_bytes(header[12:14], "big")):
         if flag == wanted:
@@ -286,7 +286,7 @@ def offset(header: bytes, wanted: int) -> int:
 
 
 def short_property(header: bytes, wanted: int) -> str:
-    """Return a property that is a short string. The property must exist."""
+    """Return the property with the flag `wanted`, which must exist and be a short string."""
     at = offset(header, wanted)
     return header[at + 1 : at + 1 + header[at]].decode()
 
@@ -316,7 +316,7 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
 
     Args:
         text: the reply text, of any length.
-        cause: class id and method id of the method at fault; can be shorter than 4 bytes.
+        cause: class id and method id of the method at fault. Missing bytes are replaced by zeros.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
