@@ -1,8 +1,8 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. The core imports no other package of the broker.
 
 To follow a published message to the ``Channel.Flow`` that it causes, read the files below in the order of their
-numbers. These files have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a
-class of A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
+numbers. They have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a class of
+A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
 
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
 ``Basic.Publish``, which `Channel.on_method` handles. `Channel.on_header` handles the content header, and
@@ -20,13 +20,13 @@ These calls lead from an ack of a consumer to the ``Channel.Flow`` that unblocks
     > QueueFlows.left > FlowController.release > QueueFlow.resume > ChannelFlow.unblock > ChannelFlow.on_unblocked
     > Output.write_past_promises
 
-At the end of the iteration of the event loop, `Server._end_turn` calls `Connection.send`, which calls `Output.take`.
+At the end of the event loop's iteration, `Server._end_turn` sends the frames: `Connection.send` calls `Output.take`.
 
 1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
 2. `channel.py` makes a message of its method, header and bodies. `Channel._finish` handles the complete message.
 3. `routing.py` finds the queues of the message. A `Target` caches them, unless they depend on the message's headers.
 4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses,
-   no queue gets it. `refusal` is called only if `Target.watched` or `Controls.watches_publishes` is true.
+   no queue gets it. A channel calls `refusal` only if `Target.watched` or `Controls.watches_publishes` is true.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
@@ -40,7 +40,7 @@ At the end of the iteration of the event loop, `Server._end_turn` calls `Connect
    controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by many files: `entries.py` has the classes of messages and entries. `exchange.py` has the
+Two more files are used by many files: `entries.py` has the classes of messages and entries, and `exchange.py` has the
 exchanges and `Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which
 gives the messages of a queue to consumers. You can read the other files later:
 
@@ -50,7 +50,7 @@ gives the messages of a queue to consumers. You can read the other files later:
   methods of clients.
 - For a queue, `dropping.py` and `expiry.py` remove messages that no consumer acked, `deadletter.py` publishes dropped
   messages again, `storage.py` connects the queue to the journal.
-- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` times the queues.
+- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has queue timers.
 
 All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` starts and stops
 it, `inspection.py` shows its state, `broker.py` changes its state.

@@ -111,7 +111,7 @@ class Broker(InspectableBroker):
         Args:
             name: name of the exchange.
             type: type of the exchange.
-            arguments: such as ``alternate-exchange``.
+            arguments: arguments of the declaration, such as ``alternate-exchange``.
             durable: as in ``Exchange.Declare``.
             auto_delete: as in ``Exchange.Declare``.
             internal: as in ``Exchange.Declare``.
@@ -238,7 +238,7 @@ class Broker(InspectableBroker):
         Args:
             routing_key: the routing key; for the default exchange, the name of the queue.
             exchange: name of the exchange.
-            properties: the basic properties; ``None`` for none.
+            properties: the basic properties; ``None`` for a message without properties.
 
         Returns:
             The number of queues that the message is in.

@@ -4,9 +4,9 @@ A published message consists of a method, a header and bodies. When the message 
 sure that the message's `Target` is resolved for the current topology. There are then three cases:
 
 - In transaction mode the message goes into the open transaction.
-- If an append to each destination queue is enough, the message goes into the queues immediately.
 - If `Target.watched` or `Controls.watches_publishes` is true, `Channel._publish_watched` asks all queues before any of
   them gets the message.
+- In all other cases the message goes into its queues immediately.
 
 In confirm mode every complete message gets a tag, and later exactly one ack or nack unless the channel closes first.
 
@@ -115,7 +115,7 @@ class Channel:
         self.router = session.host.router
         self.controls = session.controls
         self._missing_methods = session.dialect.missing
-        # Set when either side has sent Channel.Close, or the connection ends. Later frames are ignored.
+        # Set when either side has sent Channel.Close, or the connection ends. `Session` handles all later frames.
         self.is_closing = False
         # Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
         self.last_queue = ""
@@ -416,7 +416,7 @@ class Channel:
         self.become_producer()
 
     def become_producer(self) -> None:
-        """Record that the channel publishes or has selected a mode. If all producers are blocked, block it too."""
+        """Record that a channel publishes or selects confirm or transaction mode. Block it if producers are blocked."""
         if self.flow.is_producer:
             return
         self.flow.is_producer = True
@@ -429,7 +429,7 @@ class Channel:
     # Confirms.
 
     def _owe(self, size: int, tag: int) -> None:
-        """Add a message to the backlog until its confirm is not held; without confirms, until it is enqueued (D7)."""
+        """Add a message to the backlog until its confirm is released; without confirms, until it is enqueued (D7)."""
         if self.flow.owe(size) and self.confirms is not None:
             self.confirms.owed[tag] = size
 

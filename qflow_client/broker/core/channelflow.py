@@ -33,7 +33,7 @@ class Discipline(Protocol):
     backlog: FlowController
     #: Number of messages that came on blocked (flowed) channels after the grace time.
     past_flow: int
-    #: Number of tarpits: periods in which the broker did not read from the connection, because of late messages.
+    #: Number of tarpits so far: periods in which the broker does not read from the connection (D8).
     tarpits: int
     #: Number of channels that were closed because their clients ignored ``Channel.Flow``.
     channels_closed: int
@@ -156,7 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, new messages are not owed. If they were, the backlog could not shrink.
+        If only the backlog blocks the channel, new messages are not owed, because the backlog must be able to shrink.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

@@ -370,7 +370,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Return True if the last `take` with ``multiple=True`` and this tag left some of the deliveries."""
+        """Return True if the last `take` with ``multiple=True`` and this tag did not return all deliveries."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod

@@ -6,8 +6,8 @@ marked as gone, and is skipped later. So its place need not be searched. Depth a
 left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
-`Contents.leaving` until they leave. No consumer gets these entries, but depth and size still count them, because flow
-states and the memory limit count them too.
+`Contents.leaving` until they leave. No consumer gets these entries, but depth, size, flow states and the memory limit
+still count them.
 
 Flow states, the journal and other parts observe the entries as an `EntryObserver`, see `queue.py`. An observer is
 called after the counts have changed, and must not change the contents.
@@ -169,7 +169,7 @@ class Contents:
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put unacked entries back at their places in `ready`. Drop an entry if `values` has a later one of its key."""
+        """Put unacked entries back at their places. Drop an entry if `values` has a later entry with the same key."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
             self.remove_unacked(entry)

@@ -4,7 +4,7 @@
 Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
-``x-death``. The first rule alone allows every path that visits no queue twice, and n queues have more than n! paths.
+``x-death``. The first rule alone allows every path that visits no queue twice. So n queues can have over n! paths.
 
 The second rule is not from RabbitMQ. If several copies of one message die in a queue, the queue dead-letters only the
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and

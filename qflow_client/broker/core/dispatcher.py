@@ -22,7 +22,7 @@ class Dispatcher:
 
     Args:
         dropping: drops rejected entries, and drops expired entries before deliveries.
-        storage: reads bodies that are only on disk; ``None`` if all bodies stay in memory.
+        storage: reads bodies that are only on disk; ``None`` if there is no journal.
         single_active: whether only the oldest consumer gets messages.
     """
 
@@ -143,7 +143,7 @@ class Dispatcher:
                 consumer.deliver(entry)
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Return the next ready entry, which becomes unacked or (`no_ack`) leaves; ``None`` if no entry is ready."""
+        """Take the next ready entry, which becomes unacked, or with `no_ack` leaves. ``None`` if no entry is ready."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()

@@ -1,8 +1,8 @@
 """Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
-`topology.py` declares exchanges and bindings. `routing.py` follows matching bindings from exchange to exchange. Two
-bindings with the same ends, routing key and arguments are one binding. A headers exchange needs the headers of each
-message. For the other types, destinations depend only on the routing key, so a `Target` can cache the destinations.
+`topology.py` declares exchanges and bindings. `routing.py` follows matching bindings from exchange to exchange. A
+second binding with the same source, destination, routing key and arguments is ignored. A headers exchange needs the
+headers of each message. For other types, destinations depend only on the routing key, so a `Target` can cache them.
 
 A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the binding keys. So
 neither exchange looks at all bindings for each message (E7).
@@ -211,7 +211,7 @@ class _Branch:
         return first
 
     def path(self, words: list[str]) -> list[_Branch]:
-        """Return the branches along the words of a binding key in the tree, from this branch on."""
+        """Return this branch, and the branches below it along these words, which must be a binding key in the tree."""
         path = [self]
         while words:
             path.append(path[-1].next[words[0]])

@@ -45,7 +45,7 @@ class QueueLimits:
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
-        capacity: the capacity of Qpid Java (J1 J2).
+        capacity: the thresholds of Qpid Java (J1 J2).
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
         enforcement: how the queue holds back producers while it is ON.
         policy: name of the overflow policy for snapshots and logs. If there is a maximum, it is the name of `overflow`.

@@ -95,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for unknown users, so that their logins take equally long; empty if no user has a hash.
+        # Hash that is checked for unknown users, so that their logins take as long as others; empty without hashes.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
@@ -141,7 +141,7 @@ class Logins:
         self.run(lambda: matches(password, login.password), checked)
 
     def renewed_for(self, user: str, secret: bytes) -> float:
-        """Return for how many seconds a user's new secret is valid; 0 for a wrong secret.
+        """Return for how many seconds a user's secret is valid from now on; 0 for a wrong secret.
 
         Without `authenticate` the secret is not checked, because the connection is already open. RabbitMQ does the same
         with PLAIN.

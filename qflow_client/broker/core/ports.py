@@ -135,7 +135,7 @@ class Journal(Protocol):
     # Time and memory.
 
     def divide(self) -> None:
-        """Record the end of an operation. A batch of records can end between two operations, but not within one."""
+        """Record the end of an operation, such as a publish. A batch of records never ends within an operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records so far (with `topology_only` only those of the topology) are on disk.

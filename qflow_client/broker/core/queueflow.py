@@ -92,7 +92,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The first source can use all the room. So the source that has published least is unblocked first.
+                # The source that is unblocked first can use all the room, so begin with the one that published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return

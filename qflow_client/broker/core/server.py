@@ -53,7 +53,7 @@ class Server:
 
     #: Maximum seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: After a session has ended, seconds without input after which the broker ends the stream to the client.
+    #: When a session has ended, the broker ends the stream to the client after this number of seconds without input.
     QUIET = 0.1
     #: Maximum seconds in which the input of one connection is handled before other connections are served.
     SLICE = 0.005
@@ -173,7 +173,7 @@ class Server:
             self._ticker.cancel()
 
     def _check_password(self, function: Callable[[], bool], done: Callable[[bool], None]) -> None:
-        """Call `function`, which checks a hashed password, on a thread with one check at a time. Then call `done`."""
+        """Check a hashed password by calling `function` on a thread, one check at a time. Then call `done`."""
         if self._loop is None:
             return
         if self._checker is None:
@@ -475,7 +475,7 @@ class Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """Handle held input, unless the connection has to wait again."""
         if self._can_go_on:
-            # The socket was not read while the input was held. So do not expect heartbeats from this time.
+            # The socket was not read while the input was held. So no heartbeats could arrive in this time.
             self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 

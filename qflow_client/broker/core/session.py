@@ -60,7 +60,7 @@ _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat
 
 
 class State(Enum):
-    """The states of a session. The value of a state is the input that the session waits for, for errors."""
+    """The states of a session. The value of a state is the name of the expected input, for error texts."""
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
@@ -234,7 +234,7 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether `receive_data` can continue with held input: few bytes wait to be sent, and there is no tarpit."""
+        """Whether `receive_data` can continue with held input: no tarpit, and at most `MAX_OUTPUT` bytes are unsent."""
         return self.is_held and self.deadlines.tarpit_until is None and self.output.unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """The settings of a broker's core. The values are checked when a `Settings` object is created.
 
 `qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. Some settings of the core have
-an effect only with plug-ins, which `qflow_client.broker.Broker` installs and `qflow_client.broker.core.Broker` does
-not: `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`,
-`max_producer_flow_control_wait`, and all that begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
+an effect only with the plug-ins that `qflow_client.broker.Broker` adds to `qflow_client.broker.core.Broker`. These are
+`memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`,
+`max_producer_flow_control_wait`, and all settings that begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is ON (if it is ON because of a capacity: while it is above this).
+    #: Only channels that publish while the queue is ON, or (with a capacity, J1) while it is above its capacity.
     OFFENDER = "offender"
     #: All channels that have published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -119,7 +119,7 @@ class Settings:
         max_unauthenticated: maximum number of connections that are not open yet; if there are more, the oldest is
             closed.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
-        max_bindings: maximum number of bindings, without the default exchange's. Another binding is refused with 406.
+        max_bindings: maximum number of bindings, except those of the default exchange. Another is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
@@ -127,14 +127,14 @@ class Settings:
         trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
             policy ``wait`` (A4).
-        resume_interval: seconds between two channels that a queue unblocks, oldest first (F4); 0 unblocks all together.
+        resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
             blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
             until fewer than 7/8 of the maximum remain (D7).
         backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. Each
-            time this number is reached, the broker stops reading from the connection for `tarpit_time` seconds (D8).
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. After
+            each such number, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.

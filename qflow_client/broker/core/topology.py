@@ -157,7 +157,7 @@ class Topology:
         self._changed(destination)
 
     def _survives(self, exchange: Exchange, binding: Binding) -> bool:
-        """Whether the journal has to record a binding, because both of its ends survive a restart of the broker."""
+        """Whether the journal has to record a binding, because its source and destination survive a restart."""
         if self._journal is None or self.is_recovering or not exchange.durable:
             return False
         destination = binding.destination

@@ -118,7 +118,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the first messages of a line while all their queues have room. Refuse those that must not wait."""
+        """Admit the first messages of a line while their queues have room. Refuse those that must not wait longer."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
