@@ -299,7 +299,7 @@ class Broker(InspectableBroker):
         """Undo `block`.
 
         Args:
-            connection: name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -380,7 +380,7 @@ class Broker(InspectableBroker):
         Args:
             on: whether to refuse published messages, and commits of messages (with 406); ``False`` accepts them again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
-                also ends the refusals of single queues.
+                also ends the refusals of single queues. A queue with ``reject-publish`` does not close channels.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -421,7 +421,7 @@ class Broker(InspectableBroker):
         """Close connections with ``Connection.Close``.
 
         Args:
-            connection: name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -434,7 +434,7 @@ class Broker(InspectableBroker):
         """Drop connections without ``Connection.Close``, like a crash.
 
         Args:
-            connection: name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all connections.
 
         Raises:
             LookupError: the connection does not exist.

@@ -323,7 +323,7 @@ class Channel:
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
                     # The new version makes later messages for these queues use this method too, so they also wait.
-                    # With the old version, they would overtake this message.
+                    # Without the new version, they would overtake this message.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, can_nack=confirms is not None):
@@ -508,7 +508,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """Count an answer to ``Channel.Flow``. The count is only shown (`ChannelSnapshot.flow_ok`)."""
+    """Count an answer to ``Channel.Flow``. The count is used only for `ChannelSnapshot.flow_ok`."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

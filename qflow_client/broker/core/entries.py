@@ -363,7 +363,7 @@ class QueueView(Protocol):
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if all bodies stay in memory."""
+        """Decides which bodies stay in memory; ``None`` if the queue never evicts bodies."""
 
     @property
     def droppable(self) -> DroppableEntries | None:

@@ -24,7 +24,7 @@ class QueueOptions:
 
     Attributes:
         message_ttl: time to live of a message in the queue, in seconds; ``None`` for no limit.
-        expires: seconds after which the queue is deleted if it is unused; ``None`` for never.
+        expires: seconds without use after which the queue is deleted; ``None`` to keep an unused queue.
         dead_letter_exchange: exchange for messages that are rejected, expire or exceed the maximum; ``None`` for none.
         dead_letter_routing_key: routing key of dead letters; ``None`` for the routing key of the dead message.
         single_active_consumer: whether only the oldest consumer gets messages.
@@ -46,9 +46,9 @@ class QueueLimits:
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
         capacity: the thresholds of Qpid Java (J1 J2).
-        overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
+        overflow: the overflow policy with its maximum; ``None`` for no overflow policy.
         enforcement: how the queue holds back producers while it is ON.
-        policy: name of the overflow policy for snapshots and logs. If there is a maximum, it is the name of `overflow`.
+        policy: name of the overflow policy for snapshots and logs. If `overflow` is not ``None``, this is its name.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
         overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
         policies: the names of the operator's policies that apply to the queue.

@@ -188,7 +188,7 @@ class Queue:
         self.is_refusing = False
         # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
-        # The overflow policy that applies now; None if the queue accepts every message.
+        # The overflow policy that applies now; None if the queue has no overflow policy.
         self.overflow: Overflow | None = None
         # Whether a message for this queue needs more than an append.
         self.is_watched = False

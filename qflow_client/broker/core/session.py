@@ -179,8 +179,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # Only methods can lead to much output. A content frame adds at most a Basic.Return, which has
-                        # about the size of the message.
+                        # Content frames need no check. They add a Basic.Return, which has about the size of the
+                        # message, or deliveries, which `Output.takes_deliveries` limits.
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
