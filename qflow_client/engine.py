@@ -4,7 +4,7 @@ The application refers to a producer, and the producer refers to its engine. The
 only to the engine. So if the application drops a producer without closing it, the producer can be collected. The engine
 then ends by itself (`abandon`): it admits no more messages, delivers the admitted messages, and closes the connection.
 
-`step` executes each step of the protocol. After each step, `after` passes the protocol's reports to the application.
+A *step* is one change of the protocol's state (`step`, `try_step`). Then `after` passes its reports to the application.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class BaseEngine(ABC):
 
     #: The state of the producer. Only steps change this state.
     protocol: ProducerProtocol
-    #: Locked during each step.
+    #: The lock that a thread has during a step.
     lock: Guard
-    #: The publishing channel; ``None`` before it is created.
+    #: The object for the connection and its publishing channel; ``None`` before it is created.
     link: Any
     #: The thread or loop that calls callbacks; ``None`` before it is created.
     dispatcher: Any
@@ -87,20 +87,20 @@ class BaseEngine(ABC):
         #: Calls the callback `on_delivery`; ``None`` without a callback.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._reported)
         self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
-        #: Measures and traces messages. Set when the producer is connected.
+        #: Measures and traces messages; ``None`` until the producer is connected.
         self.observer: telemetry.Observer | None = None
         #: Unregisters the producer from its manager.
         self.unregister: Callable[[], object] = bool
-        #: Detaches the finalizer, so that the collection of the producer has no effect.
+        #: Detaches the producer's finalizer. Then the garbage collection of the producer does not call `abandon`.
         self.detach: Callable[[], object] = bool
         #: Whether the engine has begun to end: by `close`, by `abandon`, or in a forked child.
         self.ended = False
         #: Whether the application has dropped the producer without closing it.
         self.is_dropped = False
-        #: Whether this process is a forked child of the process that created the producer.
+        #: Whether `_disown` was called, because this process is a forked child of the producer's process.
         self.is_copy = False
         self._pid = os.getpid()
-        # Postponed steps, in the order of their requests.
+        # Postponed steps, in the order of the calls of `put_off`.
         self._put_off: deque[Callable[[ProducerProtocol], object]] = deque()
 
     def _new_protocol(self, receipt_type: type[Receipt], line: Line | None) -> ProducerProtocol:
@@ -129,13 +129,13 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application. The wait for a step of another thread has a time limit.
+        """Execute a step for a call of the application. If another thread is in a step, wait for a limited time.
 
         Args:
             deadline: as for `Guard.try_take`.
 
         Returns:
-            The result of `Guard.try_take`.
+            The result of the step, or `NOT_TAKEN`; see `Guard.try_take`.
         """
         try:
             result = self.lock.try_take(lambda: step(self.protocol), deadline)
@@ -162,7 +162,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has taken the last step. When the engine ends, this method may run without the lock.
+                # When the engine ends, this method may run without the lock. So another thread took the last step.
                 return
             put_off(protocol)
 
@@ -216,14 +216,14 @@ class BaseEngine(ABC):
         return "" if self.link is None else self.link.last_failure
 
     def arm_timer(self) -> None:
-        """If time alone can lift a hold, start the timer that then calls the protocol."""
+        """With a rate limit, start the timer that lifts the hold ``rate`` when the next message is allowed."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether this call comes from `on_delivery` or a flow callback. Without an `on_delivery`, always False."""
+        """Whether the caller is `on_delivery` or a flow callback. Always False if there is no `on_delivery`."""
 
     def admit(
         self,
@@ -270,7 +270,7 @@ class BaseEngine(ABC):
         """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Take the protocol's settled receipts, waiters to wake, and log entries. Call this method inside a step."""
+        """Remove and return settled receipts, waiters to wake, and log entries. Call this method inside a step."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -292,7 +292,7 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Take the unseen failed receipts, and the number of dropped receipts. Call this method inside a step."""
+        """Remove and return the unseen failed receipts, and the number of dropped ones. Call it inside a step."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 
@@ -308,9 +308,9 @@ class BaseEngine(ABC):
 
         Args:
             failures: failed receipts that the application has not seen.
-            dropped: number of further failed receipts, which were dropped.
+            dropped: number of further failed receipts, which were dropped because of `max_failed_bytes`.
             left: receipts that were unsettled before the end of the channel, and settled receipts that `after` has not
-                taken. With an `on_delivery`, the error contains the failed receipts among them.
+                taken. If there is an `on_delivery`, the error also contains the failed receipts of `left`.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
@@ -322,7 +322,7 @@ class BaseEngine(ABC):
     def abandon(self) -> None:
         """End the engine, because its producer was collected.
 
-        The producer's finalizer calls this method, on any thread and possibly inside a step.
+        The producer's finalizer calls this method, on any thread and possibly inside a step. So it must not wait.
         """
         if self.ended or self.is_copy:
             return
@@ -340,7 +340,7 @@ class BaseEngine(ABC):
         return DROPPED if self.is_dropped else CLOSED
 
     def _log_undelivered(self, undelivered: UndeliveredMessages | None) -> None:
-        """Log undelivered messages, because no caller can get the error."""
+        """Log undelivered messages, because there is no call that could raise the error."""
         if undelivered is not None:
             level, why = (logging.ERROR, DROPPED) if self.is_dropped else (logging.WARNING, "shut down")
             log(level, "%s: %s: %s", self.settings.name, why, undelivered)
@@ -353,21 +353,21 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def forgotten(self) -> None:
-        """At the end of the process, log the lost messages if the producer was not closed."""
+        """At the end of the process, end a producer that was not closed, and log its undelivered messages."""
 
     def _disown(self) -> None:
         """In a forked child, replace the state, which belongs to the parent.
 
-        The parent will write the unwritten messages, so no unsettled message is safe to send again. This method only
-        reads the parent's state, and takes no lock. If another thread had the lock during the fork, nothing releases
-        the lock in the child.
+        The parent will write the unwritten messages, so no unsettled message is safe to send again. This method reads
+        the state without the lock: if another thread of the parent had the lock during the fork, no thread of the child
+        will ever release it.
         """
         self.is_copy = self.ended = True
         self.detach()
         self._manager.forked()
         pid, parent = os.getpid(), self._pid
         for receipt in (*self.protocol.unsettled_receipts, *(() if self.storage is None else self.storage.spilled)):
-            # This process will never receive an outcome.
+            # The broker's answers reach only the parent, so this process will never know the real outcome.
             receipt._reply = (0, f"this process, {pid}, is a child of process {parent}, which sent the message")
             receipt._outcome = Outcome.UNKNOWN
         now = _monotonic()
@@ -401,7 +401,7 @@ def _call_each(action: Callable[[BaseEngine], None], words: str) -> None:
         try:
             action(engine)
         except BaseException as error:
-            # An error, or an interrupt, must not prevent the end of the other producers.
+            # An error of one producer, or an interrupt, must not prevent the calls for the other producers.
             log(logging.ERROR, f"%s: {words}", engine.settings.name, error=error)
 
 

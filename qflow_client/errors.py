@@ -1,7 +1,7 @@
 """The errors of qflow_client.
 
 `ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about an admitted
-message is a `DeliveryError` (the outcome is final) or a `ConfirmTimeout` (the outcome is not known yet).
+message is a `DeliveryError` (the outcome is final), a `ConfirmTimeout` (not known yet), or the outbox's `NotDurable`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class QflowError(Exception):
     """The base class of all errors that this package raises."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pools of processes pickle the errors of their workers. `Exception` would pass only the text to `__init__`.
+        # Process pools pickle errors. `Exception.__reduce__` would pass only the text to `__init__`.
         return _remade, (type(self), self.args), self.__dict__
 
 
 class WrongLoop(QflowError, RuntimeError):
-    """An `AsyncProducer` was called in another event loop than its own. Nothing has changed."""
+    """An `AsyncProducer` was called in another event loop than its own. The call had no effect."""
 
 
 class SettingsError(QflowError, ValueError):
-    """The value of a setting is not allowed. The text contains the setting, the value and the allowed values."""
+    """A setting or argument has a value that is not allowed, or a name that does not exist. The text names it."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """On none of the hosts could a connection and a channel be opened."""
+    """No host accepted a connection and a channel. The text contains the reason for each host."""
 
 
 class ProducerClosed(QflowError):
-    """The producer accepts no more messages, because it was closed or lost its connection. The message was not sent.
+    """The producer accepts no messages: it is not connected yet, was closed or dropped, or could not reconnect.
 
     Attributes:
         message: the message that was not sent; ``None`` if there was none.
         exchange: exchange of the message; ``None`` if there was no message.
         routing_key: routing key of the message; ``None`` if there was no message.
-        receipts: receipts of the messages that the same call of `send_many` has admitted.
+        receipts: receipts of the messages that the same call of `send_many` admitted before the error.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -88,10 +88,10 @@ class ProducerFlowed(QflowError):
     Attributes:
         holds: the holds on the producer, oldest first, with times in seconds since 1970.
         waited: seconds for which the call has waited.
-        message: the message that was not sent, as the application has passed it.
+        message: the message that was not sent, as the application has passed it; ``None`` if there was none.
         exchange: exchange of the message; ``None`` if there was no message.
         routing_key: routing key of the message; ``None`` if there was no message.
-        receipts: receipts of the messages that the same call of `send_many` has admitted.
+        receipts: receipts of the messages that the same call of `send_many` admitted before the error.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -126,9 +126,9 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    There are three such places. The first one is inside a step of a producer, where a signal handler, a finalizer or a
-    log handler may run. The second one is a thread that a connection needs. The third one is a block with a lock for
-    which a step of a producer waits, such as the lock of a log handler.
+    There are three such places: inside a step of a producer, which a signal handler or finalizer may have interrupted;
+    on the I/O thread of a connection; and while this thread has a lock for which a producer's step waits, such as the
+    lock of a log handler.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class NestedCall(ProducerFlowed):
 
 
 class ConfirmTimeout(QflowError, TimeoutError):
-    """The broker has not confirmed an admitted message in time. The outcome is not known yet.
+    """The broker has not confirmed admitted messages in time. Their outcomes are not known yet.
 
     Attributes:
-        unsettled: number of messages for which the call was still waiting.
+        unsettled: number of messages that were not settled when the call stopped waiting.
     """
 
     def __init__(self, text: str, unsettled: int = 1) -> None:
@@ -156,7 +156,7 @@ class ConfirmTimeout(QflowError, TimeoutError):
 
 
 class DeliveryError(QflowError):
-    """A message was admitted and not delivered, or its outcome is unknown.
+    """An admitted message was not delivered, or its outcome is unknown.
 
     Attributes:
         receipt: receipt of the message.
@@ -203,7 +203,7 @@ class MessageRejected(DeliveryError):
 
 
 class MessageFailed(DeliveryError):
-    """The message was admitted but never written. The message can be sent again without a second copy."""
+    """The message was admitted but never written. If it is sent again, no second copy is possible."""
 
 
 class OutcomeUnknown(DeliveryError):
@@ -223,7 +223,7 @@ class MessageStored(DeliveryError):
 
 
 class UndeliveredMessages(QflowError):
-    """Admitted messages were not delivered, and the application has not seen their receipts.
+    """Admitted messages were not delivered, and the application has not read their failures.
 
     Attributes:
         receipts: receipts of undelivered messages, in the order of admission. Messages in the outbox may be missing.

@@ -1,4 +1,4 @@
-"""The common methods of `Producer` and `AsyncProducer`, which do not wait."""
+"""The methods that `Producer` and `AsyncProducer` have in common. None of these methods waits for the broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["CONNECT_FIRST", "BaseProducer", "resolve", "split"]
 #: The reason why an `AsyncProducer` accepts no messages before it is connected.
 CONNECT_FIRST = "the producer is not connected yet; use async with, or await connect() first"
 
-# The errors of `send` and of `send_nowait` for a message that must not wait. The text of each error says how to wait.
+# The errors of `send` and `send_nowait` for a message that must not wait. Each advice names a way to send the message.
 _LONGER_WAITS = CannotWait(FlowControlTimeout, "set a longer timeout to wait")
 _BLOCKING_WAITS = CannotWait(ProducerFlowed, "set when_flowed='block' to wait")
 _SEND_WAITS = {
@@ -55,11 +55,11 @@ def resolve(
     """Return the payload, the exchange and the routing key of a message.
 
     Args:
-        exchange: exchange that the caller has given; ``None`` for the exchange of a `RoutedMessage`.
-        routing_key: routing key that the caller has given; ``None`` for the routing key of a `RoutedMessage`.
+        exchange: the argument `exchange` of `send`; ``None`` for the exchange of a `RoutedMessage`, if it is one.
+        routing_key: the argument `routing_key` of `send`; ``None`` for the routing key of a `RoutedMessage`.
 
     Returns:
-        The payload, the exchange and the routing key. ``None`` means the value of the settings.
+        The payload, the exchange and the routing key. An exchange or routing key of ``None`` is that of the settings.
 
     Raises:
         TypeError: the message is not ``bytes``, ``str`` or a `Message`.
@@ -77,10 +77,10 @@ def resolve(
 def split(
     message: bytes | str | Message | tuple[bytes | str | Message, Position],
 ) -> tuple[bytes | str | Message, Position | None]:
-    """Return the message and the position of an element of `send_many`. The position may be ``None``.
+    """Split an element of `send_many` into message and position. The position is ``None`` if there is only a message.
 
     Raises:
-        TypeError: the tuple does not consist of a message and a `Position`.
+        TypeError: the element is a tuple, but does not consist of a message and a `Position`.
     """
     if not isinstance(message, tuple):
         return message, None
@@ -90,15 +90,15 @@ def split(
 
 
 class BaseProducer(ABC, Generic[_Receipt]):
-    """The part of a producer that does not wait."""
+    """The part of a producer that does not wait for the broker."""
 
-    # Executes all steps.
+    # Executes all changes of the protocol's state, which are called *steps*.
     _engine: BaseEngine
     # Makes spans; ``None`` without tracing, and before the producer is connected.
     _tracer: Tracer | None = None
 
     def __init__(self, settings: ProducerSettings, manager: FlowManager) -> None:
-        #: The settings, collected from all sources.
+        #: The settings, after keywords, URL and environment are merged.
         self.settings = settings
         self._exchange = settings.exchange
         self._routing_key = settings.routing_key
@@ -110,7 +110,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """Set the engine, which must not refer to the producer."""
+        """Set the engine. It must not refer to the producer, because a dropped producer would then stay alive."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -121,11 +121,11 @@ class BaseProducer(ABC, Generic[_Receipt]):
         engine.unregister = unregister
 
     def _end_with(self, engine: BaseEngine) -> None:
-        """End the engine when the producer is collected without a close."""
+        """End the engine when the producer is garbage-collected without a call of `close`."""
         finalizer = weakref.finalize(self, engine.abandon)
-        # At the end of the process, the module `engine` closes the open producers.
+        # At the end of the process, `BaseEngine.forgotten` is called instead.
         finalizer.atexit = False
-        # The engine detaches the finalizer, which otherwise keeps the engine and the application's callbacks alive.
+        # After a close, the engine detaches the finalizer, because it keeps the engine and its callbacks alive.
         engine.detach = finalizer.detach
 
     @property
@@ -192,7 +192,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                         link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
             except BaseException:
-                # The exception may have interrupted a change of the protocol's state, which a step repairs.
+                # The exception may have left the protocol's state half changed. `recheck` requests a step to repair it.
                 engine.recheck()
                 raise
         receipt = self._admit(
@@ -203,7 +203,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
 
     def _cannot_wait(self, timeout: float | None) -> CannotWait | None:
-        """Return the error of `send` for a message that cannot be admitted now; ``None`` if the message waits."""
+        """Return the error of `send` for a message that cannot be admitted now; ``None`` if `send` waits instead."""
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return _BLOCKING_WAITS
         return _LONGER_WAITS if timeout is not None and timeout <= 0 else None
@@ -219,7 +219,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         *,
         spills: bool = False,
     ) -> Receipt | None:
-        """Admit a message that could not be admitted without a step.
+        """Admit a message in a step, because `send_at_once` could not admit it, or because there is an outbox.
 
         Args:
             call: name of the call, for errors.
@@ -266,9 +266,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def _extended(
         self, payload: bytes | Message, exchange: str, routing_key: str, position: Position | None
     ) -> AbstractContextManager[Message]:
-        """Add a position to the message that a block sends. If there is no position, add a span instead.
+        """Return a context manager that adds `position` to a message, or adds a span if `position` is ``None``.
 
-        The block gets the message to send. Errors of the block contain the message that the application has passed.
+        The ``with`` block gets the message to send. Errors of the block contain the message of the application.
         """
         if position is not None:
             return self._stored_with(payload, position)
@@ -278,7 +278,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     # Positions.
 
     def _check_position(self, position: Position) -> None:
-        """Raise `SettingsError` if there is no outbox, and `TypeError` if the position has another type."""
+        """Raise `SettingsError` if there is no outbox, and `TypeError` if `position` is not a `Position`."""
         if not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
         if self.settings.outbox is None:
@@ -297,7 +297,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def position(self, source: str) -> int | str | None:
         """Return the position of the last admitted message of a source (E13).
 
-        After a restart, this is the position of the last message on disk, so the program can continue after it.
+        After a restart, this is the position of the last message on disk. The program can continue to read after it.
 
         Args:
             source: name of the source.
@@ -314,7 +314,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If possible, first undo an interrupted `send`.
+        # If a step is possible now, it first undoes a `send` that an exception has interrupted.
         self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 
@@ -351,7 +351,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @property
     def stored(self) -> int:
-        """The number of messages in the outbox, unsettled or waiting on disk; 0 without an outbox."""
+        """The number of messages in the outbox, both in the window and waiting on disk; 0 without an outbox."""
         storage = self._engine.storage
         return 0 if storage is None else len(storage)
 
@@ -385,12 +385,12 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             callback: the callback, which may call any method of the producer. An exception of the callback is logged.
-                If the callback is slow, at most `max_flow_events` events wait, and further events replace old ones.
-            kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. A fast
-                producer has a hold of kind ``capacity`` in every burst.
+                If the callback is slow, at most `max_flow_events` events wait, and the oldest events are dropped.
+            kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. With ``None``,
+                a fast producer reports a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that unregisters the callback. Events that already wait still reach the callback.
+            A function that unregisters the callback. Events that happened before still reach the callback.
 
         Raises:
             TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or
@@ -417,7 +417,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         self._engine.ask(add)
 
     def _add_events(self, events: Any, kinds: Iterable[str] | None) -> None:
-        """Put all further flow events into a queue, and ``None`` when the producer ends."""
+        """Put all later flow events into the iterator `events`, and ``None`` when the producer ends."""
         wanted, engine = kinds_of(kinds), self._engine
 
         def add(protocol: ProducerProtocol) -> None:
@@ -427,7 +427,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 engine.listeners.iterate(protocol, events, wanted)
 
         if engine.ended:
-            # An ended producer may have no loop that could execute a step.
+            # Put ``None`` without a step, because an ended producer may have no loop that could execute a step.
             events.put(None)
         else:
             engine.ask(add)
@@ -442,14 +442,14 @@ class BaseProducer(ABC, Generic[_Receipt]):
             timeout: as for `close`.
 
         Raises:
-            TypeError, ValueError: `timeout` is not a number. Nothing has changed.
+            TypeError, ValueError: `timeout` is not a number. The producer is not closed.
         """
         deadline = close_deadline(timeout, self.settings)
         self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
         self._engine.close_later(deadline)
 
     def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume` is called. Admitted messages are still sent (D5).
+        """Make `send` wait until `resume` is called (hold kind ``paused``). Admitted messages are still sent (D5).
 
         Args:
             reason: text for people, used as the detail of the hold.
@@ -457,15 +457,15 @@ class BaseProducer(ABC, Generic[_Receipt]):
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
-        """Lift the hold of `pause`. Holds of a manager are not lifted."""
+        """Lift the hold of `pause`. A hold of `FlowManager.stop_all` stays."""
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold, on any thread. Managers use this method; applications use `pause`."""
+        """Raise a hold. Any thread may call this method. Managers call this method; applications call `pause`."""
         self._engine.ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift a hold, on any thread. Managers use this method; applications use `resume`."""
+        """Lift a hold. Any thread may call this method. Managers call this method; applications call `resume`."""
         self._engine.ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
     # Closing.

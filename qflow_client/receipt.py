@@ -1,4 +1,4 @@
-"""Receipts. A receipt has the outcome of one message."""
+"""Receipts. A receipt shows the outcome of one message."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Outcome(StrEnum):
     REJECTED = "rejected"
     #: The message was never written.
     FAILED = "failed"
-    #: The message was written at least in part, and the broker's answer is missing: the connection or the channel has
-    #: ended, or `delivery_timeout` has passed.
+    #: At least a part was written, and the broker's answer is missing: the connection or the channel has ended, or
+    #: `delivery_timeout` has passed. Also in a forked child, because only the parent gets the answers.
     UNKNOWN = "unknown"
-    #: The message is still in the outbox, because the producer was closed or the message was not delivered
-    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. A damaged message stays in the
-    #: outbox, too, but is never sent.
+    #: The message is still in the outbox. The next producer with this outbox sends it, because this producer was closed
+    #: or did not deliver the message (``outbox_keep_undelivered``). A damaged message also stays in the outbox, but no
+    #: producer sends it.
     STORED = "stored"
 
 
-#: Outcomes of messages that are possibly missing in the broker, and are not in an outbox.
+#: The outcomes of messages that may be missing in the broker, and are not in an outbox either.
 UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED, Outcome.UNKNOWN)
 
 
@@ -75,11 +75,11 @@ class Receipt:
         "_waiter",
     )
 
-    # The outcome of an undelivered message that stays in the outbox. Not set for other messages.
+    # The actual outcome of an undelivered message whose `_outcome` is *stored*. Not set for other messages.
     _kept_as: Outcome
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
-        # The payload that the application has passed. A body alone means a persistent message.
+        # The payload that the application has passed. If it is only a body, the message is persistent.
         self._payload = payload
         self._route = route
         # First part of the message ids that the producer assigns; ``None`` if it assigns none.
@@ -95,7 +95,7 @@ class Receipt:
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
-        # The encoded properties (`PublishEncoder.prepare`); ``None`` if the payload is only a body.
+        # The encoded properties (`PublishEncoder.prepare`); ``None`` for the first copy of a short body without them.
         self._prepared: Prepared | None = None
         # The object with which the producer wakes a caller that waits for the outcome; ``None`` if no caller waits.
         self._waiter: Any = None
@@ -107,7 +107,7 @@ class Receipt:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; ``None`` while the message is unsettled. A read of a failure marks it as seen, like `error`."""
+        """The outcome; ``None`` while the message is unsettled. Reading a failure marks it as seen, see `error`."""
         self._look()
         return self._outcome
 
@@ -118,7 +118,7 @@ class Receipt:
 
     @property
     def delivered(self) -> bool:
-        """Whether the message is confirmed or, without confirms, sent. A read of a failure marks it as seen."""
+        """Whether the message is confirmed or, without confirms, sent. Reading a failure marks it as seen."""
         self._look()
         return not self._failed and self._outcome is not None
 
@@ -131,8 +131,8 @@ class Receipt:
     def failure(self) -> Outcome | None:
         """The outcome of a message that was not delivered, even if the message stays in the outbox.
 
-        It is ``None`` if the message is unsettled, was delivered, or is in the outbox only because the producer was
-        closed. A read of a failure marks it as seen, as with `error`.
+        ``None`` if the message is unsettled, was delivered, or stays in the outbox for no other reason than the close
+        of the producer. Reading a failure marks it as seen, see `error`.
         """
         self._look()
         return self._outcome if self._outcome in UNDELIVERED else self._undelivered
@@ -166,7 +166,7 @@ class Receipt:
 
     @property
     def message_id(self) -> str | None:
-        """The message id on the wire."""
+        """The message id on the wire; ``None`` if neither the application nor the producer assigns one."""
         payload = self._payload
         if isinstance(payload, Message) and payload.message_id is not None:
             return payload.message_id
@@ -174,7 +174,7 @@ class Receipt:
 
     @property
     def message(self) -> RoutedMessage:
-        """A copy of the message, with its message id on the wire.
+        """A copy of the message, with the attribute `message_id` of this receipt as its id.
 
         ``producer.send(receipt.message)`` sends the message again, to the same exchange and routing key.
         """
@@ -203,7 +203,7 @@ class Receipt:
     def error(self) -> DeliveryError | None:
         """The error for the outcome; ``None`` if the message was delivered or is unsettled.
 
-        A read marks the failure as seen. `flush` and `close` then do not report it any more.
+        The call marks the failure as seen, so `flush` and `close` do not report it any more.
         """
         if not self._failed:
             return None

@@ -48,7 +48,7 @@ _PREFIX = "QFLOW_"
 # A variable whose name is at least this similar to the name of a setting (0 to 1) is reported as misspelt.
 _SIMILAR = 0.8
 
-# A sender with a rate limit may catch up this number of seconds if it is late.
+# The default burst of a rate limit: the number of messages in this number of seconds.
 _CATCHES_UP = 0.05
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -121,7 +121,7 @@ class OutboxSynchronous(StrEnum):
 
 
 def _optional(parse: Callable[[str], Any], *none: str) -> Callable[[str], Any]:
-    """Return a parser that returns ``None`` for an empty text, for ``none``, and for words in the argument `none`."""
+    """Return a parser that returns ``None`` for an empty text, ``none``, and the words `none`. Case is ignored."""
     return lambda text: None if text.lower() in ("none", "", *none) else parse(text)
 
 
@@ -132,7 +132,7 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # The password and the query of a URL may contain commas. Any other comma is an error: no URL follows it.
+        # A URL's password and query may contain commas. Any other comma that no URL follows is an error.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -178,7 +178,7 @@ _Rule = tuple[Callable[[str], Any], str, Callable[[Any], bool]]
 
 
 def _whole(unit: str, none: str = "") -> _Rule:
-    """Return the rule for a whole number of at least 1. A text in `none` allows ``None``, and describes it."""
+    """Return the rule for a whole number of at least 1. If `none` is not empty, it describes the value ``None``."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_int(value) and value >= 1)
@@ -188,7 +188,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
-    """Return the rule for a number above 0 (from 0 with `or_0`). A text in `none` allows ``None``, and describes it."""
+    """Return the rule for a number above 0 (with `or_0`, at least 0). `none` is as for `_whole`."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
@@ -301,8 +301,8 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
-        reconnect_delay_max: maximum pause in seconds between two tries. If a connection is lost within this time, the
-            pauses continue to grow, and no message is suspected as the cause.
+        reconnect_delay_max: maximum pause in seconds between two tries. If a connection is lost within this time after
+            its opening, the pauses continue to grow. A message that may cause the losses is sent only after this time.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The jitter
             prevents that all clients reconnect at the same time. It also extends pauses after refusals. No pause is
             longer than its maximum.
@@ -402,7 +402,7 @@ class ProducerSettings:
     name: str = _setting("producer", *_NAME)
     #: The absolute path of the outbox, computed when the settings are created; ``None`` without an outbox.
     outbox_path: str | None = field(init=False, repr=False, compare=False)
-    # The names of the explicitly given settings, whatever their values are.
+    # The names of the explicitly given settings, even if a value is the default.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **arguments: Any) -> ProducerSettings:
@@ -466,9 +466,8 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, a setting counts as explicitly given if it is changed, or was explicitly given in the original.
-
-        `dataclasses.replace` passes all settings, so all settings of its copy count as explicitly given.
+        In the copy, a setting counts as explicitly given if it is changed, or was explicitly given in the original. In
+        contrast, in a copy by `dataclasses.replace` all settings count as explicitly given, because it passes all.
 
         Args:
             changes: name and new value of each changed setting.
@@ -494,7 +493,7 @@ class ProducerSettings:
 
     @property
     def keeps_undelivered(self) -> bool:
-        """Whether there is an outbox, and it keeps undelivered messages."""
+        """Whether undelivered messages stay in the outbox: there is one, and `outbox_keep_undelivered` is on."""
         return self.outbox is not None and self.outbox_keep_undelivered
 
     @property
@@ -524,9 +523,9 @@ class ProducerSettings:
 
         Args:
             url: value of the setting ``url``; ``None`` if it is not given.
-            settings: settings with a lower precedence than the keywords.
+            settings: its explicitly given settings are used if `keywords` does not contain them; ``None`` for none.
             environ: environment variables. The default is the environment of the process.
-            keywords: name and value of each setting.
+            keywords: name and value of each setting, except ``url``.
 
         Raises:
             SettingsError: a value is not allowed, or a name is not a setting.
@@ -548,7 +547,7 @@ class ProducerSettings:
         _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
-            # Treat an empty variable as missing, because deployments clear a variable by making it empty.
+            # Ignore an empty variable, because deployments often cannot remove a variable, and set it to "" instead.
             if text := environ.get(variable(name)):
                 values[name] = _parse(variable(name), text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
@@ -576,7 +575,7 @@ def variable(name: str) -> str:
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once about each variable with a name similar to a setting. Other variables may belong to other programs."""
+    """Warn once about each variable whose name is similar to a setting's. Other names may belong to other programs."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
         if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
@@ -636,7 +635,7 @@ def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
-    # The error must have no context, because error texts of `int` and `urlsplit` contain the value.
+    # Raise the error outside the handler: its context would be an error of `int` or `urlsplit` with the value in it.
     with suppress(ValueError):
         value = metadata["parse"](text)
         if metadata["check"](value):

@@ -1,4 +1,4 @@
-"""The common code of `Producer`, `AsyncProducer` and the drop-ins that is not part of the protocol.
+"""Code outside the protocol that `Producer`, `AsyncProducer` and the drop-ins have in common.
 
 The module contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and
 receipts to the application. No function of this module uses a socket or waits.
@@ -66,7 +66,7 @@ __all__ = [
 
 
 class _Default:
-    """The default of `timeout` arguments: the value of the setting is used. ``None`` means no limit."""
+    """The default of `timeout` arguments, for the value of a setting. It is not ``None``, which means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"
@@ -74,18 +74,18 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# Maximum seconds for the broker's answer to a close, and for the end of running callbacks.
+# Maximum seconds of each of two waits of `close`: for the broker's answer to the close, and for running callbacks.
 GOOD_BYE = 3.0
-# The maximum for both if the timeout of the close has expired.
+# Maximum seconds of each of these waits after the timeout of `close` has expired, and of some other last waits.
 BRIEF = 0.3
 
-# Maximum bytes of one write to a socket. If the broker stops the channel, only bytes that are not written yet can be
-# kept back. Above 128 KiB, the C library would request the memory of each chunk from the kernel, which is slow. A TLS
-# write cannot be withdrawn after it has begun, so a TLS chunk is one record.
+# Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker
+# stops the channel. Above 128 KiB, the C library would request the memory of each chunk from the kernel, which is slow.
+# With TLS, a chunk is one record, because a write cannot be withdrawn after it has begun.
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
-# Brokers show this text for a connection.
+# The management pages of brokers show this text for each connection of this package.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
@@ -94,7 +94,7 @@ _REPORT_AT_ONCE = 100
 #: connect, its error contains this text.
 NOT_CONNECTED = "the producer is not connected yet"
 
-# Why a closed producer accepts no messages.
+# The text of the error of `send` after `close`.
 CLOSED = "the producer is closed"
 # The reason in the receipts of messages that were unsettled when the producer was closed.
 GIVEN_UP = "the producer was closed, and the broker had not answered in time"
@@ -109,7 +109,7 @@ def check_arguments(
     declare: object,
     credentials: object,
 ) -> None:
-    """Check arguments of the constructors of producers.
+    """Check the arguments of a producer's constructor that are not settings.
 
     Raises:
         SettingsError: `connection` is given together with `url`, `declare` or `credentials`.
@@ -144,7 +144,7 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
 
 
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
-    """Return the seconds that a call may take: the timeout of the call, or of the settings."""
+    """Return the maximum seconds of a call: `timeout`, or `max_producer_flow_control_wait` if it is `DEFAULT`."""
     return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
 
 
@@ -162,10 +162,10 @@ def deadline_of(timeout: float | None) -> float:
 
 
 def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
-    """Return the deadline of a close that begins now. `timeout` has precedence over the settings.
+    """Return the deadline of a close that begins now. If `timeout` is `DEFAULT`, the settings are used.
 
     Raises:
-        TypeError, ValueError: the timeout is not a number.
+        TypeError, ValueError: `timeout` is not a number.
     """
     if timeout is DEFAULT:
         limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
@@ -197,8 +197,8 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
 class Losses:
     """Counts the flow events that were dropped because their reader is slow, and logs warnings.
 
-    A warning is logged when the reader takes its next event, because then the number of dropped events is known. If the
-    reader stays too slow, the next warning follows after `limit` more dropped events.
+    A warning is logged when the reader takes its next event, because the number of dropped events is known by then. If
+    the reader stays too slow, the next warning follows after `limit` more dropped events.
 
     Args:
         limit: maximum number of events that wait for the reader.
@@ -216,7 +216,7 @@ class Losses:
         self._count = 0
         # Number of dropped events that were reported in the log.
         self._reported = 0
-        # Number of unreported dropped events that causes the next warning.
+        # The next warning is logged when this number of dropped events is unreported.
         self._next = 1
 
     def add(self, count: int = 1) -> None:
@@ -232,7 +232,7 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log a warning if one is needed. The reader calls this method after it has taken an event.
+        """Log a warning if `_next` dropped events are unreported. Called after the reader has taken an event.
 
         Args:
             waiting: number of events that still wait for the reader.
@@ -241,14 +241,14 @@ class Losses:
             self._next = self._limit
             write_log([entry])
         if not waiting:
-            # The reader has caught up.
+            # The reader has caught up, so warn of the very next dropped event.
             self._next = 1
 
 
 class Subscription:
     """The flow events that wait for one callback.
 
-    The callback has to be called once for each event. Only one thread at a time may call `put` or `take`.
+    For each event, the callback is called once. Calls of `put` and `take` must not run at the same time.
 
     Args:
         kinds: the hold kinds of the callback's events; ``None`` for all kinds.
@@ -269,7 +269,7 @@ class Subscription:
         """Append an event. If `limit` events wait already, drop the oldest event.
 
         Returns:
-            True if one more call of the callback has to be scheduled.
+            True if the caller has to schedule one more call of the callback.
         """
         is_full = len(self._events) >= self._limit
         # Append first, so that an interrupt never leaves fewer events than scheduled calls.
@@ -284,15 +284,15 @@ class Subscription:
         return self._events.popleft()
 
     def report(self) -> None:
-        """Log a warning about dropped events if one is needed. Call this method after `take`."""
+        """Log a warning about dropped events, see `Losses.report`. Call this method after `take`."""
         self.losses.report(len(self._events))
 
 
 class BaseFlowEvents:
     """The base class of the iterators over a producer's flow events.
 
-    One thread at a time may call `put`. Another thread may take events at the same time. No lock is needed, because
-    `put` works even if the other thread has just emptied the queue.
+    One thread at a time may call `put`. Another thread may take events meanwhile. No lock is needed, because `put`
+    works even if the other thread has just emptied the queue.
 
     Args:
         limit: maximum number of events that wait for the reader.
@@ -307,7 +307,7 @@ class BaseFlowEvents:
     def put(self, event: FlowEvent | None) -> None:
         """Append an event. If `limit` events wait already, drop the oldest event. ``None`` ends the iterator."""
         if event is not None and self._events.qsize() >= self._limit:
-            # The reader may have emptied the queue meanwhile.
+            # The reader may have emptied the queue after the call of `qsize`.
             with suppress(queue.Empty):
                 self._events.get_nowait()
                 self.losses.add()
@@ -318,7 +318,7 @@ _Events = TypeVar("_Events", bound=BaseFlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """The callbacks and iterators for a producer's flow events. The caller must prevent concurrent calls.
+    """The callbacks and iterators for a producer's flow events. Calls of the methods must not run at the same time.
 
     Args:
         limit: maximum number of events that wait for one callback.
@@ -327,7 +327,7 @@ class Listeners(Generic[_Events]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # The subscriptions; the keys are those of `add`, because the same callback may be registered several times.
+        # The subscriptions by the argument `key` of `add`. A callback is no key, because it may be registered twice.
         self._callbacks: dict[object, Subscription] = {}
         #: The iterators and their hold kinds. An iterator that the application has dropped is removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
@@ -428,7 +428,7 @@ def no_confirms(words: str) -> str:
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """Return one error for the failed connections to all hosts."""
+    """Combine the errors of all hosts, none of which could be connected, into one error."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")
@@ -445,17 +445,17 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
 
 
 def log_connected(name: str, url: str, why: str) -> None:
-    """Log that the producer is connected. `why` is the reason for the disconnect, or `NOT_CONNECTED`."""
+    """Log that the producer is connected. `why` says why it was not connected: a loss, or `NOT_CONNECTED`."""
     words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
     log(logging.WARNING, words, name, url)
 
 
 class Deliveries:
-    """Passes settled receipts to `on_delivery`, and remembers the receipts that are not passed yet.
+    """Passes settled receipts to `on_delivery`, and keeps the receipts that are not passed yet.
 
     Args:
         on_delivery: the application's callback.
-        reported: called with the number of receipts that were passed since the last call of `reported`.
+        reported: called with the number of receipts that `on_delivery` got since the last call of `reported`.
     """
 
     def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
@@ -491,7 +491,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # In this order, `undelivered` on another thread may return a passed receipt, but misses no unpassed receipt.
+        # Set the count to 0 first: between both lines, `undelivered` may return a passed receipt, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
@@ -501,7 +501,7 @@ class Deliveries:
         """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled at the end of the connection, and may have been passed on too late.
+            left: the receipts that the end of the connection has settled, perhaps too late for `on_delivery`.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
@@ -509,7 +509,7 @@ class Deliveries:
 
 
 def good_bye_until(deadline: float) -> float:
-    """Return the seconds until a deadline, but at least `BRIEF` and at most `GOOD_BYE`, to end the connection."""
+    """Return the seconds for the end of a connection: until `deadline`, at least `BRIEF`, at most `GOOD_BYE`."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 
@@ -539,17 +539,17 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
 
 
 def keep_admitted(error: Exception, receipts: list[Any]) -> None:
-    """Append the receipt of a message that was admitted although its `send` failed (`NotDurable`)."""
+    """If the error of `send` has a receipt (`NotDurable`), append the receipt, because the message is admitted."""
     receipt = getattr(error, "receipt", None)
     if receipt is not None:
         receipts.append(receipt)
 
 
 def report_undelivered(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
-    """Log undelivered messages, and add them to an exception.
+    """Log undelivered messages, and add them to the exception that has closed the producer.
 
     Args:
-        error: the exception that is being raised.
+        error: the exception that leaves the producer's ``with`` block, or interrupts `close`.
         undelivered: the undelivered messages that no call has reported; ``None`` if there are none.
     """
     if undelivered is not None:
