@@ -12,7 +12,7 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function on a separate thread, one call at a time. The `done` of the latest `ask` gets the result.
+    """Calls a function on a separate thread, one call at a time. The result goes to the `done` of the latest `ask`.
 
     Args:
         function: the function to call. It must not raise an exception.
@@ -24,14 +24,14 @@ class BackgroundCall(Generic[_Answer]):
         self._lock = threading.Lock()
         # Whether a call is running.
         self._is_running = False
-        # The function that gets the answer of the running call; ``None`` if the answer is not wanted.
+        # The function that gets the result of the running call; ``None`` after `cancel`, and without a running call.
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
-        """Call the function, or use the result of the running call if there is one.
+        """Begin a call of the function. If a call is running, wait for its result instead. Return immediately.
 
         Args:
-            done: called with the result, on any thread. A later `ask` during the same function call replaces `done`.
+            done: called with the result, on any thread. If `ask` is called again before, its `done` is called instead.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done
@@ -39,7 +39,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """Drop the waiting `done`, so that it is not called."""
+        """Forget the `done` of the running call, so that it is not called. The call itself continues."""
         with self._lock:
             self._done = None
 
@@ -54,7 +54,7 @@ class BackgroundCall(Generic[_Answer]):
         self._take(self._function())
 
     def _take(self, result: Any) -> None:
-        """Handle the result of the function, or the error if no thread could be started."""
+        """Handle the result of the function, or the RuntimeError if no thread could be started."""
         self._answer(result)
 
     def _answer(self, answer: _Answer) -> None:

@@ -1,8 +1,8 @@
 """The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
 
-The client library still manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol`
-decides when messages are sent, as in every producer. This module does no I/O and never waits, because each library does
-both in its own way.
+A drop-in is a package that replaces a client library (pika, aio-pika, kombu) and adds flow control. The library still
+manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol` decides when messages are
+sent, as in every producer. This module does no I/O and never waits itself, because each library does it differently.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that every library has in another form: for the destination of messages, for reconnects, and for retries.
+#: Settings that the drop-ins reject, because each library has its own way (only aio-pika's accepts `on_disconnect`).
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# Fixed values of settings that have no effect here, because the library's methods have arguments for them.
+# Settings with a fixed value, because the library itself decides these things, mostly by arguments of its methods.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",
@@ -96,8 +96,8 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. These settings have the prefix ``qflow_``.
-        not_taken: further settings that connections of this library do not accept, each with the reason.
+        theirs: settings whose names the library uses for its own parameters. Users write them with ``qflow_`` before.
+        not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 
     library: str
@@ -109,11 +109,11 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Maps the names in keywords and URLs, which may have the prefix ``qflow_``, to the names of settings."""
+        """Maps the names that users write in keywords and URLs (see `theirs`) to the names of settings."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
-        """Separate the settings from the library's parameters.
+        """Separate the settings from the library's parameters, which are returned second.
 
         Raises:
             TypeError: `given` contains a setting that connections of this library do not accept.
@@ -128,7 +128,7 @@ class DropIn:
                 why = self.not_taken.get(setting) or _PRODUCERS_ONLY[setting]
                 raise TypeError(f"{setting} is not a setting of a connection of {self.library}: {why}")
             else:
-                # If a URL has a parameter twice, use the first value.
+                # If a URL contains a setting twice, use the first value.
                 ours.setdefault(setting, value)
         return ours, theirs
 
@@ -190,7 +190,7 @@ class EncodedMessage(Message):
         given["body"] = body
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """Return the encoded frames. `channel` is always the channel for which the library encoded the message."""
+        """Return the frames that the library has encoded for its channel. The arguments have no effect."""
         return self.frames
 
 
@@ -224,7 +224,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Messages are never sent on channel 0, so `frames_on` always creates new frames with the real channel.
+        # Channel 0 marks frames that must not be sent: `frames_on` sees another channel, and creates new frames for it.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -244,13 +244,13 @@ class _ReadyFrames(PublishEncoder):
         return len(prepared)
 
     def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
-        # Treat a message as one frame, because the library may write a method of the channel between two frames. The
-        # broker would end the connection if a method came in the middle of a message.
+        # Return all frames of the message as one element. Between two elements, the library may write a method on the
+        # same channel, and the broker would end the connection, because a message must not be interrupted.
         return [prepared]
 
 
 class EncodedProtocol(ProducerProtocol):
-    """A publishing channel for `EncodedMessage` objects."""
+    """The protocol of a publishing channel whose messages are `EncodedMessage` objects."""
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
@@ -264,7 +264,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages whose callers have stopped waiting, so that the messages are not sent again.
+        """Settle messages whose callers have stopped waiting. Otherwise the messages would be sent on the next channel.
 
         Args:
             receipts: receipts of the messages, in the order of admission.
@@ -275,7 +275,7 @@ class EncodedProtocol(ProducerProtocol):
     def channel_ended(self, reason: str, now: float) -> None:
         """Settle every message with the outcome that is known now, because the channel has ended.
 
-        The object remains usable: the program can open another channel later.
+        This object can be used again: `channel_opened` starts the next channel.
         """
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)
@@ -283,19 +283,19 @@ class EncodedProtocol(ProducerProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all messages are settled and no message waits, so that the end of the channel affects no message."""
+        """Whether all messages are settled and no call waits in line. Then an end of the channel affects no message."""
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Set the state back to the one before the first channel was opened.
+        """Treat the next channel as the first one. So the time until that channel does not count as flow control.
 
-        The drop-ins call this method if the end of the channel is not flow control, such as a close by the program.
+        The drop-ins call this method if the end of the channel affects no message, such as a close by the program.
         """
         self.channel.was_open = False
 
 
 class Flag:
-    """The waiter of a call that polls a connection until `is_set` is True."""
+    """The waiter of a call that processes I/O on its own thread until `is_set` is True."""
 
     __slots__ = ("is_set",)
 
@@ -312,7 +312,7 @@ class DropInFlow:
     """The flow control of one channel of a library: the protocol, and the listeners for flow events.
 
     Args:
-        name: name in flow events and logs, if the settings have no name.
+        name: name in flow events and logs, if the setting `name` has its default value.
         protocol: the class of the channel's protocol.
         changes: settings of this channel that differ from those of the connection.
     """
@@ -335,7 +335,7 @@ class DropInFlow:
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
 
-    # Methods that the manager of all producers calls, on any thread.
+    # `FlowManager` uses these methods. Any thread may call them.
 
     @property
     def name(self) -> str:
@@ -343,18 +343,18 @@ class DropInFlow:
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold, which takes effect before the next message is sent."""
+        """Raise a hold. It takes effect before the connection's thread or loop sends the next message."""
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Call a function on the thread or loop of the connection. Then write the messages that may be sent now."""
+        """Call a function on the thread or loop of the connection, and then write the messages that it has released."""
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
-        """In a forked child, leave all messages to the parent, and accept no new messages. See `BaseEngine`."""
+        """In a forked child, leave all messages to the parent, and accept no new messages; see `BaseEngine._disown`."""
         now = time.monotonic()
         self.protocol = type(self.protocol)(self.protocol.settings, now=now, wall_offset=time.time() - now)
         self.protocol.close(reason, now)
@@ -366,7 +366,8 @@ class DropInFlow:
         """Run a call that waits; see `core.calls`.
 
         Args:
-            turn: processes I/O until an event comes, but not longer than until the given time of `time.monotonic`.
+            flag: the waiter that `call` registers with the protocol.
+            turn: processes I/O until an event comes, or until the given time of `time.monotonic`.
         """
         try:
             until, result = resume(call, None)
@@ -386,7 +387,7 @@ class DropInFlow:
         for flag in wake:
             flag.set()
 
-    # The protocol's reports, after a change.
+    # After a change of the protocol's state.
 
     def after(self) -> None:
         """Wake waiters, write log entries, and call flow callbacks."""
@@ -395,8 +396,7 @@ class DropInFlow:
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
-            # A listener has made this call. The outer call reports new events after all listeners have got the earlier
-            # events.
+            # A listener has caused this call. The outer call of `after` continues the loop below with the new events.
             return
         self._is_telling = True
         try:
@@ -436,12 +436,12 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """Return a text about the holds, which is appended to an error about a missing answer."""
+        """A text about the present holds, for the end of an error about a missing answer; empty without holds."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
     def flowed(self, message: EncodedMessage, exchange: str, routing_key: str) -> ProducerFlowed:
-        """Return the error for a message that is rejected because the channel is flowed."""
+        """Count and return the error for a message that is rejected because the channel is blocked (flowed)."""
         error = ProducerFlowed(
             self.protocol.line.count_flowed_error(),
             0.0,

@@ -216,7 +216,7 @@ class BaseEngine(ABC):
         return "" if self.link is None else self.link.last_failure
 
     def arm_timer(self) -> None:
-        """With a rate limit, start the timer that lifts the hold ``rate`` when the next message is allowed."""
+        """If there is a rate limit, start the timer that lifts the hold ``rate`` when the next message is allowed."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 

@@ -21,19 +21,19 @@ class HoldKind(StrEnum):
     CHANNEL_FLOW = "channel_flow"
     #: The broker has sent ``Connection.Blocked``.
     CONNECTION_BLOCKED = "connection_blocked"
-    #: The window is full, because the broker's confirms are late or withheld.
+    #: The window is full, because confirms are late or withheld; or too many receipts wait for a slow `on_delivery`.
     CAPACITY = "capacity"
-    #: The socket accepts no more bytes.
+    #: More than `max_unwritten_bytes` bytes wait for the socket.
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, messages of an earlier connection must be sent first, or the producer is closed.
+    #: There is no connection, messages of an earlier connection must be sent first, or no reconnect has succeeded.
     DISCONNECTED = "disconnected"
-    #: The setting `rate` limits the producer.
+    #: The producer has sent as many messages as the setting `rate` allows now.
     RATE = "rate"
-    #: `pause` of the producer or `stop_all` of the manager was called.
+    #: `pause` of the producer or `stop_all` of its manager was called.
     PAUSED = "paused"
-    #: Messages in the outbox are sent first, or the outbox is full.
+    #: Messages that wait in the outbox must be sent first, or the outbox is full.
     OUTBOX = "outbox"
 
 
@@ -48,11 +48,11 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted, so the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The producer was closed during this hold, which was not lifted. For example, the broker may still block the
-    #: producer.
+    #: The hold has ended because the producer was closed. The reason for the hold may continue: for example, the broker
+    #: may still block the connection.
     CLOSED = "closed"
-    #: Calls of `send` still wait. One event for all waiting calls comes every `flow_control_wait_notify_period`
-    #: seconds.
+    #: A notice that calls of `send` still wait. While calls wait, one notice for all of them comes every
+    #: `flow_control_wait_notify_period` seconds.
     WAITING = "waiting"
 
 
@@ -63,7 +63,7 @@ class FlowEvent:
     Attributes:
         kind: kind of the event.
         producer: name of the producer.
-        hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
+        hold: the hold that was raised or lifted. For a notice (``waiting``), the oldest hold, or ``None``.
         holds: the present holds on the producer, oldest first, with times in seconds since 1970.
         at: time of the event in seconds since 1970.
         since: time in seconds since 1970 when the hold was raised. For a notice, the start of the longest wait.
@@ -106,9 +106,9 @@ class FlowState:
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often the producer was blocked (flowed) so far.
         seconds_flowed: seconds of holds so far, for each hold kind. The present holds are included.
-        closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is a call of
-            `close`, which is not flow control, or a lost connection. After a lost connection the producer stays flowed
-            (hold kind ``disconnected``).
+        closed: reason why the producer accepts no more messages; ``None`` if it is not closed. If the producer closed
+            because it could not reconnect, it stays flowed (hold kind ``disconnected``). A call of `close` raises no
+            hold.
     """
 
     holds: tuple[Hold, ...]

@@ -3,8 +3,8 @@
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.
 
-This module creates the files of this package, with locks and permissions of POSIX. On other systems, such as Windows,
-the creation of a file raises an error. On such systems, features that use no files still work.
+This module uses the locks and permissions of POSIX. On other systems, such as Windows, the creation of a file raises an
+error. There, only the features of this package that use no files work.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file.
-# So SQLite must not open the file before this close. Reentrant, because a signal handler may create another file.
+# Locked from the creation of a file to its close. With POSIX, this close ends all locks of this process on the file, so
+# SQLite must not open the file earlier. Reentrant, because a signal handler may create another file meanwhile.
 _making = threading.RLock()
 
 
 def _renew_lock() -> None:
-    # Another thread of the parent may have had the lock. This thread does not exist in the child.
+    # Another thread of the parent may have had the lock. No thread of the child would ever release it.
     global _making
     _making = threading.RLock()
 
@@ -68,8 +68,8 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
             if error.errno != errno.ELOOP:
                 raise
         raise OSError(errno.ELOOP, f"{path} is a symbolic link; remove it", os.fspath(path)) from None
-    # Set the permissions again, because the umask may also remove permissions of the owner. Ignore errors, because some
-    # file systems have no permissions.
+    # Set the permissions of the new file again, because the umask may have removed permissions of the owner. Ignore
+    # errors, because some file systems have no permissions.
     with suppress(OSError):
         os.fchmod(descriptor, _PRIVATE)
     return descriptor
@@ -92,7 +92,7 @@ def make_private(path: Path) -> None:
 
 
 def lock(file: int | IO[Any]) -> None:
-    """Lock an open file. The lock ends with `unlock`, or when all copies of the descriptor are closed.
+    """Lock an open file, without waiting. The lock ends with `unlock`, or when all copies of the descriptor are closed.
 
     Raises:
         BlockingIOError: another descriptor has the lock.

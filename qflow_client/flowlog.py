@@ -1,8 +1,8 @@
 """Writes flow logs, which show the holds of producers and the duration of each hold. Each line is a JSON object.
 
-A log has many files. Some files may be lost, and a reader may read the files in any order. So each line is complete: it
-repeats all facts of earlier lines that a reader needs. A long hold is reported in several lines. Times are whole
-microseconds since 1970, so that sums are exact in any order.
+A log consists of many files. Some files may be lost, and a reader may read the files in any order. So each line is
+complete: it repeats all facts of earlier lines that a reader needs. A long hold is reported in several lines, one for
+each period. Times are whole microseconds since 1970, so that sums do not depend on the order of the lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Line = dict[str, Any]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-#: The name of an unfinished file begins with this character. Spark and Hadoop ignore such files.
+#: The name of an unfinished file begins with this character, because Spark and Hadoop ignore such files.
 _UNFINISHED = "_"
 # Seconds between two checks for new lines.
 _WRITE_PERIOD = 0.1
@@ -50,7 +50,7 @@ class ProducerLines:
 
     Args:
         producer: name of the producer.
-        queue: destination of the producer: the routing key, or the exchange and the routing key.
+        queue: destination of the producer, such as ``orders`` (routing key) or ``exchange:key``.
         write: function that is called with each line.
         at: time at which the observation starts, in microseconds since 1970.
         connection: name of the connection. The default is the name of the producer.
@@ -68,10 +68,10 @@ class ProducerLines:
         self._write = write
         # For each kind and source of a hold: the time of its start, and the time up to which lines cover the hold.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
-        # The time at which the producer became flowed, and the kind of its first hold; ``None`` while it is unflowed.
+        # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None
-        # The time at which the producer became unflowed, and the first hold kind of the flowed period that ended at
-        # that time. The last value is the number of messages that were admitted by that time; -1 if unknown.
+        # The time at which the producer last became unflowed (at first, the start of the observation), the kind of the
+        # first hold of the flowed period before, and the number of messages admitted by that time; -1 if unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -90,9 +90,9 @@ class ProducerLines:
         return {"at": at, "kind": kind, **self._who, "reason": reason, "since": since}
 
     def begin(self, state: FlowState, at: int) -> None:
-        """Handle the existing holds at the start of the log, as if they were raised now.
+        """Handle the holds that exist at the start of the observation as if they were raised at the time `at`.
 
-        No line covers the time before the start of the log.
+        So no line covers the time before the observation.
         """
         for hold in state.holds:
             self._raised(hold, at, None)
@@ -121,7 +121,7 @@ class ProducerLines:
         key = (str(hold.kind), hold.source)
         since, begun = self._holds.pop(key, (None, None))
         if since is None or begun is None:
-            # No line has reported this hold, because it was lifted before the call of `begin`.
+            # The hold was raised before the observation and lifted before `begin`, so no line has reported it.
             return
         line = self._line(at, "lifted", key[0], since)
         line["begun"] = begun
@@ -132,7 +132,7 @@ class ProducerLines:
         self._write(line)
 
     def tell(self, at: int) -> None:
-        """Write a line for each present hold. `at` is the end of the reported time, in microseconds."""
+        """Write a line for each present hold, which covers the time from its last line to `at`, in microseconds."""
         for key, (since, begun) in self._holds.items():
             if at > begun:
                 line = self._line(at, "held", key[0], since)
@@ -142,7 +142,7 @@ class ProducerLines:
 
 
 class _Producer(Protocol):
-    """The common interface of both kinds of producer."""
+    """The attributes of `Producer` and `AsyncProducer` that a log uses."""
 
     @property
     def settings(self) -> Any: ...
@@ -158,7 +158,7 @@ class _Producer(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Watch:
-    """A watched producer."""
+    """A producer whose flow events are logged, see `FlowLog.watch`."""
 
     producer: _Producer
     lines: ProducerLines
@@ -169,23 +169,23 @@ class FlowLog:
     """A context manager that writes flow events of producers, and of a broker, into the files of a folder.
 
     Logs of several processes may share a folder. The name of an unfinished file begins with an underscore. When the
-    file is finished, it is renamed. So programs that watch the folder see only finished files. If a crash leaves an
+    file is finished, it is renamed. So programs that ignore such names see only finished files. If a crash leaves an
     unfinished file, the next log in the folder finishes it.
 
-    Publishing threads, and the broker's loop, only put lines into a queue. A separate thread encodes and writes the
-    lines. If the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost
-    lines. A forked child process needs its own log.
+    Publishing threads, and a broker's loop, put lines into a queue. A separate thread encodes and writes the lines. If
+    the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost lines. A forked
+    child process needs its own log.
 
     Args:
         folder: the folder, which is created if it does not exist.
-        max_bytes: a file is finished when it has this number of bytes.
-        max_seconds: a file that has lines is finished after this number of seconds, even if it is small.
-        keep: number of finished files of this log to keep; ``None`` for all. Older files are deleted.
+        max_bytes: a file is finished when it has at least this number of bytes.
+        max_seconds: a file with at least one line is finished after this number of seconds, even if it is small.
+        keep: number of finished files of this `FlowLog` to keep; ``None`` for all. Older files are deleted.
         period: seconds between two lines about the same hold, or about the same queue.
         max_lines: maximum number of lines that wait to be written.
 
     Raises:
-        ValueError: a value is not allowed.
+        ValueError: the value of an argument is not allowed.
         OSError: the folder cannot be created or written to.
     """
 
@@ -232,7 +232,7 @@ class FlowLog:
         self._begun_at = 0.0
         self._tell_at = time.monotonic() + period
         self._failed = False
-        # The process of this log. A forked child has no writing thread, and must not write the file.
+        # The process that created this log. In a forked child, `close` does nothing: the file belongs to the parent.
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._closed = False
@@ -252,13 +252,13 @@ class FlowLog:
             producer: a `Producer` or an `AsyncProducer`.
 
         Returns:
-            A function that ends the observation. The function need not be called for a closed producer.
+            A function that ends the observation. The observation of a closed producer ends without this call.
         """
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds, to miss no event. `_raised` ignores a hold that is reported twice.
+        # Subscribe before reading the present holds, to miss no event. If both report a hold, `_raised` ignores one.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
@@ -275,7 +275,7 @@ class FlowLog:
         return unwatch
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line to the queue, from which it is written soon. Any thread may call this method."""
+        """Put a line into the queue of the writing thread. Any thread may call this method."""
         self._put(dict(line))
 
     def _put(self, line: Line | tuple[_Watch, FlowEvent]) -> None:
@@ -297,9 +297,9 @@ class FlowLog:
             self._finish()
 
     def close(self) -> None:
-        """Write the remaining lines, and finish the file.
+        """Write the waiting lines and one last line for each present hold, and finish the file.
 
-        A second call does nothing. A call in a forked child also does nothing.
+        A second call does nothing, and neither does a call in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -360,7 +360,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # Read the time first, so that all events before this time are handled before the holds are reported.
+        # Read the time before the queue. Then all events up to `at` are handled before the holds are reported at `at`.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
@@ -369,7 +369,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Each event adds at most one line to the queue. The limit ends the loop even if other threads add entries.
+        # Each event puts at most one line back, hence the factor 2. The limit ends the loop even if other threads put.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:
@@ -394,7 +394,7 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish the unfinished files that are not locked, because their processes have ended."""
+        """Finish the unfinished files of processes that have ended. The files of running processes are locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Registers functions that run in forked children before any other code."""
+"""Functions for forked children, which must not use the connections and files of their parent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _T = TypeVar("_T")
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
-    """Call a function in each child that this process forks from now on."""
+    """Call a function in each child that this process forks from now on, before other Python code of the child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. The descriptor stays valid, because other code will close it.
+    """Close this process's copy of a socket. The descriptor stays valid for code that closes it later (the null device).
 
-    The function uses no additional descriptor, because the process may have no free descriptor.
+    The socket is closed before the null device is opened, because the process may have no other free descriptor.
     """
     if descriptor >= 0:
         os.close(descriptor)
@@ -31,7 +31,7 @@ def replace_copy(descriptor: int) -> None:
 
 
 def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
-    """Call a function for each object, even if a call fails.
+    """Call a function for each object. An exception of one call does not prevent the other calls.
 
     Raises:
         ExceptionGroup: the errors of the calls that have failed.
@@ -47,9 +47,10 @@ def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
 
 
 def not_shared(what: str, pid: int) -> str:
-    """Return why a forked child cannot use an object of its parent.
+    """Return the text of an error: why a forked child cannot use an object of its parent.
 
     Args:
+        what: kind of the object, such as ``connection``.
         pid: id of the process that made the object.
     """
     return (

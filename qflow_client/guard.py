@@ -1,15 +1,15 @@
 """Ensures that steps of a producer run one at a time, and never inside another step (E2).
 
-While a thread executes a step, Python may run foreign code on the thread between any two instructions. Examples are a
-signal handler that sends a message, and a finalizer whose log record is sent as a message. If foreign code waited for
-the lock of the interrupted step, it would wait for itself. If foreign code took the lock of another producer, two
-threads could wait for each other. So a thread is marked before it waits for a lock, and stays marked until it has
-released the lock. If code on a marked thread needs a step, it gets an error, or the step is passed to the I/O thread.
+A step is a change of a producer's state. While a thread executes a step, Python may run other code on the thread
+between any two instructions: a signal handler that sends a message, or a finalizer whose log record is sent as a
+message. If this *foreign code* waited for the lock of the interrupted step, it would wait for itself. If it took the
+lock of another producer, two threads could wait for each other. So a thread is marked before it waits for a lock, until
+it has released the lock. If code on a marked thread needs a step, it gets an error, or the I/O thread gets the step.
 While the window has room, `send` needs no step (`send_at_once`), so even foreign code can send.
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
-that has this lock may be in a call that waits for the step. So a call of the application waits for a step only until a
-deadline (`Guard.try_take`). After the deadline, the call gets an error, or the step is passed to the I/O thread.
+that has this lock may be in a call that waits for the end of the step. So a call of the application waits for another
+step only until a deadline (`Guard.try_take`). Then the call gets an error, or the I/O thread gets the step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_insi
 
 _T = TypeVar("_T")
 
-#: A call gives up waiting for another thread's step only after this number of seconds. A step needs far less time.
+#: Minimum seconds that a call waits for another thread's step, whatever its deadline is. A step needs far less time.
 PATIENCE = 1.0
-# Maximum seconds that such a call waits.
+# Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A wait has at least this number of pieces. If the process is suspended during a wait, only one piece is lost.
+# A wait has at least this number of pieces. If the process is suspended during a wait, this uses up only one piece.
 _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """Returned if a step was not executed. An exception could be confused with one that a signal handler raises."""
+    """Returned if a step was not executed. It is not raised, because a signal handler may raise the same exception."""
 
     NOT_TAKEN = "not taken"
 
@@ -46,7 +46,7 @@ NOT_TAKEN: Final = NotTaken.NOT_TAKEN
 
 # The threads that are inside a step.
 _inside: set[int] = set()
-# The threads that connections need.
+# The threads that run the loop of a connection (`serve`).
 _serving: set[int] = set()
 
 
@@ -64,7 +64,7 @@ def check_can_wait(
         what: name of the call, for errors.
 
     Raises:
-        NestedCall: this thread is inside a step, or a connection needs this thread.
+        NestedCall: this thread is inside a step, or runs the loop of a connection.
     """
     me = get_ident()
     if me in _inside or me in _serving:
@@ -72,7 +72,7 @@ def check_can_wait(
 
 
 def take(step: Callable[[], _T]) -> _T:
-    """Execute a step without a lock, because only this thread executes steps of its producer.
+    """Mark this thread as inside a step while a function runs. Unlike `Guard.take`, take no lock.
 
     Raises:
         NestedCall: this thread is inside a step.
@@ -88,7 +88,7 @@ def take(step: Callable[[], _T]) -> _T:
 
 
 def serve(run: Callable[[], None]) -> None:
-    """Run the loop of a connection, and mark this thread as needed by the connection."""
+    """Run the loop of a connection. Until its end, `check_can_wait` raises an error on this thread."""
     me = get_ident()
     _serving.add(me)
     try:
@@ -98,7 +98,7 @@ def serve(run: Callable[[], None]) -> None:
 
 
 def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
-    """Try to acquire a lock, and append each result to `held`. `deadline` is as for `Guard.try_take`."""
+    """Try to acquire a lock until a deadline (see `Guard.try_take`), and append the result of each try to `held`."""
     begun = time.monotonic()
     until = max(begun + PATIENCE, min(deadline, begun + _MAX_WAIT))
     while not held[-1] and (len(held) <= _WAIT_PIECES or time.monotonic() < until):
@@ -106,7 +106,7 @@ def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
 
 
 class Guard:
-    """The lock for a state whose steps run on several threads."""
+    """The lock for the state of a producer whose steps run on several threads."""
 
     __slots__ = ("_lock",)
 
@@ -114,7 +114,7 @@ class Guard:
         self._lock = threading.Lock()
 
     def take(self, step: Callable[[], _T]) -> _T:
-        """Execute a step, on any thread.
+        """Execute a step when no other thread executes one. Any thread may call this method.
 
         Raises:
             NestedCall: this thread is inside a step.
@@ -130,7 +130,7 @@ class Guard:
             _inside.discard(me)
 
     def try_take(self, step: Callable[[], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application, on any thread.
+        """Execute a step for a call of the application, with a limited wait. Any thread may call this method.
 
         Args:
             deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The limit of the
@@ -148,13 +148,13 @@ class Guard:
         try:
             _inside.add(me)
             try:
-                # Acquire and record in one call into C, so that no interrupt comes between the two.
+                # Acquire and record the result in one call into C, so that no interrupt comes between the two.
                 held += map(lock.acquire, (False,))
                 if not held[-1]:
                     _wait(lock, held, deadline)
                 return step() if held[-1] else NOT_TAKEN
             finally:
-                # No Python function is called before the release, so no interrupt comes before it.
+                # No Python function is called in this block before `release`, so no interrupt can prevent the release.
                 if held and held[-1]:
                     lock.release()
         finally:
@@ -171,13 +171,13 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all asyncio producers, because several may share a connection. A process usually has one loop.
+#: The guard of all asyncio producers, because several may share a connection. They usually run in one loop anyway.
 LOOPS = Guard()
 
 
 def _after_fork_in_child() -> None:
     LOOPS.__init__()  # type: ignore[misc]  # another thread may have had the lock
-    # The child has only this thread of the parent. This thread may be inside a step, which it will complete.
+    # The child has only this thread. It stays marked, because it may have forked inside a step, which it will complete.
     me = get_ident()
     _inside.intersection_update({me})
     _serving.intersection_update({me})

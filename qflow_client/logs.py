@@ -24,7 +24,7 @@ __all__ = ["flush_logs", "log", "write_log"]
 
 logger = logging.getLogger("qflow_client")
 
-# Maximum number of records that wait for a slow handler. Further records are only counted.
+# Maximum number of records that wait for a slow handler. Further records are dropped, and their number is logged.
 _MOST = 1000
 # Maximum seconds that the process waits at its end for unwritten records.
 _AT_EXIT = 1.0
@@ -33,7 +33,7 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    The class uses no lock. A finalizer that logs could interrupt the thread that has the lock, and wait without end.
+    The class uses no lock. If it did, a finalizer that logs could interrupt the thread with the lock, and wait forever.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class _Writer:
             self._dropped += 1
             return
         self._records.put(record)
-        # Start no thread while the interpreter ends. The thread would never run, and `start` would wait without end.
+        # Start no thread while the interpreter ends, because the thread would never run, and `start` would wait for it.
         if self._thread is None and not sys.is_finalizing():
             thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
-            # No other code runs between this check and the assignment. Assign the thread before it runs, because the
-            # handler of its first record may call `flush`.
+            # This check and the assignment call no function, so no other code runs between them. Assign the thread
+            # before it runs, because the handler of its first record may call `flush`.
             if self._thread is None:
                 self._thread = thread
             if self._thread is thread:
@@ -67,7 +67,7 @@ class _Writer:
             thread.start()
         except BaseException as error:
             self._thread = None
-            # There are too many threads, or the process ends. The record waits for the next record or for `flush`.
+            # If there are too many threads, or the process ends, the record waits for the next `put` or for `flush`.
             if not isinstance(error, RuntimeError):
                 raise
 
@@ -79,8 +79,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # An event is not safe: if Ctrl-C interrupts a wait, the event's lock may stay locked. The writing thread needs
-        # this lock.
+        # Wait with a queue, not with a `threading.Event`: if Ctrl-C interrupts the wait for an event, the event's lock
+        # may stay locked, and the writing thread would wait for this lock.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:
@@ -91,7 +91,7 @@ class _Writer:
 
     def _run(self) -> None:
         while True:
-            # Do not keep the record in a variable, because its traceback keeps many objects alive.
+            # Do not keep the record in a variable while the thread waits, because its traceback keeps objects alive.
             self._take(self._records.get())
 
     def _take(self, record: Any) -> None:
@@ -109,7 +109,7 @@ class _Writer:
 
 
 def _complain() -> None:
-    # Print the error, like the handlers of `logging`.
+    # Print the present exception, as the handlers of `logging` do.
     if logging.raiseExceptions and sys.stderr is not None:
         traceback.print_exc()
 
@@ -118,7 +118,7 @@ _writer = _Writer()
 
 
 def _after_fork_in_child() -> None:
-    # The writing thread exists only in the parent, which writes the waiting records.
+    # The writing thread exists only in the parent, and the parent writes the waiting records. So begin anew.
     global _writer
     _writer = _Writer()
 
@@ -133,7 +133,7 @@ def _record(entry: LogEntry, error: BaseException | None = None) -> logging.LogR
 
 
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
-    """Log a message. The function returns immediately and raises no exception.
+    """Log a message on the logging thread. The function returns immediately, and raises no exception of a handler.
 
     Args:
         arguments: values for the format string `text`. These values must not change, because they are formatted later.
@@ -143,7 +143,7 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
 
 
 def write_log(entries: list[LogEntry]) -> None:
-    """Log the entries of a protocol in the same way as `log`."""
+    """Log the entries that a protocol has recorded, in the same way as `log`."""
     for entry in entries:
         _put(entry)
 
@@ -153,7 +153,7 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
         if is_logged(entry[0]):
             _writer.put(_record(entry, error))
     except Exception:
-        # The application may have its own class of records, which has raised an exception.
+        # The application may have its own record factory or class of records, which has raised the exception.
         _complain()
 
 

@@ -52,7 +52,7 @@ class _Table(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of this table is a plain dict, which the program may change.
+        # A copy (`copy.copy`, `copy.deepcopy`, pickle) of this table is a plain dict, which the program may change.
         return dict, (dict(self),)
 
 
@@ -73,7 +73,7 @@ _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 class _Headers:
     """The attribute `headers` of a message. Each access creates a read-only table.
 
-    The message itself has a plain `dict`, because the garbage collector does not track a dict with plain values.
+    The message itself keeps a plain `dict`, which the garbage collector does not track if its values are plain.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
@@ -91,7 +91,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: the headers are not a mapping.
-        ValueError: another thread changed the headers during the copy, or the headers contain themselves.
+        ValueError: another thread changed the headers during the copy, or the headers are nested too deeply.
     """
     if not isinstance(headers, (dict, Mapping)):
         raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
@@ -106,7 +106,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(value: Any, depth: int) -> Any:
-    """Return an immutable copy of a value. `depth` is the depth of the table or array that contains the value.
+    """Return an immutable copy of a value. `depth` counts the tables and arrays around the value.
 
     Raises:
         ValueError: the value is nested too deeply to be encoded.
@@ -131,7 +131,7 @@ def _own(value: Any, depth: int) -> Any:
 
 @dataclass(frozen=True, init=False)
 class Message:
-    """A body and basic properties, with their AMQP names (AMQP 0-9-1, section 1.8.1).
+    """A body and the basic properties, under their names in AMQP 0-9-1 (section 1.8.1).
 
     Attributes:
         body: the content. A ``str`` is encoded as UTF-8.
@@ -191,9 +191,9 @@ class Message:
         app_id: str | None = None,
         cluster_id: str | None = None,
     ) -> None:
-        # The generated constructor of a frozen dataclass stores each property with a call, which takes five times as
-        # long. This constructor stores only the given properties, in the order of the wire. The other properties are
-        # defaults of the class.
+        # The generated constructor of a frozen dataclass calls a function for each property, which takes five times as
+        # long. This constructor stores only the given properties, in the order in which AMQP encodes them. Other
+        # properties are read from the class, which has the defaults.
         given = self.__dict__
         given["body"] = body
         if content_type is not None:
@@ -247,10 +247,10 @@ class Message:
 
 @dataclass(frozen=True, init=False, eq=False)
 class RoutedMessage(Message):
-    """A message with an exchange and a routing key, which ``producer.send(message)`` uses.
+    """A message with the exchange and the routing key to which ``producer.send(message)`` sends it.
 
-    The receipts and errors of a producer contain such messages, so that the application can send them again. An
-    argument ``exchange=`` or ``routing_key=`` of `send` has precedence. A comparison ignores the exchange and the
+    `Receipt.message` and `UndeliveredMessages` return such messages, so that the application can send them again. The
+    arguments ``exchange=`` and ``routing_key=`` of `send` have precedence. A comparison ignores the exchange and the
     routing key. So the message is equal to each `Message` with the same body and properties.
 
     Args:
@@ -278,7 +278,7 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Store both in `__dict__`, like the properties. The encoder ignores names that are not properties.
+        # Store them in `__dict__`, like the properties. The encoder ignores all names that are not properties.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key
@@ -308,7 +308,7 @@ _STORED_WITH = "_stored_with"
 
 
 class _StoredWith(NamedTuple):
-    """The additional data of a message with a position (E13)."""
+    """The value of the attribute `_STORED_WITH` of a message with a position (E13)."""
 
     position: Position
     #: The payload that the application has passed.
@@ -316,11 +316,11 @@ class _StoredWith(NamedTuple):
 
 
 def with_position(payload: bytes | Message, position: Position) -> Message:
-    """Return a copy of a message with a position, which an outbox stores in the same commit.
+    """Return a copy of a message, with a position that the outbox stores in the same commit as the message.
 
     Args:
-        payload: the payload that the application has passed.
-        position: the position in the source of the message.
+        payload: the payload that the application has passed to `send`.
+        position: how far the program has read the source of the message.
     """
     if isinstance(payload, Message):
         made = object.__new__(Message)
@@ -332,7 +332,7 @@ def with_position(payload: bytes | Message, position: Position) -> Message:
 
 
 def position_of(payload: bytes | Message) -> Position | None:
-    """Return the position to store with a message, or ``None`` if there is none."""
+    """Return the position that `with_position` has added to a message; ``None`` if there is none."""
     if type(payload) is bytes:
         return None
     stored_with = payload.__dict__.get(_STORED_WITH)
@@ -346,7 +346,7 @@ def copy_position(source: bytes | Message, target: Message) -> None:
 
 
 def give_back(error: BaseException) -> None:
-    """If an error contains a message with a position, replace this message by the one that the application passed."""
+    """If the message in an error was made by `with_position`, replace it by the payload of the application."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # `getattr` has found the attribute
@@ -396,7 +396,7 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 
 
 def republished(message: Message) -> Message:
-    """Return a copy of a message with the header of a possible second copy."""
+    """Return a copy of a message with the additional header ``x-qflow-republished``."""
     return message._second_copy()
 
 
@@ -421,7 +421,7 @@ def decode_message(header: bytes, body: bytes) -> Message:
     """
     try:
         values = decode_properties(header)
-        # If the header has no delivery mode, the value is ``None``. The default of `Message` would be persistent.
+        # Pass ``None`` if the header has no delivery mode, because the default of `Message` is persistent.
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:

@@ -34,8 +34,8 @@ _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Return True if another try to open a connection would certainly fail."""
-    # A limit for connections (530 in RabbitMQ) is not final, because another client may disconnect.
+    """Return True if a try to connect that the broker refused with this reply code and text would always fail."""
+    # RabbitMQ also uses 530 for a reached limit of connections, which is not final: another client may disconnect.
     return code in _REFUSALS and "limit" not in text
 
 
@@ -51,33 +51,33 @@ class Backoff:
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
         self._first = first
-        # The maximum before the jitter is added, so that even the longest pauses differ.
+        # The maximum before the jitter is added. So even the longest pauses differ, and no pause exceeds `longest`.
         self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit
         # The next pause without jitter.
         self._next = first
-        # The start of the time limit.
+        # The time at which `limit` started.
         self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:
-        """Start the time limit.
+        """Start the time `limit`.
 
         Args:
-            anew: whether to begin again with the first pause.
+            anew: whether the next pause is the first, shortest one. If False, the pauses continue to grow.
         """
         self._began = now
         if anew:
             self._next = self._first
 
     def pause(self, now: float) -> float | None:
-        """Return the next pause in seconds, or ``None`` after the time limit."""
+        """Return the next pause in seconds, or ``None`` if `limit` seconds have passed since `begin`."""
         left = math.inf if self._limit is None else self._began + self._limit - now
         if left <= 0.0:
             return None
         pause = min(self._next, self._longest)
         self._next = min(2.0 * pause, self._longest)
-        # The last try comes exactly at the time limit.
+        # Shorten the last pause, so that the last try comes exactly at the time limit.
         return min(pause * (1.0 + random.uniform(0.0, self._jitter)), left)
 
 
@@ -99,7 +99,7 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 class Reconnection:
     """Decides after the loss of a connection when each host is tried, and when the producer stops trying.
 
-    The host of the lost connection is tried first, then the other hosts, and then there is a pause.
+    After a pause, the host of the lost connection (after `move_on`, the next host) and then each other host is tried.
 
     Args:
         hosts: URLs of the hosts, in order.
@@ -122,7 +122,7 @@ class Reconnection:
             settings.reconnect_timeout,
         )
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
-        # Number of messages that were settled before the broker last closed a channel.
+        # Number of messages that were settled before the broker last closed a channel; -1 if it closed none.
         self._settled = -1
         # If a connection lasts for this number of seconds, the pauses after its loss begin with the shortest again.
         self._proves = settings.reconnect_delay_max
@@ -130,7 +130,7 @@ class Reconnection:
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # How often each host has failed or was abandoned. This number selects the host's address that is tried first.
+        # How often each host has failed or was left by `move_on`. This number selects the address that is tried first.
         self._turns: Counter[int] = Counter()
         # For each host that has failed in this round: the error, and whether the error is final.
         self._failures: dict[int, tuple[str, bool]] = {}
@@ -167,8 +167,8 @@ class Reconnection:
     def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
         """Return the addresses of the host in the order of tries, and the maximum seconds for each.
 
-        Each failed try moves the first address to the end. If an address accepts connections but sends nothing, the
-        whole try fails. If an address accepts no connections, it costs only its part of `connect_timeout`.
+        After each failed try of the host, the next try begins with another address. This is necessary because a try
+        fails as a whole if its first address accepts the connection and then sends nothing.
 
         Args:
             found: one or more addresses of the host name.
@@ -198,7 +198,7 @@ class Reconnection:
             settled: number of messages that were settled so far.
 
         Returns:
-            Seconds until the next channel is opened; 0 if messages were settled since the last call.
+            Seconds until the next channel is opened; 0 in the first call, or if messages were settled since the last.
         """
         if settled > self._settled:
             self._settled = settled
@@ -212,7 +212,7 @@ class Reconnection:
         """Handle a failed try.
 
         Args:
-            final: whether each further try with this host would fail.
+            final: whether each further try with this host would fail (`is_final`).
 
         Returns:
             Seconds until the next try; ``None`` if there will be no try.
@@ -245,8 +245,8 @@ class Watch:
     ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
     blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
-    If all hosts block the producer, the producer changes between the hosts at growing intervals. `failover_delay` is
-    doubled with each round until a message is settled.
+    If all hosts block the producer, the producer changes between the hosts at growing intervals: the delay before a
+    failover is doubled after each round of all hosts, at most five times, until a message is settled.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -256,15 +256,15 @@ class Watch:
         limits = [limit for limit in (self._liveness, self._delay) if limit is not None]
         #: Seconds between two calls of `look`; ``None`` if no calls are needed.
         self.period = min(limits) / _LOOKS if limits else None
-        # How often the producer has abandoned a blocked connection since a message was last settled.
+        # How often the producer has left a blocked connection since a message was last settled.
         self._moves = 0
         self._settled = 0
         self.opened(0.0)
 
     def opened(self, now: float) -> None:
-        # Since when the broker has sent nothing although confirms are missing.
+        # The last time at which the broker sent data, no confirm was missing, or the broker blocked the connection.
         self._silent_since = now
-        # When the unanswered probe was sent; ``None`` if there is none.
+        # When the last probe was sent; ``None`` if the broker has sent data since then, or if no probe was sent.
         self._probed_at: float | None = None
         # Since when the connection is blocked; ``None`` while it is not blocked.
         self._blocked_since: float | None = None
@@ -277,8 +277,8 @@ class Watch:
         """Decide whether to keep the connection.
 
         Args:
-            heard_at: when the broker last sent data.
-            is_due: whether confirms are missing.
+            heard_at: the time at which the broker last sent data.
+            is_due: whether there are messages in flight, so that the broker has to send confirms.
             is_blocked: whether the broker blocks the connection.
             settled: number of messages that were settled so far.
 
@@ -316,19 +316,19 @@ class Return:
     """Decides whether a producer that uses another host returns to the first host (E15).
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
-    has answered all probes for `return_to_first` seconds, the producer returns. If the connection to the first host
-    then fails, or is lost within `return_to_first` seconds, the next wait is twice as long.
+    has answered all probes for `return_to_first` seconds, the producer returns. If this connection to the first host
+    fails, or is lost within `return_to_first` seconds, the next wait is twice as long (at most 32 times the setting).
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
         self._after = settings.return_to_first if hosts > 1 else None
         #: Seconds between two probes; ``None`` if no probes are needed.
         self.period = None if self._after is None else self._after / _PROBES
-        # Since when the first host has answered all probes; ``None`` if it has not answered the last probe.
+        # Since when the first host has answered all probes; ``None`` before its first answer and after a missing one.
         self._answers_since: float | None = None
-        # Since when the producer is connected to the first host; ``None`` without such a connection.
+        # When the producer connected to the first host; ``None`` if its last connection was to another host.
         self._kept_since: float | None = None
-        # Number of returns after which no connection to the first host has lasted for `return_to_first` seconds.
+        # Number of returns to the first host since a connection to it lasted for `return_to_first` seconds.
         self._returns = 0
 
     def opened(self, host: int, now: float) -> None:
@@ -342,7 +342,7 @@ class Return:
         self._kept_since = None
 
     def probed(self, answered: bool, now: float) -> bool:
-        """Record the result of a probe of the first host. Return True if the producer should return now."""
+        """Record whether the first host has answered a probe. Return True if the producer should return now."""
         assert self._after is not None
         if not answered:
             self._answers_since = None

@@ -1,8 +1,8 @@
-"""`send_many` of a producer with an outbox. The producer waits for the disk only once for many messages.
+"""`send_many` of a producer with an outbox. The producer waits for the disk once for many messages.
 
 `store_many` is a generator, so that the same code serves threads and asyncio. The generator passes each call that may
-wait to the function `run` of the producer, which returns an iterator. The iterator of a `Producer` blocks the thread
-and yields nothing. The iterator of an `AsyncProducer` yields everything that the coroutine of the call yields.
+wait to the function `run`, which the producer has passed. `run` returns an iterator. For a `Producer`, the iterator
+blocks the thread and yields nothing. For an `AsyncProducer`, it yields everything that the call's coroutine yields.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def store_many(
     wait_durable: Callable[[Any, float], Any],
     run: Callable[..., Generator[Any, Any, Any]],
 ) -> Generator[Any, Any, None]:
-    """Send messages.
+    """Send messages, and wait until they are on disk.
 
     Args:
         messages: as for `send_many`.
         receipts: the receipts are appended to this list.
-        timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.
+        timeout: seconds that each message may wait while the producer is blocked (flowed); ``None`` for no limit.
         options: the arguments of `send` except the message, its position and the timeout.
         at_once: number of messages that are put into the outbox between two waits for the disk.
-        wait_durable: waits until the message of a receipt is on disk, or until a deadline in seconds.
-        run: calls the given function with the given arguments. The function may wait.
+        wait_durable: waits until the message of a receipt is on disk, or until a deadline of `time.monotonic`.
+        run: returns an iterator that calls the given function with the given arguments; see the module.
     """
     try:
         for each in messages:
@@ -65,8 +65,8 @@ def store_many(
                 yield from run(wait_durable, receipts[-1], deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # After a `NotDurable`, do not wait for the disk again. After any other error, wait, but suppress a
-        # `NotDurable`, which must not replace the error that the caller needs.
+        # The messages before the error are admitted, so wait until they are on disk, but not again after `NotDurable`.
+        # If this wait raises a `NotDurable`, suppress it, because the caller needs the first error.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 yield from run(wait_durable, receipts[-1], time.monotonic())
