@@ -234,7 +234,7 @@ class BaseEngine(ABC):
         *,
         spills: bool = False,
     ) -> Receipt | None:
-        """Admit a message, or put it into the outbox, if this is possible now.
+        """Put a message into the window, or spill it into the outbox, if this is possible now.
 
         Args:
             deadline: as for `Guard.try_take`.
@@ -242,7 +242,7 @@ class BaseEngine(ABC):
                 `when_flowed` is ``"spill"``, or in a callback, because other senders may wait for the callback.
 
         Returns:
-            The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.
+            The receipt; ``None`` if the message was not admitted. With an outbox the message may not be on disk yet.
 
         Raises:
             NestedCall: this thread is inside a step, or waited too long for the step of another thread.

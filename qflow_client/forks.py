@@ -18,7 +18,7 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. The descriptor stays valid for code that closes it later (the null device).
+    """Close this process's copy of a socket. The descriptor stays open (null device) for code that will close it.
 
     The socket is closed before the null device is opened, because the process may have no other free descriptor.
     """
@@ -50,7 +50,6 @@ def not_shared(what: str, pid: int) -> str:
     """Return the text of an error: why a forked child cannot use an object of its parent.
 
     Args:
-        what: kind of the object, such as ``connection``.
         pid: id of the process that made the object.
     """
     return (

@@ -1,12 +1,12 @@
 """`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival. `Outbox` calls it.
 
-A commit writes all changes that any thread has noted. So threads can share a commit: when a thread has finished with
-the file, it releases every waiter whose message is now on disk. Then the thread passes its turn to the next waiter.
+A commit writes all noted changes, so threads can share it: a thread that has finished with the file releases every
+waiter whose message is now on disk, and passes its turn on. A *sequence* is the number of a message in the outbox.
 
-A plain lock is not enough: when it is released, an arriving thread may get it first, and commit only its own message.
+A plain lock is not enough: when it is released, a thread that has just arrived may get it before the waiters.
 
-Ctrl-C may come between any two instructions of a main thread. So a thread takes the file's lock only in its turn, in a
-``with`` statement. If Ctrl-C ends a thread before it passes its turn to the next waiter, the lock is free. A waiter
+Ctrl-C may come between any two instructions of the main thread. So a thread takes the file's lock only in its turn, in
+a ``with`` statement. If Ctrl-C ends a thread before it passes its turn on, the lock is free nevertheless. A waiter
 checks the lock after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
 """
 
@@ -32,7 +32,7 @@ class _Turn:
     __slots__ = ("sequence", "wake")
 
     def __init__(self, sequence: float) -> None:
-        #: When the message with this sequence is on disk, the thread does not need its turn any more.
+        #: When the message with this sequence is on disk, the thread need not use the file any more.
         self.sequence = sequence
         #: Released when it is the thread's turn, or when the thread does not need a turn any more.
         self.wake = threading.Lock()
@@ -113,7 +113,7 @@ class FileAccess:
         """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # The thread did not get its turn. After Ctrl-C or the deadline, the turn is still in the list.
+                # The thread does not have the turn. If Ctrl-C or the deadline has ended `_wait`, remove the entry.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return
@@ -124,7 +124,7 @@ class FileAccess:
                 else:
                     waiting.append(each)
             self._waiting = waiting
-            # The next thread is woken last. Before it commits, released threads may put messages for the same commit.
+            # Wake the next thread last. Before it commits, the released threads may put messages for its commit.
             self._current = waiting.pop(0) if waiting else None
             if self._current is not None:
                 self._current.wake.release()

@@ -1,16 +1,16 @@
-"""The backlog: messages that wait on disk and are not admitted yet. `OutboxStore` calls this module, which does no I/O.
+"""The backlog: messages that wait on disk and are not in the window yet. `OutboxStore` uses this module without I/O.
 
-An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
-(``when_flowed="spill"``). These messages are sent before new messages. So a hold of the gate stops new messages while
-there is a backlog. The window contains the admitted, unsettled messages. A sequence is the number of a message in the
-outbox. The sequences of the backlog, up to `Backlog.last`, are above those of the window.
+An earlier producer left these messages, or this producer spilled them: `send` put them on disk and returned a receipt
+while the producer was flowed (``when_flowed="spill"``). These messages are sent before new messages. So a hold of the
+gate stops new messages while there is a backlog. A sequence is the number of a message in the outbox. The sequences of
+the backlog, up to `Backlog.last`, are above those of the messages in the window.
 
 A message of the backlog passes through three stages:
 
 1. The message is only on disk. The backlog requests its next part from the `Writer`.
 2. The writer reads that part, and notes on disk that the part may be written to a broker from now on. Then the writer
    feeds the part to the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
-3. The message is admitted in order when the window has room, or is settled if it has waited for too long.
+3. The message enters the window when there is room (`admit`), or is settled if it has waited for too long.
 """
 
 from __future__ import annotations
@@ -60,22 +60,21 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of the ids of spilled messages. These messages have no number of the protocol yet.
+        # The prefix of the message ids of spilled messages. Their sequence follows, as they have no other number yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
         #: The sequence up to which the backlog has been read.
         self.read_to = 0
-        #: Messages that were read and are not admitted yet, in order.
+        #: Messages that were read and are not in the window yet, in order.
         self.ready: deque[StoredMessage] = deque()
-        #: The sequence of the message that is being admitted from the backlog; 0 if none is.
+        #: The sequence of the message that is moving from the backlog into the window; 0 if there is none.
         self.admitting = 0
-        #: The receipts of spilled messages that are not admitted yet; the keys are sequences. A receipt to which no
-        #: other code refers is dropped.
+        #: The receipts of spilled messages that are not in the window yet, by sequence, as long as other code has them.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
-        # The sequence, receipt and outcome of a message that is being settled without being sent.
+        # The sequence, receipt and outcome of the message that `_finish_failing` settles unsent; ``None`` without one.
         self._failing: tuple[int, Receipt, Outcome] | None = None
-        # Waiters, each with the sequence up to which all messages must be settled.
+        # The waiters of `flush`, each with the sequence up to which all messages must be settled.
         self._flushes: list[tuple[int, Any]] = []
 
     @property
@@ -90,7 +89,7 @@ class Backlog:
         self._gate.hold(HoldKind.OUTBOX, now=now, source=_SOURCE, detail=detail)
 
     def lift(self, now: float) -> None:
-        """Admit new messages again if no message waits on disk."""
+        """Lift the hold of the backlog if no message waits on disk."""
         if not self.has_messages:
             self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
 
@@ -99,7 +98,7 @@ class Backlog:
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # Ignore the limiter's holds here, because `admit` checks the limiter directly.
+        # Ignore holds of kind ``outbox``, which concern new messages, and of the limiter, which `admit` checks itself.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )
@@ -132,7 +131,7 @@ class Backlog:
     # Reading from the disk.
 
     def request_next(self) -> None:
-        """Request the next part if few messages are in `ready` and no hold stops the backlog."""
+        """Request the next part of the backlog if few messages are in `ready` and no hold stops the backlog."""
         if len(self.ready) <= _FEW and not self._is_held():
             self._request(sends=True)
 
@@ -154,9 +153,10 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. Messages to send are permitted on disk already.
+        """Handle the messages that the writer has read.
 
         Args:
+            request: if it `sends`, the writer has noted on disk that the messages of `batch` may be sent to a broker.
             damaged: the sequence and the error of each damaged message that was set aside.
         """
         self._requests.read = None
@@ -185,8 +185,8 @@ class Backlog:
     # Admitting.
 
     def admit(self, now: float) -> None:
-        """Admit messages within the limits, and settle messages that became too old after they were read."""
-        # When the producer has ended, the window is empty, but the backlog's messages must stay on disk.
+        """Move messages of `ready` into the window if the limits allow it. Settle those that have become too old."""
+        # After the end of the producer the window has room, but the messages must stay on disk for the next producer.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
         ready = self.ready
@@ -226,7 +226,7 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """Return the time at which the limits admit the next message; ``None`` if that depends on more than time."""
+        """Return when the next message may enter the window; ``None`` if that depends on more than time."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
@@ -284,14 +284,14 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """If all messages of a waiter have left the backlog, let it wait for the window, or wake it."""
+        """If all messages of a waiter have left the backlog, let it wait for those in the window; if none, wake it."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to
         for last, waiter in self._flushes:
             if last <= done and not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
-        # The removal comes last, so that an interrupt loses no waiter. A waiter may be woken twice.
+        # Remove the waiters last, so that an interrupt loses no waiter. A waiter may be woken twice.
         self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
     # The end.
@@ -320,6 +320,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """Remove the messages up to a sequence from `ready`, because they were admitted before an interrupt."""
+        """Remove the messages up to a sequence from `ready`, because they entered the window before an interrupt."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

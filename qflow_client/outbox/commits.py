@@ -19,9 +19,9 @@ class _Wait:
     def __init__(self, sequence: int) -> None:
         #: The last sequence of the thread's messages.
         self.sequence = sequence
-        #: Why the messages are not on disk; "" if they are.
+        #: Why the messages are not on disk; "" if they are. Valid after `wake` is released.
         self.why = ""
-        #: Released when the result is known.
+        #: Released when the commit has succeeded or failed.
         self.wake = threading.Lock()
         self.wake.acquire()
 

@@ -45,7 +45,7 @@ _TABLES = (
 MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
 # Bits of the column `held`. HELD: the message was put with ``permit=False``. _SET_ASIDE: it is damaged and not read.
 HELD, _SET_ASIDE = 1, 2
-# An existing row stays unchanged.
+# If an interrupted write is repeated, some rows exist already. These rows stay unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
 # Text is read as bytes, because SQLite returns no rows at all if one text is not UTF-8.
@@ -94,7 +94,7 @@ Content = tuple[int, float, str, str, bytes, bytes]
 
 
 def as_stored(row: Row) -> StoredMessage:
-    """Convert the row of a message that is not in the file yet."""
+    """Convert the row of a message that is not in the file yet, and so cannot be a second copy."""
     sequence, size, _, at, exchange, routing_key, header, body = row
     return StoredMessage(sequence, at, exchange, routing_key, decode_message(header, body), size, False)
 
@@ -192,7 +192,7 @@ def take_out(file: Database, first: int, last: int) -> tuple[int, int]:
 
 
 def is_there(file: Database, sequence: int) -> bool:
-    """Return whether a message is in the file, in any state."""
+    """Return whether a message is in the file, even if it is held or set aside."""
     return file.one("SELECT 1 FROM message WHERE sequence = ?", sequence) is not None
 
 
@@ -203,7 +203,7 @@ def aside(file: Database) -> list[int]:
 
 
 def set_aside(file: Database, sequences: Iterable[int]) -> None:
-    """Mark messages so that they are not read any more."""
+    """Mark damaged messages, which `Outbox.read` then skips."""
     with file.transaction():
         file.execute_many(
             "UPDATE message SET held = held | ? WHERE sequence = ?", [(_SET_ASIDE, sequence) for sequence in sequences]
@@ -248,7 +248,7 @@ def read(
     """Read messages. Return the messages, and a mapping from the sequence of each damaged message to its error.
 
     Args:
-        after: only messages with a sequence above this one are read.
+        after: messages with a sequence above this one are read.
         limit: maximum number of messages to return.
         written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker,
             but held messages only up to `permitted`.
@@ -276,7 +276,7 @@ def read(
 
 
 def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
-    """Return messages, even if another process is using the file."""
+    """Return messages after the sequence `after`, at most `limit`, even if another process is using the file."""
     return _look(file, after, limit)[0]
 
 

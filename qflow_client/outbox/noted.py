@@ -52,7 +52,7 @@ class Noted:
         self.lock = threading.Lock()
         #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)
-        # The sequence on disk up to which held messages may be written.
+        # The value of `_permitted` that is on disk.
         self.permitted_durable = self._permitted
         #: Messages that are not on disk, in order. A write moves them from `rows` to `inserting`.
         self.rows: list[outboxfile.Row] = []
@@ -63,14 +63,14 @@ class Noted:
         self._deleting: list[tuple[int, int]] = []
         #: The number of messages in `_settled`. A message that is settled twice may count twice.
         self.settled_count = 0
-        #: The number of messages and their bytes, in the file and noted.
+        #: The number of messages and their bytes: those in the file, even if settled, and those in `rows`.
         self.count, self.size = outboxfile.totals(file)
         # Whether `count` and `size` may be wrong after a failure or an interrupt.
         self._is_unsure = False
         # Positions that are not on disk; the keys are sequences. A position without a message in `rows` or `inserting`
         # is not valid.
         self._positions: dict[int, Position] = {}
-        # The position on disk of each source. Only the writing thread changes a position.
+        # The position on disk of each source. Only the thread that has access to the file changes this dict.
         self._reached: dict[str, _Reached] = {}
         self.damaged_sources: set[str] = set()
         # Whether the file has a table of positions.
@@ -80,7 +80,7 @@ class Noted:
                 self.damaged_sources.add(source)
             else:
                 self._reached[source] = _Reached(0, value, value)
-        # Messages that are to be deleted with their positions, as pairs of first and last sequence.
+        # Messages to delete together with their positions (`withdraw`), as pairs of first and last sequence.
         self._withdrawn: list[tuple[int, int]] = []
 
     @property
@@ -150,7 +150,7 @@ class Noted:
             self.settled_count += last - first + 1
 
     def write(self, file: Database, *, all_of_it: bool) -> int:
-        """Write all noted changes, or only new messages and their positions.
+        """Write the new messages and their positions to the file, and with `all_of_it` also the other noted changes.
 
         Returns:
             The last sequence that is on disk now.
@@ -161,7 +161,7 @@ class Noted:
             self.rows = []
             last = self.last
             withdrawn = tuple(self._withdrawn)
-            # A previous position has to be written together with the deletion of the withdrawn message.
+            # A withdrawn message must be deleted in the same transaction that writes the previous position.
             all_of_it = all_of_it or bool(withdrawn)
             permitted = self.permitted_durable
             if all_of_it:
@@ -174,7 +174,7 @@ class Noted:
         settled = (*self._deleting, *withdrawn) if all_of_it else ()
         try:
             if len(rows) == 1 and not all_of_it and not reached:
-                # A single statement is a transaction.
+                # A single statement is a transaction by itself.
                 file.execute(outboxfile.INSERT, *rows[0])
             else:
                 with file.transaction():
@@ -218,7 +218,7 @@ class Noted:
         return reached.before if _is_in(withdrawn, reached.sequence) else reached.value
 
     def set_position(self, file: Database, source: str, value: _Value | None) -> None:
-        """Write the position of a source without a message; ``None`` to forget the source."""
+        """Write the position of a source to the file, without a message; ``None`` to forget the source."""
         with file.transaction():
             self._write_positions(file, {source: value})
         self._has_table = True
@@ -244,7 +244,7 @@ class Noted:
         """
         reached: dict[str, _Reached] = {}
         if withdrawn:
-            # Only a withdrawal, which is rare, makes a commit check each source.
+            # A withdrawal is rare, so it may take the time to check each source.
             reached = {
                 source: _Reached(0, at.before, at.before)
                 for source, at in self._reached.items()
@@ -262,7 +262,7 @@ class Noted:
 
     def _keep(self, reached: dict[str, _Reached], last: int) -> None:
         """Record the positions that are on disk now. All messages up to the sequence `last` are on disk."""
-        # Noted positions are removed last, because an interrupted call is repeated.
+        # Remove the noted positions last: if this call is interrupted, the next write needs them again.
         for source, at in reached.items():
             self._set_reached(source, at)
         for sequence in self._positions.copy():
@@ -291,6 +291,6 @@ class Noted:
         return {row[0]: outboxfile.as_stored(row) for row in rows}
 
     def give_up(self) -> None:
-        """Subtract the messages that are not on disk from `count`, because no write will follow."""
+        """After the last write, subtract the messages that are not on disk from `count`."""
         self.count -= len(self.unwritten())
         self._positions.clear()

@@ -73,7 +73,7 @@ class Outbox:
         max_bytes: maximum bytes of all messages, with properties and 64 bytes each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
-        timeout: maximum seconds to wait for a file that another process has locked.
+        timeout: maximum seconds to wait while the file is opened, if another process has locked it.
 
     Raises:
         OutboxInUse: another process, or another producer in this process, uses the outbox.
@@ -96,8 +96,8 @@ class Outbox:
         #: The absolute path of the file, because the process may change its working directory.
         # A URL stays unchanged, so that `LockFile` recognises and rejects it.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # does not follow links
-        # The difference between seconds since 1970 and `time.monotonic`. Computed once, so that a later change of the
-        # wall clock has no effect. Monotonic times of different processes cannot be compared.
+        # The difference between seconds since 1970 and `time.monotonic`, for the times of messages. Computed once, so
+        # that a later change of the wall clock has no effect.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The limit of the bytes of all messages.
@@ -122,7 +122,7 @@ class Outbox:
         # At the opening of the file: the last sequence, and the sequence up to which held messages may be written. A
         # message that an earlier process may have written is a possible second copy.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
-        # The reason why each damaged message was set aside; the keys are sequences.
+        # The sequence of each message that is set aside, and the reason.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
     @property
@@ -160,11 +160,11 @@ class Outbox:
     # Putting.
 
     def has_room(self, size: int, *, if_empty: bool = False) -> bool:
-        """Return whether there is room for a body of this size. Properties are not counted and may exceed `max_bytes`.
+        """Return whether there is room for a body of this size, without the properties, whose size is not known yet.
 
         Args:
             size: bytes of the body.
-            if_empty: whether to calculate as if the outbox were empty.
+            if_empty: whether to return if the body would fit into the empty outbox.
         """
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
@@ -342,12 +342,12 @@ class Outbox:
     # Reading.
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
-        """Return messages that are on disk and not known to be settled, in order.
+        """Commit, and then return messages that are not settled, in order.
 
         Damaged messages are not returned, but set aside (see `damaged`).
 
         Args:
-            after: only messages with a sequence above this one are returned.
+            after: messages with a sequence above this one are returned.
             limit: maximum number of messages to return.
             max_bytes: maximum bytes of all returned messages; ``None`` for no limit. A single message may be larger.
 
@@ -368,11 +368,11 @@ class Outbox:
         return self._use_file(read) or []
 
     def wall_time(self, now: float) -> float:
-        """Convert a time of `time.monotonic` to seconds since 1970. `put` uses this time for new messages."""
+        """Convert a time of `time.monotonic` to seconds since 1970. `put` stores such times with messages."""
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """If the time of an earlier process's message is in the future, replace it with the time of the opening."""
+        """Limit the time of an earlier process's message to the time of the opening, if the wall clock was changed."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -397,7 +397,7 @@ class Outbox:
         return found
 
     def drop(self, sequence: int) -> None:
-        """Remove a message in any state. The next commit deletes it.
+        """Remove a message, even if it is damaged or held. The next commit deletes it.
 
         Args:
             sequence: sequence of the message.
@@ -474,7 +474,7 @@ class Outbox:
 
         Args:
             path: path of the file.
-            after: only messages with a sequence above this one are returned.
+            after: messages with a sequence above this one are returned.
             limit: maximum number of messages to return.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Requests of a producer to its writer thread. `OutboxStore` and `Backlog` make them; `Writer` serves them."""
+"""Requests of a producer to its outbox's writer thread. `OutboxStore` and `Backlog` make them; `Writer` serves them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["ReadRequest", "Requests"]
 class ReadRequest(NamedTuple):
     """A part of the backlog that is to be read."""
 
-    #: Read messages after this sequence.
+    #: The part begins after the message with this sequence (its number in the outbox).
     after: int
     #: The last sequence of the backlog.
     upto: int
-    #: True to send the messages, False to find messages that are too old.
+    #: True to send the messages. False to settle messages that are too old, while a hold stops the backlog.
     sends: bool
 
 
@@ -42,7 +42,7 @@ class Requests:
         """Request a commit of all noted changes.
 
         Args:
-            ends_wait: whether to end the writer's wait for settled messages, because a message waits for the commit.
+            ends_wait: whether to end the wait in `Writer._gather`, because a message waits for the commit.
         """
         if not self.commit or ends_wait:
             # The order matters: Ctrl-C may cause a second wake-up, but no wake-up is lost.

@@ -1,4 +1,4 @@
-"""`Spilled` is the receipt of a message that was put on disk without being admitted. `Backlog` creates and uses it."""
+"""`Spilled` is the receipt of a message that was put on disk and not into the window. `Backlog` creates and uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Spilled"]
 
 
 class Spilled(Receipt):
-    """The receipt of a message that waits in the outbox. Until the message is admitted, its body is only on disk.
+    """The receipt of a message that waits in the outbox. Until the message enters the window, its body is only on disk.
 
     Each kind of producer derives a class from this class and from the class of its other receipts.
     """
@@ -26,7 +26,7 @@ class Spilled(Receipt):
     _sequence: int
 
     def spill(self, path: Any, sequence: int, own_id: str | None) -> None:
-        """Record where the message is.
+        """Record where the message is stored.
 
         Args:
             path: the path of the outbox.
@@ -48,7 +48,7 @@ class Spilled(Receipt):
 
     @property
     def message(self) -> RoutedMessage:
-        """The message, as in `Receipt.message`. Before the admission, each access reads the message from the outbox.
+        """The message, as in `Receipt.message`. Before it enters the window, each access reads it from the outbox.
 
         Raises:
             OutboxError: the message cannot be read, or another producer has removed it.
