@@ -28,20 +28,19 @@ GRACE = 0.5
 # A call with fewer seconds until its deadline lets the writer commit, to return in time even if the disk hangs. Other
 # calls commit on their own threads, which is faster: 10,500 against 3,700 messages a second with one thread.
 _SHORT = 10.0
-# Seconds of a close's timeout that are kept for the close itself, after waits for other processes have ended.
+# If `close` waits for another process, the wait ends this number of seconds before the timeout. The close needs them.
 _CLOSING = 0.2
 
 
 class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
-    The producer creates this object before it opens the outbox, so that it can call `close` even if `open` is
-    interrupted.
+    The producer creates this object first and then calls `open`. So it can call `close` even if `open` is interrupted.
     """
 
     #: The open outbox; set by `open`.
     outbox: Outbox
-    #: The store and its writer; set by `attach`.
+    #: The store, and the writer thread that serves its requests; set by `attach`.
     store: OutboxStore
     writer: Writer
     _deliver: Callable[[StoreStep], None]
@@ -87,7 +86,7 @@ class Storage:
         """Attach the outbox to the producer's protocol. From now on, the protocol's messages are noted in the outbox.
 
         Args:
-            protocol: the producer's protocol, which has not admitted a message yet. No step may run at the same time.
+            protocol: the producer's protocol, which has no messages yet. No step may run during this call.
             spilled_type: the class of receipts for messages that wait on disk.
             deliver: as for `Writer`.
             committed: as for `Writer`; ``None`` if only threads wait for commits.
@@ -110,7 +109,7 @@ class Storage:
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of messages that wait on disk. Receipts to which no other code refers are missing."""
+        """The receipts of spilled messages that wait on disk, as long as other code refers to them."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def begin_searches(self) -> None:
@@ -118,14 +117,14 @@ class Storage:
         self.writer.begin_searches()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Wait until all messages that were put before this call are on disk.
+        """Wait until all messages that any thread has put before this call are on disk.
 
         Args:
-            receipt: the receipt of the caller's last message. The error contains this receipt.
+            receipt: the receipt of the caller's last message, for the error.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: the message could not be written, or the deadline has passed by more than `GRACE` seconds.
+            NotDurable: the messages could not be written, or were not on disk `GRACE` seconds after the deadline.
         """
         outbox = self.outbox
         sequence = outbox.last
@@ -140,13 +139,13 @@ class Storage:
                 raise NotDurable(f"{outbox.path}: {why}", receipt)
             return
         try:
-            # `take` rejects calls of `send` by a signal handler or a finalizer on this thread. Such a call might have
-            # to wait for the thread that it interrupts.
+            # Inside `take`, a `send` of a signal handler or a finalizer on this thread raises an error. Otherwise it
+            # might wait for the commit that it interrupts.
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
         if self.store.waits_for_disk:
-            # Messages that waited for the commit may be written to the broker now.
+            # Write the messages to the broker that waited for this commit.
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
@@ -179,8 +178,7 @@ class Storage:
             if hasattr(self, "writer"):
                 self.writer.stop(timeout)
         finally:
-            # Usually the writer has closed the outbox. But the writer may never have been started, or may still be
-            # writing.
+            # Usually the writer has closed the outbox. But perhaps the writer was never started, or is still writing.
             close_outbox(outbox, self._settings.name, 0.0)
             count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:

@@ -1,9 +1,9 @@
 """`OutboxStore` connects a producer's protocol to its outbox. The class implements `qflow_client.core.store.Store`.
 
-The protocol calls the store, which notes each admitted and each settled message in the outbox in the same step. The
-store does no I/O: the producer waits for the disk before `send` returns. Messages that wait on disk and are not
-admitted yet are the `Backlog`. The outbox gives each message a number of its own, the sequence. Sequences and the
-numbers of the protocol increase in the same order.
+When a message enters the window or is settled, the protocol calls the store, which notes this in the outbox in the same
+step. The store does no I/O: the producer waits for the disk before `send` returns. Messages that wait on disk and are
+not in the window yet are the `Backlog`. In the outbox each message has a number, the *sequence*. In the window it has
+another number, that of the protocol. Both numbers increase in the same order.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
 could have a message whose position is not on disk. The next process would read the source from the earlier position,
@@ -77,7 +77,7 @@ class OutboxStore:
     Args:
         protocol: the producer's protocol, before its first message. The store attaches itself to the protocol.
         spilled_type: the class of receipts for messages that wait on disk.
-        writer: the writer, which each request wakes.
+        writer: the waiter that each request wakes (a `Writer`).
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequence of each message in the window; the keys are numbers of the protocol.
         self._sequences: dict[int, int] = {}
-        # The same as `_sequences`, but only for messages with a position that are not known to be on disk, in order. A
-        # plain dict is slow if its first entries are removed.
+        # The same as `_sequences`, but only for messages with a position that are not known to be on disk, in order.
+        # Not a plain dict, which is slow if its first entries are removed.
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
-        #: Whether the first unsent message is in `_not_on_disk`. If True, no message can be written before a commit.
+        #: If True, the first unsent message is in `_not_on_disk`, so no message can be written before a commit.
         self.keeps_all_back = False
-        # Whether `end` was called, because the producer opens no further channel.
+        # Whether the producer has ended (`end`), and `report_unwritten` was not called since then.
         self._is_ended = False
         # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
-        # The last sequence of a message that was admitted or spilled.
+        # The sequence of the last message that has entered the window or was spilled.
         self._last_sequence = outbox.last
         if self.has_backlog:
             self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)
@@ -118,21 +118,21 @@ class OutboxStore:
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         size = _size(payload)
-        # With ``block``, only a message that never fits is rejected, because it would delay all later messages.
+        # With ``outbox_full="block"``, reject only a message that never fits, because all later ones would wait for it.
         if not self.outbox.has_room(size, if_empty=self._blocks):
             raise self.outbox.full_error(size, payload, exchange, routing_key)
 
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message and note it in the outbox. If it cannot be admitted now, the message may be spilled.
+        """Put a message into the window, and note it in the outbox. If this is not possible now, spill the message.
 
         Args:
-            spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
+            spills: whether the message may be spilled, that is noted in the outbox without entering the window.
 
         Returns:
             The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if
-            nothing has changed, because there is no room, or the producer is blocked and the message is not spilled.
+            nothing has changed: the producer is flowed and may not spill, senders wait in line, or there is no room.
 
         Raises:
             ProducerClosed: the producer admits no more messages.
@@ -157,7 +157,7 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """Put a message on disk without admitting it. If the message waited in line, its ticket gets the receipt."""
+        """Put a message into the backlog. If the message waited in line, `ticket` gets the receipt."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
         # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)
@@ -168,7 +168,7 @@ class OutboxStore:
             backlog.append(receipt, now)
             if ticket is not None:
                 ticket.receipt = receipt
-            # From here on the message is spilled, even if Ctrl-C comes.
+            # After this line the message is spilled, even if an exception follows, such as that of Ctrl-C.
             self._last_sequence = receipt._sequence
             if self._admission.observer is not None:
                 self._admission.observer.spilled(payload, receipt)
@@ -192,7 +192,7 @@ class OutboxStore:
                 if ticket.claim():
                     self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 else:
-                    # The sender has stopped waiting, but could not wait for a step to withdraw the message.
+                    # The sender has stopped waiting, but could not remove its ticket, because another step was running.
                     ticket.cancelled = True
             except Exception as error:
                 if ticket.receipt is not None:
@@ -203,14 +203,14 @@ class OutboxStore:
             self._reports.wake.append(ticket.waiter)
             del self._line.tickets[ticket]
         if self._gate.is_held_by(HoldKind.OUTBOX):
-            # There may be room for messages in the line.
+            # Lift the hold for missing room if the outbox now has room for the messages in the line.
             controller.look(now)
 
     # Called by the writer.
 
     @property
     def is_held(self) -> bool:
-        """Whether a hold stops new messages. A commit may end the hold, for example because the commit makes room."""
+        """Whether a hold stops new messages. If so, `look_again` is needed after a commit, which may have made room."""
         return not self._gate.is_open
 
     @property
@@ -220,7 +220,7 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """After a commit, admit and write the messages that can now be admitted and written."""
+        """After a commit, write the messages that waited for it, and admit the messages that waited for room."""
         self.keeps_all_back = False
         self._line.grant(now)
 
@@ -248,7 +248,7 @@ class OutboxStore:
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         sequence, self.backlog.admitting = self.backlog.admitting, 0
-        # A message of the backlog is in the outbox already.
+        # A message of the backlog (`sequence` is not 0) is in the outbox already.
         if not sequence:
             payload, message_id = receipt._payload, f"{self._admission.id_prefix}{number:012x}"
             exchange, routing_key = receipt.exchange, receipt.routing_key
@@ -261,7 +261,7 @@ class OutboxStore:
                 self._not_on_disk[number] = sequence
                 if not self._admission.unsent and not self._resending.again:
                     self.keeps_all_back = True
-                # The sender usually commits the message. If an interrupt prevents that, the writer commits the message.
+                # Usually the sender commits the message. Request a commit, in case an interrupt prevents this.
                 self.requests.request_commit(ends_wait=is_first)
         self._sequences[number] = sequence
 
@@ -276,7 +276,7 @@ class OutboxStore:
         self.backlog.drop_admitted(next(reversed(self._sequences.values()), 0))
 
     def _drop_orphans(self) -> None:
-        """Withdraw messages from the outbox that were put, but were neither admitted nor spilled."""
+        """Withdraw messages that were put into the outbox, but then neither entered the window nor were spilled."""
         admitted = max(self._last_sequence, next(reversed(self._sequences.values()), 0))
         if self.outbox.last > admitted:
             self.outbox.withdraw(admitted + 1, self.outbox.last)
@@ -312,7 +312,7 @@ class OutboxStore:
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # The message is no longer unsettled, but `_drop_orphans` must not withdraw it.
+            # The message leaves `_sequences` below, but `_drop_orphans` must not withdraw it.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.
@@ -327,7 +327,7 @@ class OutboxStore:
             first = last = sequence
         if last:
             settle(first, last)
-        # The removal comes last, because an interrupted call is repeated.
+        # Remove the messages last: if this call is interrupted, the protocol repeats it.
         for receipt in receipts:
             sequences.pop(receipt._number, None)
         if self._not_on_disk:
@@ -335,14 +335,14 @@ class OutboxStore:
         self.requests.request_commit()
 
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
-        """Keep a receipt until its message is on disk. The message stays in the outbox for the next producer."""
+        """Keep the receipt of a message for the next producer until the message is on disk, for `report_unwritten`."""
         stored, durable = self._stored, self.outbox.durable
         while stored and (first := next(iter(stored))) <= durable:
             del stored[first]
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Release messages that wait for these settled messages, because settled messages are not written any more."""
+        """Let no message wait for the commit of these settled messages, because they are not written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)
@@ -375,10 +375,10 @@ class OutboxStore:
     def report_unwritten(self) -> int:
         """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
-        At first, the receipts of these messages have the outcome *stored*, because the producer ends before the close.
-        The outcome becomes *unknown* in two cases: the message may have been written to the broker, or a thread may
-        still be writing the message to the outbox. The outcome becomes *failed* if the message was spilled, or has a
-        position and was not on disk. Such a message was not written to the broker, and can be sent again safely.
+        Until now, the receipts of these messages have the outcome *stored*, because the producer ends before the close.
+        The outcome becomes *failed* if the message was certainly not written to the broker, and can be sent again
+        safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown* for other
+        messages, and if a thread may still be writing the message to the outbox.
 
         Returns:
             The number of reported messages.
@@ -390,8 +390,8 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # `on_delivery` was already called with *stored* for a spilled message, and `close` itself reports only
-            # messages of the window. So report the message here.
+            # For a spilled message, `on_delivery` was already called with *stored*, and `close` reports by itself only
+            # messages of the window. So add the spilled message to the failures that `close` reports.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:

@@ -1,12 +1,12 @@
-"""`Writer` is the thread that commits and reads for a producer with an outbox. Other threads need not wait for a disk.
+"""`Writer` is the thread that commits and reads for a producer with an outbox. So no step waits for a disk.
 
 The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
 protocol may also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be
 written to a broker, and feeds it to the protocol. The thread never changes the protocol's state itself. The thread
-passes a step to `deliver`, which runs the step in the same context as the other steps of the producer.
+passes a step to `deliver`, which runs the step with the producer's lock, or on its event loop.
 
-While the thread uses the outbox, the thread is marked as inside a step. Otherwise a finalizer on this thread could call
-`send` of this producer. The call would wait for a lock that the interrupted thread has taken (E2).
+While the thread uses the outbox, it is marked as inside a step (`take`). Otherwise a finalizer on this thread could
+call `send` of this producer, which would wait for a lock of the interrupted thread, and so for itself (E2).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["StoreStep", "Writer", "close_outbox"]
 
-# Seconds for which settled messages gather before a commit deletes them. Another commit may delete them earlier.
+# Seconds for which the thread waits before a commit, so that the commit deletes more settled messages at once.
 _GATHER = 0.05
-# The same time if messages wait for the disk. It is shorter, because senders may soon wait for room.
+# The same time while messages wait for the commit before they are sent. A long wait would fill the window.
 _GATHER_WAITED_FOR = 0.002
 # Maximum number of messages, and maximum bytes, that are read from the backlog at once.
 _BATCH = 500
 _BATCH_BYTES = 1 << 20
-# Seconds after a failure before the next try.
+# Seconds from a failed commit or read to the next try.
 _PAUSE = 1.0
 # The longest and the shortest time between two searches for messages that are too old, in seconds.
 _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
-# The number of searches within `outbox_max_age`.
+# The number of searches for messages that are too old within `outbox_max_age` seconds.
 _SEARCHES = 8
 
 #: A step of the store, which is called with the time of `time.monotonic` in seconds.
@@ -74,7 +74,7 @@ class Writer:
 
     Args:
         deliver: runs a step of the store in the same context as the producer's steps.
-        committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
+        committed: called after each commit with the last sequence on disk and the error, or ``None``; also at the end.
     """
 
     #: The store, which makes the requests; set before `start`.
@@ -94,12 +94,12 @@ class Writer:
         # Released when there is a task.
         self._wake = threading.Lock()
         self._wake.acquire()
-        # The request that was tried last.
+        # The last read request that the thread has tried to serve.
         self._tried: ReadRequest | None = None
-        # Whether a sender waits for the commit.
+        # Whether a caller has requested a commit that it waits for.
         self._is_urgent = False
         self._end = threading.Event()
-        # No further failure is logged before this time.
+        # Failures before this time are not logged.
         self._quiet_until = -math.inf
         # The next search for messages that are too old; ``None`` before `begin_searches`, and without searches.
         self._search_at: float | None = None
@@ -124,10 +124,10 @@ class Writer:
         try:
             self._wake.release()
         except RuntimeError:
-            # The thread was woken before, and has not noticed yet.
+            # The lock is released already: the thread was woken before, and has not run since then.
             return
 
-    # An asyncio producer wakes the writer like a future, with the next two methods.
+    # An asyncio producer treats each waiter as a future. The next two methods are for this purpose.
 
     def done(self) -> bool:
         """Return False: the thread can be woken at any time."""
@@ -137,7 +137,7 @@ class Writer:
         self.set()
 
     def commit_now(self) -> None:
-        """Wake the thread for a commit that a sender waits for."""
+        """Wake the thread for a commit without delay, because the caller waits for it."""
         self._is_urgent = True
         self.set()
 
@@ -159,7 +159,7 @@ class Writer:
             self._serve()
         finally:
             close_outbox(self._outbox, self._name)
-            # Without this call, waiters would wait until their deadlines.
+            # Wake threads that wait for a commit. Otherwise they would wait until their deadlines.
             self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:
@@ -183,20 +183,20 @@ class Writer:
                 self.set()
 
     def _gather(self) -> None:
-        """Wait, so that one commit deletes more settled messages. An urgent request ends the wait."""
+        """Wait for a moment, so that one commit deletes more settled messages. A wake-up ends the wait."""
         if not self.store.waits_for_disk:
             self._wake.acquire(timeout=_GATHER)
         if self.store.waits_for_disk and not self._is_urgent:
             self._wake.acquire(timeout=_GATHER_WAITED_FOR)
 
     def _pause(self) -> None:
-        """Wait before the next try. Return early if a sender waits for a commit."""
+        """Wait after a failed commit. Return early if a caller waits for a commit, or at the end of the thread."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)
 
     def work(self) -> bool:
-        """Serve the requests.
+        """Commit, and serve the read request if there is one.
 
         Returns:
             False if the commit failed and has to be tried again.
@@ -213,7 +213,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # If the request was tried before, its result is on its way to the protocol.
+        # If the request was tried before, its result is on its way to the protocol, or a new request follows a failure.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)
@@ -221,7 +221,7 @@ class Writer:
         else:
             is_looked_at = not (self.store.waits_for_disk or self.store.is_held)
         if not is_looked_at:
-            # Messages that waited for this commit may be sent now, and deleted messages have made room for others.
+            # Messages that waited for this commit can be sent now, and the deletion of messages may have made room.
             self._deliver(self.store.look_again)
         return True
 
@@ -240,7 +240,7 @@ class Writer:
         try:
             batch = take(read)
         except Exception as error:
-            # Commits do not depend on reading, and continue.
+            # Do not raise the error, because commits are still possible.
             if not self._end.is_set():
                 self._log_failure(error)
                 self._retry_at = time.monotonic() + _PAUSE
