@@ -65,7 +65,7 @@ __all__ = [
     "wrap",
 ]
 
-# Some versions of aio-pika have more names.
+# Add the names that only some versions of aio-pika have.
 __all__ += [_name for _name in getattr(_aio_pika, "__all__", ()) if _name not in __all__]
 
 # Make "import qflow_client.aio_pika.exceptions" possible.

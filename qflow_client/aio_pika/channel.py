@@ -19,10 +19,10 @@ __all__ = ["Channel"]
 
 
 class Channel(_aio_pika.Channel):
-    """aio-pika's `Channel`. While the broker has stopped the channel, `publish` waits for a limited time.
+    """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit or a full socket. Meanwhile all other I/O continues.
+    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit or a full socket. During the wait, all other I/O continues.
     """
 
     # Attributes of aio-pika's class.
@@ -66,7 +66,7 @@ class Channel(_aio_pika.Channel):
         self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
 
     async def _on_open(self) -> None:
-        # The channel has just been opened, and no message has been published on it.
+        # Start flow control here, because the channel has just been opened, and no message has been published on it.
         self._follow()
         await super()._on_open()
         if self._restores:
@@ -90,16 +90,16 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Close the channel, and wait only for a limited time, because the broker does not read now."""
+        """Close the channel, and limit the wait for the broker's answer, because the broker does not read now."""
         flow = self.flow_control
-        # After an exception in the channel's ``async with`` block, wait only briefly.
+        # If an exception has ended the channel's ``async with`` block, wait briefly.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
         closing = asyncio.ensure_future(super().close(exc))
         done, _ = await asyncio.wait((closing,), timeout=wait)
         if done:
             closing.result()
             return
-        # The broker may still read the close. Otherwise the task `closing` ends with the connection.
+        # Do not cancel the task `closing`, because the broker may still answer. It ends with the connection.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -109,7 +109,7 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order. The calls are scheduled on the loop.
+        """Call a callback with each flow event, in order. The event loop makes the calls.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.

@@ -39,7 +39,7 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # The broker's management shows aio-pika's name of the connection. Flow events and logs use the start of this name.
+    # If aio-pika's connection has a name, which the broker's management shows, flow events and logs use its beginning.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -129,7 +129,7 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
         return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
-    # Raise outside the handler, so that the context is not the original error, which may contain the password.
+    # Raise outside the handler. Inside, the original error, which may contain the password, would be the context.
     raise refused
 
 

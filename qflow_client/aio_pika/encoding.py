@@ -54,7 +54,7 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
                     flags |= flag
                     pieces.append(encode(value))
         except Exception:
-            # Encode with pamqp below, because pamqp raises the error that users know.
+            # Encode with pamqp below, which raises the error that users of aio-pika know.
             pass
         else:
             values = b"".join(pieces)

@@ -88,8 +88,7 @@ _monotonic = time.monotonic
 class _Protocol(EncodedProtocol):
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, **options)
-        # Returned messages that are not reported yet. An entry has the method, the payload of the header frame, and the
-        # body.
+        # Returned messages for `ChannelFlow._tell_returns`: the method, the payload of the header frame, and the body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -100,18 +99,18 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # The call of the refused method raises the error, and no message is affected. Without confirms, the broker
-            # may have discarded messages that were written after the refused method.
+            # No message is affected, and the call of the refused method raises the error. (Without confirms this is not
+            # certain after a write: the broker may have discarded messages that came after the refused method.)
             self.forget_past()
-        # Settle the messages later, because their errors are known only when aiormq has closed its side.
+        # The messages are settled in `_on_close`, because their error is known only when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
 class ChannelFlow(DropInFlow):
-    """Flow control for one channel of aio-pika, which may use several channels of aiormq, one after the other.
+    """Flow control for one channel of aio-pika. After each loss, a robust channel uses a new channel of aiormq.
 
     Args:
-        restores: whether aio-pika replaces a lost channel and repeats its declarations.
+        restores: whether aio-pika replaces a lost channel of aiormq and repeats its declarations.
         is_closing: returns True if the program has closed the connection.
     """
 
@@ -131,19 +130,19 @@ class ChannelFlow(DropInFlow):
         # Whether messages of a lost connection are sent again.
         self._republishes = restores and settings.on_disconnect is OnDisconnect.REPUBLISH
         self._is_closing = is_closing
-        #: Whether the program has closed the channel or the connection.
+        #: Whether the program has closed the channel or the connection. False again if the channel is opened again.
         self.left = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's newest channel; stays set after the end of this channel.
+        # aiormq's newest channel, even after its end; ``None`` before the first `opened`.
         self._channel: Any = None
-        # The `TapTransport` or `QueueCarrier` of this channel.
+        # The `TapTransport` or `QueueCarrier` of aiormq's newest channel.
         self._tapped: Any = None
         self._was_open = False
-        # The number of the channel while the channel is attached to the tap; otherwise ``None``.
+        # The number of aiormq's channel while the channel is attached to the tap; otherwise ``None``.
         self._number: int | None = None
-        # Number of messages that aiormq had published on the channel before `opened` was called.
+        # Number of messages that aiormq itself had published on its channel before `opened` was called.
         self._before = 0
         # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
@@ -162,11 +161,11 @@ class ChannelFlow(DropInFlow):
     # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. On a replacement channel, messages wait until `restored` is called.
+        """Start flow control on an open channel. If it replaces a lost one, messages wait until `restored` is called.
 
         Args:
-            tapped: the connection's `TapTransport`, or an object that replaces it.
-            underlay: aio-pika's record of aiormq's channel.
+            tapped: the connection's `TapTransport`, or the `QueueCarrier` that replaces it.
+            underlay: aio-pika's object with aiormq's channel and its close callback.
         """
         self.left = False
         channel = underlay.channel
@@ -187,7 +186,7 @@ class ChannelFlow(DropInFlow):
         tapped.tap.attach(number, protocol, now)
         tapped.add_after(self._after_io)
         channel.basic_publish = partial(self.basic_publish, channel)
-        # As with aio-pika, publishing tasks get the error before the close callbacks are called.
+        # Put `ended` before aio-pika's close callback. So publishing tasks get the error first, as with aio-pika.
         ended, told = partial(self._on_close, channel), underlay.close_callback
         closing = channel.closing
         if closing is channel.closing:
@@ -196,7 +195,8 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # In newer versions of aiormq, `closing` is a new future each time, and is done after the channel's futures.
+            # In newer versions of aiormq, `closing` is a new future each time, and aiormq ends the channel's other
+            # futures before it. So use such a future.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -208,7 +208,7 @@ class ChannelFlow(DropInFlow):
         return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
 
     def restored(self) -> None:
-        """Let messages be sent, because aio-pika has repeated the declarations."""
+        """Send the messages that waited, because aio-pika has repeated the declarations on the new channel."""
         self.protocol.restored(_monotonic())
         self._kick()
 
@@ -230,19 +230,19 @@ class ChannelFlow(DropInFlow):
         if is_lost and self.republishes:
             ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
             self.protocol.abandon(ended, words, _monotonic())
-            # The connection is shared, so messages of another channel may have caused the loss.
+            # The connection is shared with other channels, whose messages may have caused the loss.
             self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
         else:
             self.protocol.channel_ended(words, _monotonic())
         self.after()
-        # Complete a partly written frame.
+        # Write the rest of a partly written frame.
         tapped.pump()
         if not self._comes_back:
             self.ended()
 
     @property
     def channel(self) -> Any:
-        """The newest channel of aiormq, even after the end of this channel."""
+        """The newest channel of aiormq, even after its end."""
         return self._channel
 
     @property
@@ -256,7 +256,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control, because aio-pika opens no new channel, unless the program opens this object again."""
+        """End flow control, because aio-pika opens no new channel. If the program does, `opened` is called again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -429,7 +429,7 @@ class ChannelFlow(DropInFlow):
             raise self._ended_by() from None
 
     def _ended_by(self) -> BaseException:
-        """Return the error for messages that were published on the newest channel."""
+        """Return the error for messages whose channel of aiormq has ended."""
         return self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
 
     def _withdraw(self, receipt: Receipt) -> bool:
@@ -439,11 +439,11 @@ class ChannelFlow(DropInFlow):
         return withdrawn
 
     def _end_wait(self, receipt: Receipt) -> bool:
-        """Withdraw a message whose call has ended. Return True if no byte of the message was written."""
+        """Withdraw a message because its call of `publish` ends. Return True if no byte of the message was written."""
         if self._withdraw(receipt):
             return True
         if receipt._outcome is None and self._number is None:
-            # The message was waiting to be sent again.
+            # The message was written on a lost channel, and was waiting to be sent again.
             self.protocol.abandon((receipt,), "publish() has ended", _monotonic())
         return False
 
@@ -512,13 +512,13 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # Wake the waiters before the list is cleared. After an interrupt, a waiter may be woken again.
+        # Clear the list after all waiters are woken. So an interrupt loses no wake-up, but may cause a second one.
         for waiter in protocol.reports.wake:
             if not waiter.done():
                 waiter.set_result(None)
         protocol.reports.wake = []
         if protocol.reports.failures:
-            # The publishing tasks raise the errors of failed messages, so forget the failures here.
+            # Forget the failures, because the publishing tasks raise the errors of failed messages.
             protocol.reports.forget_failures()
         if protocol.reports.logs or protocol.reports.events:
             super().after()
@@ -527,7 +527,7 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Report changes. Return True if the output must be written before the woken tasks run."""
+        """Call `after` after I/O. Return True if the output must be written before the woken tasks run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
@@ -542,7 +542,7 @@ class ChannelFlow(DropInFlow):
         if self._loop.is_closed():
             self.after()
         elif not self._passes_on:
-            # Do not call `after` here, because an interrupt would lose wake-ups and log lines.
+            # Do not call `after` directly: an interrupt of the direct call would lose wake-ups and log lines.
             self._loop.call_soon(self.after)
             self._passes_on = True
 
@@ -566,14 +566,14 @@ class ChannelFlow(DropInFlow):
         if self._thread == threading.get_ident():
             call()
             return
-        # If the loop is closed, this call raises RuntimeError. Then nothing is published, and no hold is needed.
+        # If the loop is closed, this call raises RuntimeError. Ignore it: no message is sent, so no hold is needed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     # For the application.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event. The calls are scheduled on the loop."""
+        """Call a callback with each flow event. The event loop makes the calls."""
         refuse_coroutine_function("on_flow", callback)
         return self.listen(callback)
 

@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages even without a connection. Such messages wait for a limited time."""
+    """An exchange whose `publish` waits for a limited time if there is no connection, and does not fail immediately."""
 
     # Attributes of aio-pika's class.
     channel: Any
@@ -50,10 +50,10 @@ class _Exchange(aio_pika.RobustExchange):
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
-    """aio-pika's `RobustChannel`. While the broker has stopped the channel, `publish` waits for a limited time.
+    """aio-pika's `RobustChannel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
     If the connection is lost, publishing tasks wait until aio-pika has restored the channel, or until their timeout.
-    The flow state of the lost channel is discarded. Flow control of the new channel starts before its first message.
+    Holds that the lost channel has caused are lifted. Flow control of the new channel starts before its first message.
     """
 
     _restores = True
@@ -72,8 +72,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. If `RobustChannel._on_close` of aio-pika also did this, it could
-            # wait for the connection while it holds a lock that the connection needs. This would be a deadlock.
+            # The connection restores its channels. If aio-pika's `_on_close` also did this, it could wait
+            # for the connection while it holds a lock that the connection needs. This would be a deadlock.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

@@ -2,9 +2,9 @@
 
 A connection of aio-pika has no `Tap` at its socket. A `QueueCarrier` replaces the tap. aiormq reads the socket and puts
 the frames of a channel into the channel's queue `frames`. aiormq writes the entries of the connection's `write_queue`.
-The carrier takes frames about publishing before they reach `frames`. To write, the carrier puts a `_Turn` into
-`write_queue`. When aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So the bytes
-of a message are created only when aiormq passes them to asyncio.
+The carrier removes frames about publishing before they reach `frames`. To write, the carrier puts a `_Turn` into
+`write_queue`. When aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So a message
+can be kept back until aiormq passes its bytes to asyncio.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class _Turn:
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
-        """Record that the bytes were passed to the socket, or to asyncio's buffer for the socket."""
+        """Called by aiormq when the bytes were passed to the socket, or to asyncio's buffer for the socket."""
         self._carrier.end_turn()
 
 
 class _WriteQueue:
-    """Replaces a channel's `write_queue`. It stops the writing of messages when it gets ``Channel.Close``."""
+    """Replaces a channel's `write_queue`, and calls `closes` when the channel puts ``Channel.Close`` into it."""
 
     def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
         self._queue = queue
@@ -113,7 +113,7 @@ class QueueCarrier:
     `ChannelFlow` uses this object in place of a `TapTransport` and its `Tap`.
     """
 
-    # aiormq handles heartbeats and the frame size.
+    # `ChannelFlow` sets these attributes. They have no effect, because aiormq handles heartbeats and the frame size.
     heartbeat = 0.0
     frame_max = 0
 
@@ -121,10 +121,10 @@ class QueueCarrier:
         self.tap = self
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
-        # The protocol; ``None`` before the channel is attached and after the channel is detached.
+        # The protocol between `attach` and `detach`; otherwise ``None``.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
-        # Number of messages that aiormq has published on the channel. All of these messages are confirmed.
+        # Number of messages that aiormq itself has published on the channel. All of them are confirmed.
         self._before: int = channel.delivery_tag
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
@@ -135,7 +135,7 @@ class QueueCarrier:
         self._body = b""
         #: Whether a `_Turn` is in the write queue, or waits for room in this queue.
         self.awake = False
-        #: Whether the bytes of the newest `_Turn` are not passed to the socket yet.
+        #: True from `begin_turn` until asyncio has taken the bytes and accepts more (`end_turn`).
         self.full = False
         self._putting: asyncio.Task[None] | None = None
 
@@ -144,7 +144,7 @@ class QueueCarrier:
         return self._blocked.reason is not None
 
     def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
-        """Start flow control. All messages that aiormq has published must be confirmed."""
+        """Start flow control. All messages that aiormq itself has published must be confirmed before this call."""
         channel = self._channel
         self._protocol = protocol
         for queue in channel.rpc_frames, channel.frames:
@@ -160,7 +160,7 @@ class QueueCarrier:
             self._protocol.end_writing()
 
     def _take_flow(self, queue: asyncio.Queue[Any], now: float) -> None:
-        """Handle the ``Channel.Flow`` frames that the broker has already sent."""
+        """Handle the ``Channel.Flow`` frames that aiormq has received and not handled yet."""
         assert self._protocol is not None
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         for item in waiting:
@@ -178,7 +178,7 @@ class QueueCarrier:
             self._putting.cancel()
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Set the function to call after every event that may have changed the channel."""
+        """Set the function to call after every event that may have changed the protocol's state."""
         self._after = after
 
     def remove_after(self, _after: Callable[[], bool]) -> None:
@@ -187,7 +187,7 @@ class QueueCarrier:
     # Reading.
 
     def pass_event(self, change: Callable[[ProducerProtocol, float], object]) -> None:
-        """Pass an event to the protocol, and handle the consequences."""
+        """Pass an event to the protocol, report its consequences, and write the output."""
         if self._protocol is not None:
             change(self._protocol, _monotonic())
             self._after()
@@ -306,8 +306,8 @@ def wrap(target: Any) -> Any:
     """Add flow control to a connection or a channel of aio-pika.
 
     From now on, `publish` of the channel's exchanges waits like `publish` of `qflow_client.aio_pika`, even after a
-    robust connection has restored the channel. If you wrap a connection, only its new channels get flow control. So
-    wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
+    robust connection has restored the channel. If you wrap a connection, the channels that it opens later get flow
+    control. So wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
     - After an error, a message may still be sent, even if no byte of it was written when the error was raised. If the
       socket accepts no bytes, asyncio buffers 64 KiB or more. For a buffered message, `publish` raises

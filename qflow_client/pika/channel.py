@@ -25,9 +25,9 @@ _BODY_HEAD = Struct(">BHI")
 
 
 class _Encoded(local):
-    """Messages that pika's `basic_publish` has encoded on this thread. `Channel.encode` takes them.
+    """Passes an encoded message from `Channel._send_method`, which pika's `basic_publish` calls, to `Channel.encode`.
 
-    The list is a stack, because a finalizer may publish while another message is being encoded.
+    There is a list for each thread. It is a stack, because a finalizer may publish while a message is being encoded.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ _encoded = _Encoded()
 
 
 class Channel(pika.channel.Channel):
-    """pika's `Channel`. While the broker has stopped the channel, `basic_publish` raises an error and sends nothing.
+    """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
-    The channel answers ``Channel.Flow``. Other reasons for the error are ``Connection.Blocked``, a full window of
-    unconfirmed messages, a rate limit, and a transport with more than `max_unwritten_bytes`.
+    The channel answers ``Channel.Flow``. The channel is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a
+    full window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
     # Attributes of pika's class.
@@ -55,7 +55,7 @@ class Channel(pika.channel.Channel):
         """Start flow control (internal)."""
         # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key and mandatory.
         self._methods: dict[tuple[str, str, bool], bytes] = {}
-        # Maximum size of a frame's payload in bytes, which is known because the connection is open.
+        # Maximum size of a frame's payload in bytes. The connection is open, so `frame_max` is negotiated.
         self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
         #: The flow control of the channel (internal).
         self.flow_control = ChannelFlow(self)
@@ -92,7 +92,7 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
-        # Check here too, because pika calls `_raise_if_not_open` only before some methods.
+        # Check the process here too, because pika does not call `_raise_if_not_open` before every method.
         self.connection.flow_control.check_process()
         send = partial(super()._send_method, method)  # type: ignore[misc]  # private
         if isinstance(method, spec.Confirm.Select):
@@ -138,7 +138,7 @@ class Channel(pika.channel.Channel):
     def confirm_delivery(
         self, ack_nack_callback: Callable[[Any], object], callback: Callable[[Any], object] | None = None
     ) -> None:
-        """Start confirm mode like pika. From now on at most `capacity` messages are unconfirmed at the same time."""
+        """Start confirm mode like pika. Then the channel is flowed while `capacity` messages are unconfirmed."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
             # Update the flow control before the callback, so that the callback can publish if there is room.
@@ -149,7 +149,7 @@ class Channel(pika.channel.Channel):
         super().confirm_delivery(told, callback)
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """Close the channel like pika. Calls of `basic_publish` that wait get an error."""
+        """Close the channel like pika. Waiting calls of `basic_publish` (of thread-safe connections) raise an error."""
         super().close(reply_code, reply_text)
         self.flow_control.give_up_all()
 

@@ -91,7 +91,7 @@ class FlowedConnection:
 
 
 def follow(connection: Any) -> None:
-    """Add flow control to the channels of a connection that pika has just created (internal)."""
+    """Make all channels of a connection have flow control. pika has just created the connection (internal)."""
     ConnectionFlow.of(connection)
     connection._create_channel = partial(Channel, connection)
 

@@ -1,6 +1,6 @@
 """Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-Nothing in this module waits. If the channel is flowed, `BlockingChannel` waits, and `Channel` raises an error.
+No function of this module waits. If the channel is flowed, `BlockingChannel` waits, and `Channel` raises an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _monotonic = time.monotonic
 
 
 class Publish(RepeatableMessage):
-    """A message in the form that pika's `basic_publish` has encoded.
+    """A message that pika's `basic_publish` has encoded.
 
     Args:
         arguments: exchange, routing key and ``mandatory``.
@@ -76,7 +76,7 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Do not call the base class's constructor, because each message needs this object and the call is slow.
+        # Do not call the constructor of the base class, because this call would slow down each message.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -85,7 +85,7 @@ class Publish(RepeatableMessage):
 
     @property
     def method(self) -> spec.Basic.Publish:
-        """The message's method as an object of pika."""
+        """The message's ``Basic.Publish`` as an object of pika."""
         exchange, routing_key, mandatory = self.arguments
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
@@ -113,7 +113,7 @@ class ConnectionFlow:
         self.on_forked: Callable[[BaseException], object] = bool
         # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None
-        # The open channels, with their numbers as keys. When the connection is lost, its channels stay here.
+        # The open channels; the keys are their numbers. If the connection ends, its channels are not removed.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -142,9 +142,9 @@ class ConnectionFlow:
         for flow in self.channels.values():
             flow.leave_to_parent(reason)
         self.on_forked(reason)
-        # Twisted's transports have no `_sock`. The `fileno` of a TLS transport returns the descriptor of the socket.
+        # Twisted's transports have no `_sock`. Their `fileno` returns the descriptor of the socket, even with TLS.
         replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
-        # The parent uses the same epoll object, so this process must not change the descriptors in that object.
+        # The child shares the IOLoop's epoll object with the parent, so it must not change the object any more.
         getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
 
     def _on_blocked(self, _connection: Any, blocked: Any) -> None:
@@ -170,7 +170,7 @@ class ChannelFlow(DropInFlow):
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # Messages go to pika immediately, so not the protocol but `look_at_transport` limits the unwritten bytes.
+        # The protocol passes messages to pika immediately. So `look_at_transport` limits the bytes that pika holds.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -185,13 +185,13 @@ class ChannelFlow(DropInFlow):
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call raises. The call that found it did not raise it, because its message was
-        #: accepted.
+        #: An error that the next call has to raise, because the call that detected it had to report that its message
+        #: was accepted; ``None`` if there is none.
         self.unraised: BaseException | None = None
         #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
-        # Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.
+        # Number of messages that were written before confirm mode began; ``None`` before that.
         self._before_confirms: int | None = None
         # Whether a call of `_on_timer` is scheduled.
         self._is_armed = False
@@ -220,10 +220,10 @@ class ChannelFlow(DropInFlow):
         self.closing_reason = reason
         is_refusal = isinstance(reason, exceptions.ChannelClosedByBroker)
         if isinstance(reason, _BY_PROGRAM) or (is_refusal and self.protocol.is_idle):
-            # No message is affected. The call of the refused method, if there is one, raises the error.
+            # The close affects no message. If the broker refused a method, the call of this method raises the error.
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not is_refusal
-        # A message of another channel may have caused the loss of the connection.
+        # If other channels have published, their messages may have caused the loss of the connection.
         shared = any(each.protocol.admission.admitted for each in channels.values() if each is not self)
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=shared)
         self.give_up_all()
@@ -231,11 +231,11 @@ class ChannelFlow(DropInFlow):
     def take_over(self, ended: ChannelFlow) -> None:
         """Publish the unconfirmed messages of an ended channel, as a producer does after it has reconnected.
 
-        This channel must be in confirm mode and have no unsettled messages. This channel also gets the `capacity` of
-        the ended channel. Afterwards the ended channel has no messages.
+        This channel must be in confirm mode and have no unsettled messages. It also gets the `capacity` of the ended
+        channel. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners of this channel already know the holds of `unused`, so report only the differences.
+        # The listeners of this channel know the holds of `unused` already. So report only the differences to them.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -251,7 +251,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # An interrupt before this line leaves the messages with `ended`. A later interrupt leaves them with `self`.
+        # After an interrupt before this line, `ended` has the messages; after a later interrupt, `self` has them.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
@@ -271,7 +271,7 @@ class ChannelFlow(DropInFlow):
         self.after()
 
     def begin_confirms(self, send_select: Callable[[], object]) -> None:
-        """Send ``Confirm.Select``. After the first call, the next message has delivery tag 1."""
+        """Send ``Confirm.Select``. After the first call, the next message gets delivery tag 1."""
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
         try:
@@ -308,8 +308,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass all messages to pika that can be sent now, and report events."""
         protocol = self.protocol
-        # Repeat this, because a write may release more messages. `take_output` treats the bytes that it returns as
-        # written, because pika may write immediately and call this method again.
+        # Repeat this, because a write may release more messages. Call `take_output`, which counts its bytes as written,
+        # because pika may call this method again while it gets the bytes.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
@@ -323,9 +323,9 @@ class ChannelFlow(DropInFlow):
             self.after()
 
     def _end_interrupted(self) -> None:
-        """End the connection, because an error has interrupted a write, for example an error of a signal handler.
+        """End the connection, because an exception has interrupted a write, for example that of a signal handler.
 
-        It is not known whether pika has the bytes, so the delivery tags of later messages would not be known.
+        It is not known whether pika got the bytes. So the delivery tags of later messages would be unknown.
         """
         connection = self._channel.connection
         if not connection.is_closed:
@@ -356,14 +356,14 @@ class ChannelFlow(DropInFlow):
         if not self._channel.is_closed:
             self.look_at_transport(now)
         state = self.protocol.flow_state(now)
-        # Write the released messages before waiting messages are admitted.
+        # Write the messages that a lifted hold has released.
         self.write()
         return state
 
     def look_at_transport(self, now: float) -> None:
         """Set the hold ``transport`` if pika's transport is full. Lift this hold if the transport has room."""
         transport = getattr(self._channel.connection, "_transport", None)
-        # Twisted's transport has no `get_write_buffer_size`.
+        # Twisted's transport has no `get_write_buffer_size`, so its size is always 0.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
@@ -372,7 +372,7 @@ class ChannelFlow(DropInFlow):
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
     def watch(self) -> None:
-        """Schedule `_on_timer` for the time at which the channel may have room again."""
+        """Schedule `_on_timer` for the next time at which a hold may end."""
         protocol = self.protocol
         now = _monotonic()
         at = protocol.next_timer(now)

@@ -19,7 +19,7 @@ __all__ = ["alias", "mirror", "passed_on"]
 
 # The key is the name of the drop-in's module. The value is pika's module, and the names that belong to the drop-in.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# The values in pika's modules before assignments to the drop-in. A key is the drop-in's module and the name.
+# The original values of names of pika's modules that an assignment has changed. A key is the drop-in's module and name.
 _assigned: dict[tuple[str, str], Any] = {}
 # Classes without flow control for which a warning was already issued.
 _warned: set[type] = set()
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # A test tool deletes a name to undo its assignment, because `__dict__` did not contain the name before.
+            # `unittest.mock.patch` undoes an assignment by deleting a name that was not in the module's `__dict__`.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module of the drop-in behave like pika's module. The last line of that module calls this function.
+    """Make a module of the drop-in behave like pika's module. The drop-in's module calls this function last.
 
     Args:
         name: name of the drop-in's module, whose ``__all__`` has the names that belong to the drop-in.
@@ -84,8 +84,8 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    If the drop-in does not support a class of connections or channels, the class has no flow control. The first use of
-    such a class issues a warning (E11).
+    If it is a class of connections or channels that the drop-in does not support, the class has no flow control. Then
+    issue a warning, once for each such class (E11).
     """
     found = getattr(theirs, name)
     if (

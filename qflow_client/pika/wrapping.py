@@ -1,4 +1,4 @@
-"""Adds flow control to a channel of pika."""
+"""Adds flow control to a channel that pika itself has created."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _MANY_UNCONFIRMED = 16
 class _Services(SelectorIOServicesAdapter):
     """pika's I/O services, which also report the state of the socket, and can write immediately."""
 
-    #: Whether pika's output is written immediately. If not, it is written after the next poll of the loop.
+    #: Whether pika's output is written to the socket immediately. If False, it is written after the next poll.
     eager = False
     # The descriptor of the connected socket; -1 before the connection.
     _fd = -1
@@ -56,11 +56,11 @@ class _Services(SelectorIOServicesAdapter):
     _poll: Any = None
     # Whether the loop waits until the socket accepts bytes.
     _watches = False
-    # Whether pika has called `remove_writer` during an eager `set_writer`, because all its output is written.
+    # Whether pika has called `remove_writer` since the last eager `set_writer`, because all its output is written.
     _is_done = False
     # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
-    #: Called once when pika has written all its output and the socket accepts more bytes.
+    #: Called once when pika has written all its output, or when `wake_when_writable` finds the socket writable.
     on_writable: Callable[[], None] | None = None
     _is_corked = False
 
@@ -89,7 +89,7 @@ class _Services(SelectorIOServicesAdapter):
         super().set_writer(fd, on_writable)
 
     def go_on_writing(self) -> None:
-        """Make the loop wait until the socket accepts bytes, because an interrupt may have prevented pika's request."""
+        """Make the loop wait for a writable socket, as pika requested. An interrupt may have lost pika's request."""
         if not self._watches and self._writes is not None:
             self._watch(self._fd, self._writes)
 
@@ -110,7 +110,7 @@ class _Services(SelectorIOServicesAdapter):
         return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
-        """If `on` is True, the kernel collects small writes for at most 200 ms."""
+        """If `on` is True, make the kernel collect small writes for at most 200 ms. Otherwise, make it send them."""
         if on is not self._is_corked:
             self._is_corked = on
             # With TLS, `_sock` has no descriptor, because the TLS socket has taken it.
@@ -157,7 +157,7 @@ class _Connection(SelectConnection):
         if type(getattr(frame_value, "method", None)) in _ANSWERS:
             flow = self.flow_control.channels.get(frame_value.channel_number)
             if flow is not None:
-                # pika's search for callbacks would cost more than the rest of this method.
+                # Pass the answer on directly, because pika's search for callbacks would take longer than this method.
                 self.frames_received += 1
                 flow.on_confirm(frame_value)
                 return
@@ -177,7 +177,7 @@ class _Turns:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        # The I/O services. ``None`` if pika's own class has made the connection. Then the socket is unknown.
+        # The I/O services. ``None`` if pika's own class has made the connection, so that the socket is unknown.
         self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property
@@ -210,7 +210,7 @@ class _Turns:
         return self.unwritten == 0 and services.ready() & _POLLOUT != 0
 
     def when_writable(self) -> None:
-        """Release the channels that wait for the socket, as soon as it is writable."""
+        """Lift the hold ``transport`` of all channels of the connection as soon as the socket is writable."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -243,7 +243,7 @@ def _nothing() -> None:
 
 
 class BlockingConnection(_pika.BlockingConnection):
-    """pika's `BlockingConnection`. While the broker has stopped a channel, `basic_publish` waits for a limited time.
+    """pika's `BlockingConnection`. While a channel is blocked (flowed), its `basic_publish` waits for a limited time.
 
     Args:
         parameters: as for pika. Parameters of `qflow_client.pika` also have settings of flow control.
@@ -271,8 +271,8 @@ class BlockingConnection(_pika.BlockingConnection):
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
         """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
-        If the broker does not read, for example because it blocks the connection, the connection is aborted after
-        `max_producer_flow_control_wait` seconds.
+        Both the wait for the confirms and the wait for the broker's answer to the close are limited to
+        `max_producer_flow_control_wait` seconds. If the broker does not read then, the connection is aborted.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
@@ -314,7 +314,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if the ``with`` block cannot close it in time, because the broker does not read."""
+    """Abort the connection if the ``with`` block does not end within `max_producer_flow_control_wait` seconds."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -342,14 +342,14 @@ def good_bye(connection: Any) -> Iterator[None]:
 
 
 def cut(connection: Any) -> None:
-    """Abort a connection."""
+    """Abort a connection without a handshake, because the broker blocks it."""
     connection._impl._terminate_stream(exceptions.ConnectionBlockedTimeout("the broker blocks the connection"))
     with suppress(exceptions.ConnectionBlockedTimeout):
         connection._flush_output(connection._closed_result.is_ready)
 
 
 class _FlowNotice:
-    """A flow event that waits for `process_data_events`, like the events of pika."""
+    """A flow event that waits for `process_data_events`, like pika's own events."""
 
     def __init__(self, callback: Callable[[FlowEvent], object], event: FlowEvent) -> None:
         self._callback = callback
@@ -370,9 +370,9 @@ class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
 
 
 class BlockingChannel(_pika.BlockingChannel):
-    """pika's `BlockingChannel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
+    """pika's `BlockingChannel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit or a full socket. While `basic_publish` waits, heartbeats, acks and all other I/O continue. The
     application's callbacks are called later, in `BlockingConnection.process_data_events`, as with pika.
     """
@@ -394,7 +394,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether `basic_publish` returns before the confirm of its message. If so, later calls report failed messages.
+        # Whether `basic_publish` returns before its message is confirmed. If so, later calls report failed messages.
         self._is_pipelined = False
 
     # Publishing.
@@ -504,7 +504,7 @@ class BlockingChannel(_pika.BlockingChannel):
             raise
         except exceptions.AMQPError as error:
             if self._is_pipelined and ticket.receipt is not None:
-                # The message was admitted before the end of the channel, so it is in `unconfirmed`.
+                # The message was admitted before the channel ended, so it is in `unconfirmed`. Raise the error later.
                 self._flow.unraised = error
                 return ticket.receipt
             raise
@@ -552,7 +552,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.after()
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
-        # A late return belongs to an earlier message, whose call has already raised `ConfirmTimeout`.
+        # Ignore returns of earlier messages. They are late: the calls of these messages have raised `ConfirmTimeout`.
         returned = [each for each in self._flow.returned if _is_of(each, publish)]
         self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
@@ -667,7 +667,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """The first call waits until the messages are settled, and returns an error if a message was not delivered."""
+        """Wait until the messages are settled. Return an error if one was not delivered. A second call does nothing."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
@@ -679,7 +679,7 @@ class BlockingChannel(_pika.BlockingChannel):
         return None
 
     def _forsake(self, value: object) -> None:
-        """Discard the channel after an exception, without waiting for confirms."""
+        """After an exception, log the number of unconfirmed messages. `close` then does not wait for their confirms."""
         if self._is_pipelined and self._flow.protocol.unsettled:
             log(
                 logging.WARNING,
@@ -707,7 +707,7 @@ class BlockingChannel(_pika.BlockingChannel):
         if exc_type is not None:
             self._forsake(value)
             if ConnectionFlow.of(self._impl.connection).blocked is not None:
-                # The broker would not read a close. The channel ends with the connection.
+                # Do not close the channel, because the broker would not read the close.
                 return
         super().__exit__(exc_type, value, traceback)
 

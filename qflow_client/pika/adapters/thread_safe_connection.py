@@ -40,13 +40,13 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message that its thread can withdraw until it is admitted. `future` records which of the two was first."""
+    """A message that the publishing thread can withdraw until it is admitted. `future` decides which happens first."""
 
     future: Future[None]
 
     def __init__(self, publish: Publish, future: Future[None]) -> None:
         self.__dict__.update(publish.__dict__, future=future)
-        # The property `frames` replaces the attribute of the base class.
+        # Store the frames under another name, because this class has a property `frames`.
         self.__dict__["given"] = self.__dict__.pop("frames")
 
     @property
@@ -58,10 +58,10 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """A call of `basic_publish` outside the IOLoop's thread. The publishing thread calls only `accept` and `wait`.
+    """A call of `basic_publish` on another thread than the IOLoop's. The other thread calls `accept` and `wait`.
 
-    The object is the waiter of its `SendTicket`. The call that admits the message also writes it and calls `set`. So
-    `on_publish` is called before the broker's answer can be read.
+    The IOLoop's thread calls all other methods. The object is the waiter of its `SendTicket`. The step that admits the
+    message also writes it and calls `set`. So `on_publish` is called before the broker's answer can be read.
     """
 
     def __init__(self, channel: Channel, publish: Publish, on_publish: Any) -> None:
@@ -73,7 +73,7 @@ class _Publishing:
         # admitted, and done when it is written or rejected. To withdraw the message, the waiting thread cancels the
         # future.
         self._future: Future[None] | None = None
-        # The `SendTicket` of the message; ``None`` if the message need not wait.
+        # The `SendTicket` of the message while it waits in line, and afterwards; ``None`` if it did not have to wait.
         self._ticket: Any = None
 
     def accept(self) -> bool:
@@ -123,7 +123,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # This call raises the reason if the connection has ended, even if the IOLoop's thread has ended too.
+                # If the connection has ended, this call raises the reason, even if the IOLoop's thread has ended too.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -210,9 +210,9 @@ class _Publishing:
 
 
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
-    """pika's thread-safe `Channel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
+    """pika's thread-safe `Channel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
     window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
@@ -255,7 +255,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
-            # If the connection has ended, raise the reason, as pika does.
+            # If the connection has ended, this call raises the reason, as pika does.
             connection.add_callback_threadsafe(_nothing)
             raise self.closing_error.with_traceback(None) from None
         if connection.is_ioloop_thread:
@@ -294,7 +294,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
         Args:
             callback: called on the IOLoop's thread, so it must return quickly. If it calls a method that would have to
-                wait, the method raises an error.
+                wait, this method raises an error.
         """
         self.connection.run(lambda: self.flow_control.listen(callback))
 
@@ -310,7 +310,7 @@ def _nothing() -> None:
 
 
 class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
-    """pika's thread-safe `Connection`. While the broker has stopped a channel, publishing waits for a limited time."""
+    """pika's thread-safe `Connection`. While a channel is blocked (flowed), publishing waits for a limited time."""
 
     # The thread of pika's IOLoop.
     _ioloop_ident: int | None = None
@@ -323,9 +323,9 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         super()._on_connection_open(connection)
 
     def _leave_to_parent(self, reason: BaseException) -> None:
-        # A thread of the parent may have held the lock.
+        # A thread of the parent may have held the lock, and would never release it in the child.
         self._channel_waiters_lock = threading.Lock()
-        # The child has no IOLoop thread that could end a wait. With a reason, calls raise an error immediately.
+        # With a reason, calls raise an error immediately. Otherwise they would wait for a thread that does not exist.
         self._closed_reason = reason
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:

@@ -18,7 +18,7 @@ __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
 
 class TwistedChannel(_pika.TwistedChannel):
-    """pika's `TwistedChannel`. While the broker has stopped the channel, `basic_publish` fails and sends nothing."""
+    """pika's `TwistedChannel`. While the channel is blocked (flowed), `basic_publish` fails and sends nothing."""
 
     # Attributes of pika's class.
     _channel: Any
