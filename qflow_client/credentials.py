@@ -60,8 +60,8 @@ class Expiry:
     """Computes when the credentials of a connection are replaced.
 
     New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
-    If the present credentials expire before new ones exist, the producer ends the connection. On a connection with
-    expired credentials, the broker would refuse messages with an error that seems to concern the messages.
+    If the present credentials expire before new ones exist, the producer ends the connection. Otherwise the broker
+    would refuse messages with an error that seems to concern the messages and not the credentials.
 
     Args:
         settings: settings of the producer. The settings for the pauses of reconnects define the pauses of requests too.
@@ -71,7 +71,7 @@ class Expiry:
         self._backoff = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         self._shortest = settings.reconnect_delay
         self._limit = settings.connect_timeout
-        # The times at which the present credentials are replaced, and at which they expire.
+        # The times at which the present credentials should be replaced, and at which they expire; perhaps infinite.
         self._due_at = self._expires_at = math.inf
         #: The name of the logged-in user.
         self.username = ""
@@ -85,11 +85,11 @@ class Expiry:
         self._due_at = now + max(_PART * life, self._shortest)
 
     def wait(self, now: float) -> float | None:
-        """Return the seconds until the next request for credentials, or ``None`` if there is none."""
+        """Return the seconds until new credentials have to be requested; ``None`` if the present ones never expire."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds in which the application and the broker together must answer a request."""
+        """Return the maximum seconds of a request, for the answers of both the application and the broker."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

@@ -35,7 +35,7 @@ _LOCK = re.compile(rb"\d*\s*|\0*")
 
 
 def _is_locked(failure: Exception) -> bool:
-    # Errors that Python's `sqlite3` raises by itself have no code of SQLite.
+    # Errors that come from Python's module `sqlite3`, and not from SQLite, have no code.
     return getattr(failure, "sqlite_errorcode", None) in _LOCKED
 
 
@@ -185,16 +185,16 @@ def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
 
 
 class LockFile:
-    """A lock that one process at a time can have. If the process crashes, the operating system releases the lock.
+    """A lock that one object at a time can have. If its process crashes, the operating system releases the lock.
 
     Args:
         path: path of the file that the lock protects.
         error: class of the error if the lock file cannot be used.
-        in_use: class of the error if another process has the lock.
+        in_use: class of the error if another process, or another object of this process, has the lock.
         told: two parts of the error text of `in_use`: the kind of object that uses the file, and advice.
 
     Raises:
-        QflowError: the lock file cannot be used (`error`), or another process has the lock (`in_use`).
+        QflowError: the lock file cannot be used (class `error`), or the lock is taken (class `in_use`).
     """
 
     released = True
@@ -239,15 +239,15 @@ class LockFile:
             # This process is a forked child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
-            # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close: if
-            # Ctrl-C comes after the unlock, a second `release` unlocks again, which does no harm.
+            # Unlock explicitly, because the copy of the open file in a forked child would keep the lock. Unlock before
+            # the close: if Ctrl-C comes after the unlock, a second `release` unlocks again, which does no harm.
             with suppress(OSError):
                 unlock(self._descriptor)
             self.released = True
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # If Ctrl-C came before the object was assigned to a variable, no other code can release the lock.
+        # If Ctrl-C came before the new object was assigned to a variable, only this method can release the lock.
         self.release()
 
     def forget(self) -> None:

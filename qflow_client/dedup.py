@@ -1,8 +1,8 @@
 """Lets consumers drop second copies of messages. To lose no message, a producer sometimes sends second copies.
 
-If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So the producer
-sends the message again with the same message id. Then the broker may have two copies. The consumer drops messages that
-it has already handled.
+If a producer loses its connection before the confirm of a message, it cannot know whether the message has arrived. So
+the producer sends the message again with the same message id, and the broker may have two copies. A consumer with a
+`Deduplicator` remembers the ids of the messages that it has handled, and drops second copies.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _OnDisk:
             path,
             application_id=_APPLICATION_ID,
             version=_VERSION,
-            # The numbers have no gaps and grow with time, so the oldest ids can be deleted by number.
+            # Each new id gets the next number, so the oldest ids can be deleted by number.
             tables=["CREATE TABLE handled (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL)"],
             error=DeduplicationError,
         )
@@ -106,7 +106,7 @@ class _OnDisk:
         with file.transaction():
             if self._max_age < math.inf:
                 end = now - self._max_age
-                # Delete the expired ids one by one. Usually there are few, and they have the lowest numbers.
+                # Delete the expired ids one by one, beginning with the lowest number. Usually there are few.
                 oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
                 while (rows := file.rows(oldest)) and rows[0][1] <= end:
                     file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
@@ -184,7 +184,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
 
 
 class _Handling:
-    """A message that the application is handling in the ``with`` block of a `FirstTime`."""
+    """A message that the ``with`` block of a `FirstTime` is handling now."""
 
     __slots__ = ("has_ended", "thread", "waiters")
 
@@ -286,7 +286,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Return whether to handle the message, and the `_Handling` of a copy that a block handles now, or ``None``."""
+        """Return whether the block has to handle the message, and the `_Handling` for which it has to wait, if any."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

@@ -11,7 +11,7 @@ from qflow_client.events import FlowState, HoldKind
 
 __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 
-# Kinds of holds that each burst of messages may raise and lift, so they do not change the health.
+# Kinds of holds that each burst of messages may raise and lift. So these holds do not change the health.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
 # Value of the header Retry-After: seconds after which a client may repeat its request.
@@ -25,7 +25,7 @@ class Health:
     Attributes:
         state: ``"ready"``, ``"blocked"`` (by the broker or another lasting hold), ``"disconnected"`` or ``"closed"``.
         reasons: reasons why the producer is not ready, as texts for people. The texts contain no password.
-        since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
+        since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` without a lasting hold.
         unsettled: number of unsettled messages.
         stored: number of messages in the outbox; 0 if there is no outbox.
         spills: whether `send` puts messages into the outbox while the producer is flowed.
@@ -40,7 +40,7 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `send` accepts a message now, at least into the outbox."""
+        """Whether `send` accepts messages, perhaps after the wait of a short hold, or at least into the outbox."""
         return self.state == "ready" or (self.spills and self.state != "closed")
 
     @classmethod
@@ -62,7 +62,7 @@ class Health:
 
 
 class HasHealth(Protocol):
-    """A producer, or another object with a health."""
+    """A producer, or another object with a name and a method `health`."""
 
     @property
     def name(self) -> str: ...

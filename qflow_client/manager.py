@@ -1,4 +1,4 @@
-"""The default registry of the producers of this process."""
+"""The default manager of the producers of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from qflow_client.forks import after_fork_in_child
 
 __all__ = ["flow_manager"]
 
-#: The manager of all producers that get no other ``manager``. `stop_all` and `start_all` apply to all of them (D5).
+#: The manager of the producers without an argument ``manager`` and of the drop-ins' channels; see its `stop_all` (D5).
 flow_manager = FlowManager()
 
 after_fork_in_child(flow_manager.forked)

@@ -1,11 +1,11 @@
 """Removes passwords from values that errors, reprs and logs show.
 
 Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions hide each part of a URL that
-may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. `shown` shows a value of an
-unknown type as its type. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
-part of the URL that they cannot parse.
+may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. `shown` shows only the type
+of a value of an unknown type. Error texts of libraries about a URL pass through `words_of`, because libraries repeat
+the part of the URL that they cannot parse.
 
-A text that looks neither like a URL nor like credentials is shown. So a secret in ``name="s3cr3t"`` is shown.
+A text that looks neither like a URL nor like credentials is shown. So the secret in ``name="s3cr3t"`` is not hidden.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets that may follow a URL in a text.
 _CLOSING = "'\")]"
-# Characters that begin a URL or a further parameter. A harmless value does not contain them.
+# Characters that begin another URL or another parameter inside a value. A harmless value does not contain them.
 _FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # Number of levels of a nested value that are shown.
@@ -110,7 +110,7 @@ def _censor(text: str) -> _Censored:
     # Search with `find`, because a regular expression would need quadratic time for a long text.
     colon_at = text.find(":/")
     begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
-    # A URL that was converted to a path has one slash.
+    # There is no URL, or it was converted to a path, so that one slash is left.
     if colon_at < 0 or (begin - colon_at == 2 and "@" in text):
         return _Censored(_hide_credentials(text), (), ":" not in text)
     scheme_at = len(text[:colon_at].rstrip(_SCHEME_LETTERS))

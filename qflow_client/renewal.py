@@ -1,8 +1,8 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
 The application's function may block or hang. So it runs on a separate thread, and no I/O thread or event loop waits for
-it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call until the
-try times out.
+it. One call runs at a time. While a call hangs, each further try to connect waits for the result of this call, and
+fails after `connect_timeout`.
 
 If the function raises an exception, its text is hidden (except for `SettingsError`), because it may contain a secret.
 """
@@ -86,7 +86,7 @@ class Renewer:
         update: sends a secret to the broker, and calls the given function after the answer. Returns False if nothing
             can be sent now.
         leave: ends the connection; the argument is the reason. The producer then connects again.
-        clock: returns the time in seconds.
+        clock: returns the present time in monotonic seconds.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Renewer:
         self._clock = clock
         # The function that gets the application's answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
-        # The credentials that the broker has not accepted yet, and when they were obtained; ``None`` if there are none.
+        # New credentials whose secret the broker has not accepted yet, and when they were obtained; otherwise ``None``.
         self._given: tuple[Credentials, float] | None = None
-        # The error of the last failed request in the present renewal; empty if no request has failed.
+        # The error of the last failed request since the credentials were last replaced; empty if there is none.
         self._why = ""
         # The timer for the next request, or for the time limit of the present request; ``None`` if no timer is needed.
         self._timer: Timer | None = None

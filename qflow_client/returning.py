@@ -1,9 +1,9 @@
-"""While a producer is connected to another host, probes the first host, and lets the producer return to it (E15).
+"""Probes the first host while a producer is connected to another one, and lets the producer return to it (E15).
 
-A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, the answer
-to the handshake is enough, because the host may require a certificate, which the probe does not have. An accepted TCP
-connection is not enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets
-and does not log in.
+A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, an answer
+to the handshake is enough, even an error, because the host may require a certificate, which the probe does not have. An
+accepted TCP connection is not enough, because the kernel accepts connections even for a suspended broker. The probe
+sends no secrets and does not log in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PORTS = {"amqp": 5672, "amqps": 5671}
 
 
 def answers(url: str, timeout: float) -> bool:
-    """Return True if a broker answers at a URL.
+    """Return True if the broker of a URL answers a probe. The call blocks.
 
     Args:
         timeout: maximum seconds for each network operation.
@@ -78,7 +78,7 @@ class Returner:
         self._leave = leave
         probe = partial(answers, reconnection.first_url, settings.connect_timeout)
         self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
-        # The timer of the next probe; ``None`` if no probe is planned.
+        # The timer of the next probe, or of the running one; ``None`` if no probe was planned on this connection.
         self._timer: Timer | None = None
         self._is_open = False
 

@@ -1,9 +1,9 @@
 """OpenTelemetry metrics of producers, and spans of messages.
 
 Most metrics are read from the producers when an SDK collects them. An `Observer` measures durations of messages, and
-counts the messages of each destination. A producer uses its observer only if an SDK can collect metrics, or if the
-setting `tracing` is on. If neither is true, messages cause no additional work. The module needs only opentelemetry-api,
-and imports it when the first producer or relay is created.
+counts the messages of each destination. A producer uses its observer if an SDK can collect metrics, or if the setting
+`tracing` is on. Otherwise messages cause no additional work. The module needs the package opentelemetry-api, but not
+the SDK, and imports it when the first producer or relay is created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 #: because each message may have a different routing key.
 MAX_DESTINATIONS = 32
 
-# Minimum seconds between two calls of the SDK with durations. Such a call takes more time than the work for a message.
+# Minimum seconds between two reports of durations to the SDK, because a report takes longer than a `send`.
 _RECORD_PERIOD = 0.01
 
 # The buckets of the semantic conventions in seconds.
@@ -124,7 +124,7 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest unrecorded duration for each destination and outcome, and the time of the last record.
+        # The longest duration since the last report, by destination and outcome; and the time of that report.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
@@ -180,7 +180,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that the outbox takes, because the outbox later returns the message without it."""
+        """End the span of a message that is spilled, because the outbox later returns the message without its span."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
@@ -200,7 +200,7 @@ class Observer:
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
-        # If the producer did not use this observer yet when the message was sent, the time of the call is unknown.
+        # `began` is ``None`` if the producer did not use this observer yet when the message was passed to `send`.
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
@@ -268,7 +268,7 @@ class Tracer:
         self._propagate = propagate
 
     def wants(self, message: object) -> bool:
-        """Return True if a message that was passed to `send` has no span yet."""
+        """Return True if a message that is passed to `send` needs a span. False for the message that `span` yields."""
         if type(message) is not _Traced or not message.trace.fresh:
             return True
         message.trace.fresh = False
@@ -454,7 +454,7 @@ class _Metrics:
                 "messaging.client.operation.duration", "s", words, explicit_bucket_boundaries_advisory=_BUCKETS
             )
         except TypeError:
-            # In older versions of the API only the application can set the buckets.
+            # Older versions of the API cannot suggest buckets. There, the application has to set them.
             self.histogram = meter.create_histogram("messaging.client.operation.duration", "s", words)
 
     def _callback(self, read: _Read, past: _Series) -> Callable[[CallbackOptions], list[Observation]]:

@@ -45,7 +45,7 @@ class Declaration(NamedTuple):
 
     @staticmethod
     def is_final(code: int) -> bool:
-        """Return True if the broker would always refuse the declaration."""
+        """Return True if a broker with this reply code would always refuse the declaration."""
         return code in _FINAL
 
 
@@ -67,7 +67,7 @@ def _frozen(what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Copy an argument, because the application may change it later. Refuse types that pika or aiormq cannot send."""
+    """Copy an argument, because the application may change it later. Reject types that pika or aiormq cannot send."""
     if isinstance(value, Mapping):
         return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -215,7 +215,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Queues, exchanges and bindings, which a producer declares on each new connection.
+    """Queues, exchanges and bindings that a producer declares on each new connection.
 
     Example::
 

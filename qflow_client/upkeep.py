@@ -1,8 +1,8 @@
 """Supervises the open connection of a producer.
 
-`Upkeep` probes a silent broker and the first host, and replaces credentials before they expire. `Upkeep` ends the
-connection if the broker is silent for too long or blocks the connection for too long, if the first host answers again,
-or if the credentials cannot be replaced in time. After the connection has ended, the producer connects again.
+`Upkeep` probes a silent broker (`Watch`) and the first host (`Returner`), and replaces credentials before they expire
+(`Renewer`). It ends the connection if the broker is silent or blocks the connection for too long, if the first host
+answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Upkeep:
             self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
         # The `Tap` of the open connection; ``None`` without an open connection.
         self._tap: Tap | None = None
-        # The function that writes the protocol's output to the connection.
+        # The argument `pump` of the last call of `begin`.
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
