@@ -1,8 +1,8 @@
 """The base class of engines, which run the protocol of a producer for threads or for asyncio.
 
-The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers
-only to the engine. So if the application drops a producer without closing it, the producer can be collected. The engine
-then ends by itself (`abandon`): it admits no more messages, delivers the admitted messages, and closes the connection.
+The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers to
+the engine, and not to the producer. So a producer that the application drops without a close can be collected. The
+engine then ends by itself (`abandon`): it admits no more messages, delivers the admitted ones, and disconnects.
 
 A *step* is one change of the protocol's state (`step`, `try_step`). Then `after` passes its reports to the application.
 """
@@ -162,7 +162,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # When the engine ends, this method may run without the lock. So another thread took the last step.
+                # Another thread has taken the last step. This is possible when the engine ends, without the lock.
                 return
             put_off(protocol)
 

@@ -54,7 +54,7 @@ class WrongLoop(QflowError, RuntimeError):
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting or argument has a value that is not allowed, or a name that does not exist. The text names it."""
+    """A setting or argument has a value that is not allowed, or an unknown name. The text contains name and value."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):

@@ -69,9 +69,9 @@ class FlowEvent:
         since: time in seconds since 1970 when the hold was raised. For a notice, the start of the longest wait.
         seconds: seconds from `since` to `at`.
         waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
-        admitted: number of messages that the producer has admitted so far.
-        unsettled: number of unsettled messages.
-        capacity: maximum number of unsettled messages.
+        admitted: number of messages that have entered the window so far. Messages that wait on disk do not count.
+        unsettled: number of messages in the window.
+        capacity: maximum number of messages in the window.
     """
 
     kind: FlowEventKind

@@ -26,7 +26,7 @@ class Health:
         state: ``"ready"``, ``"blocked"`` (by the broker or another lasting hold), ``"disconnected"`` or ``"closed"``.
         reasons: reasons why the producer is not ready, as texts for people. The texts contain no password.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` without a lasting hold.
-        unsettled: number of unsettled messages.
+        unsettled: number of unsettled messages in the window.
         stored: number of messages in the outbox; 0 if there is no outbox.
         spills: whether `send` puts messages into the outbox while the producer is flowed.
     """

@@ -322,7 +322,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @property
     def capacity(self) -> int:
-        """The maximum number of unsettled messages.
+        """The size of the window: the maximum number of unsettled messages, without those that wait on disk.
 
         The program may set this attribute at any time. A lower capacity cancels no message, but further messages wait
         for room (C6). With ``capacity="auto"`` this is the present window. If the program sets a number, the window is
@@ -346,7 +346,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @property
     def unsettled(self) -> int:
-        """The number of unsettled messages."""
+        """The number of unsettled messages in the window. Spilled messages on disk do not count, see `stored`."""
         return self._protocol.unsettled
 
     @property

@@ -84,7 +84,7 @@ class Receipt:
         self._route = route
         # First part of the message ids that the producer assigns; ``None`` if it assigns none.
         self._id_prefix = id_prefix
-        # The number of the message in the order of admission; 0 before the admission.
+        # The number of the message in the window; before it enters the window, 0 or (if spilled) its sequence on disk.
         self._number = 0
         # The delivery tag with which the message was last sent; 0 if it has not been sent.
         self._tag = 0

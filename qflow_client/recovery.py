@@ -264,7 +264,7 @@ class Watch:
     def opened(self, now: float) -> None:
         # The last time at which the broker sent data, no confirm was missing, or the broker blocked the connection.
         self._silent_since = now
-        # When the last probe was sent; ``None`` if the broker has sent data since then, or if no probe was sent.
+        # When the unanswered probe was sent; ``None`` if there is none.
         self._probed_at: float | None = None
         # Since when the connection is blocked; ``None`` while it is not blocked.
         self._blocked_since: float | None = None

@@ -620,7 +620,7 @@ class BlockingChannel(_pika.BlockingChannel):
         Raises:
             ConfirmTimeout: some messages are not confirmed in time. The outcome of these messages is unknown.
             NackError: the broker nacked messages, which are in the attribute `messages`, with their ``Basic.Publish``.
-                If the channel itself dropped some of them, the notes of the error have their number and the reason.
+                If some of them failed in another way, the notes of the error have their number and the first reason.
             UnroutableError: no queue has received some mandatory messages, which are in the attribute `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """
