@@ -54,11 +54,11 @@ class WrongLoop(QflowError, RuntimeError):
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting or argument has a value that is not allowed, or an unknown name. The text contains name and value."""
+    """A setting or argument has a value that is not allowed, or an unknown name. The text says what is wrong."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """No host accepted a connection and a channel. The text contains the reason for each host."""
+    """No host accepted a connection and a channel, or a Spark reader lost its connection. The text has the reasons."""
 
 
 class ProducerClosed(QflowError):

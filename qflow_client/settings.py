@@ -121,7 +121,7 @@ class OutboxSynchronous(StrEnum):
 
 
 def _optional(parse: Callable[[str], Any], *none: str) -> Callable[[str], Any]:
-    """Return a parser that returns ``None`` for an empty text, ``none``, and the words `none`. Case is ignored."""
+    """Return a parser that returns ``None`` for ``""``, ``"none"``, and the words in the argument `none`."""
     return lambda text: None if text.lower() in ("none", "", *none) else parse(text)
 
 

@@ -428,7 +428,7 @@ def no_confirms(words: str) -> str:
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """Combine the errors of all hosts, none of which could be connected, into one error."""
+    """Combine the errors of all hosts into one error, because no host could be connected."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")

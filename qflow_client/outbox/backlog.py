@@ -1,9 +1,9 @@
 """The backlog: messages that wait on disk and are not in the window yet. `OutboxStore` uses this module without I/O.
 
-An earlier producer left these messages, or this producer spilled them: `send` put them on disk and returned a receipt
-while the producer was flowed (``when_flowed="spill"``). These messages are sent before new messages. So a hold of the
-gate stops new messages while there is a backlog. A sequence is the number of a message in the outbox. The sequences of
-the backlog, up to `Backlog.last`, are above those of the messages in the window.
+An earlier producer left these messages, or this producer spilled them: while it was flowed, `send` put them on disk and
+returned a receipt (with ``when_flowed="spill"``, or in a callback). These messages are sent before new messages. So a
+hold of the gate stops new messages while there is a backlog. A sequence is the number of a message in the outbox. The
+sequences of the backlog, up to `Backlog.last`, are above those of the messages in the window.
 
 A message of the backlog passes through three stages:
 
