@@ -96,7 +96,7 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. Users write them with ``qflow_`` before.
+        theirs: settings whose names the library uses for its own parameters. Users add the prefix ``qflow_`` to them.
         not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 
@@ -264,7 +264,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages whose callers have stopped waiting. Otherwise the messages would be sent on the next channel.
+        """Settle messages whose callers have stopped waiting. Otherwise the next channel might send the messages.
 
         Args:
             receipts: receipts of the messages, in the order of admission.

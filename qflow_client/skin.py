@@ -66,7 +66,7 @@ __all__ = [
 
 
 class _Default:
-    """The default of `timeout` arguments, for the value of a setting. It is not ``None``, which means no limit."""
+    """The default of `timeout` arguments: a setting has the value. ``None`` is no default, as it means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"
