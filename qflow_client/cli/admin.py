@@ -28,7 +28,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# If the broker sends no byte for this number of seconds, the command fails. Keep the period of `watch` below it.
+# If the broker sends no byte for this number of seconds, the command fails. A stream of `watch` has a byte every 15 s.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 

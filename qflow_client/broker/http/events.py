@@ -114,12 +114,14 @@ class Watch:
                     yield piece
                 said, kind = loop.time(), b"change"
                 while not (words := self._changes(self._known[key])):
-                    await asyncio.sleep(period)
-                    if is_gone():
-                        return
-                    if loop.time() - said >= _KEEP_ALIVE:
-                        yield b": still here\n\n"
-                        said = loop.time()
+                    refresh_at = loop.time() + period
+                    while (left := refresh_at - loop.time()) > 0:
+                        await asyncio.sleep(min(left, said + _KEEP_ALIVE - loop.time()))
+                        if is_gone():
+                            return
+                        if loop.time() - said >= _KEEP_ALIVE:
+                            yield b": still here\n\n"
+                            said = loop.time()
                     await self._refresh()
         finally:
             del self._known[key]

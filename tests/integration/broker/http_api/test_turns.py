@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -22,6 +24,25 @@ from tests.effort import rounds
 
 # All rules limit the objects in one turn of the loop, so fewer queues prove the same in less time.
 QUEUES = rounds(4_000, least=1_100)
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop that does not wait for timers. Its clock moves on to the time of the next timer instead."""
+
+    def __init__(self) -> None:
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        self._skipped = 0.0
+        select = selector.select
+
+        def skip(timeout: float | None = None) -> Any:
+            self._skipped += timeout or 0.0
+            return select(timeout and 0)
+
+        selector.select = skip  # type: ignore[method-assign]
+
+    def time(self) -> float:
+        return super().time() + self._skipped
 
 
 class Turn:
@@ -257,6 +278,33 @@ def test_E9_slow_and_fast_event_streams_report_objects_that_are_deleted_and_crea
                 assert list(watch._named["queues"]) == ["other"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("period", [1.0, 29.0, 60.0])
+def test_an_event_stream_without_changes_sends_a_comment_every_15_s_whatever_its_period_is(
+    period: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[float] = []
+    refresh = Watch._refresh
+
+    async def timed(self: Watch) -> None:
+        polls.append(asyncio.get_running_loop().time())
+        await refresh(self)
+
+    monkeypatch.setattr(Watch, "_refresh", timed)
+
+    async def main() -> None:
+        async with Broker() as broker, aclosing(Watch(broker, Turns()).events(period)) as stream:
+            await next_event(stream)
+            comments = [asyncio.get_running_loop().time()]
+            for _ in range(9):
+                assert (await anext(stream)).startswith(b":")
+                comments.append(asyncio.get_running_loop().time())
+        for times, seconds in ((comments, 15), (polls, period)):
+            assert all(later - earlier == pytest.approx(seconds, abs=0.5) for earlier, later in pairwise(times))
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(main())
 
 
 def test_E9_the_number_of_event_streams_is_limited_in_total_and_for_each_client_address(
