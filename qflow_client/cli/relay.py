@@ -139,7 +139,8 @@ def run(
     """
     if not quiet:
         warn_of_url(url, "QFLOW_URL")
-    given: dict[str, Any] = {name: value for name, value in (("capacity", capacity), ("rate", rate)) if value}
+    options = {"capacity": capacity, "rate": rate}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     outbox, relays = _outbox(table, schema)
     made: OutboxRelay = relays(_checked(database), url, outbox=outbox, lease=lease, poll=poll, **given)
     ended = threading.Event()

@@ -106,6 +106,13 @@ def test_E12_the_relay_command_reports_a_readiness_port_that_is_in_use(
     assert f"cannot answer readiness probes on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--capacity", "--rate"])
+def test_the_command_relay_run_refuses_a_capacity_or_rate_of_0(option: str, url: str, capsys: Capture) -> None:
+    # With an allowed value, the command would end with the exit code 1, because the port is too large.
+    assert main(["relay", "run", "--database", url, "--ready-port", "70000", option, "0"]) == 2
+    assert capsys.readouterr().err.startswith(f"qflow: {option.removeprefix('--')}=0")
+
+
 def test_E14_the_commands_relay_status_relay_failed_and_relay_retry_work(
     engine: Engine, outbox: Outbox, url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
