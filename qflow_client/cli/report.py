@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from qflow_client.cli import text
 from qflow_client.cli.output import AsJson, print_json
+from qflow_client.redaction import printable
 from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
 
 __all__ = ["convert", "report"]
@@ -36,7 +39,7 @@ def report(
         typer.Option(
             metavar="MESSAGES",
             min=1,
-            help="Recommend thresholds and capacities that keep each queue below this number of messages.",
+            help="Recommend thresholds and capacities that keep each queue at or below this number of messages.",
         ),
     ] = None,
     delay: Annotated[
@@ -86,8 +89,12 @@ def report(
     Exit codes: 0 if the command succeeded; 1 if there is nothing to read; 2 if the command line is wrong.
     """
     for name, value in (("--delay", delay), ("--round-trip", round_trip)):
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value} must be more than 0 seconds", param_hint=name)
+        if value is not None and not 0 < value < inf:
+            raise typer.BadParameter(f"{value} must be a number of seconds, more than 0", param_hint=name)
+    if queue and maximum is None and delay is None:
+        raise typer.BadParameter(
+            "give --maximum or --delay too; without them nothing is recommended", param_hint="--queue"
+        )
     found = flow_report(logs, maximum=maximum, delay=delay, queues=queue or None, round_trip=round_trip)
     written = [] if output is None else found.write(output)
     if as_json:
@@ -95,9 +102,15 @@ def report(
         del whole["advice"]
         print_json(whole)
         return
-    _summary(Console(soft_wrap=True), found)
+    # If standard output is a pipe or file, do not let rich cut off cells at the width of a terminal.
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+    _summary(console, found)
+    if "advice" in found.tables and not found.advice and not found.no_advice:
+        console.print(
+            "\nno recommendation: the flow logs have no messages of a queue; log with qflow broker --flow-log"
+        )
     if written:
-        print(f"\n{written[0]}")
+        print(f"\n{printable(str(written[0]))}")
         if not written[1:]:
             print("the tables are not written as Parquet files, which needs pyarrow: pip install 'qflow-client[spark]'")
 
@@ -115,7 +128,7 @@ def convert(
     if as_json:
         print_json({"lines": lines, "output": str(output)})
     else:
-        print(f"{text.count(lines, 'line')} in {output}")
+        print(f"{text.count(lines, 'line')} in {printable(str(output))}")
 
 
 def _summary(console: Console, found: FlowReport) -> None:
@@ -137,7 +150,7 @@ def _summary(console: Console, found: FlowReport) -> None:
         _WAITS,
     )
     for why in found.no_advice.values():
-        console.print(f"\n{why}", markup=False)
+        console.print(f"\n{printable(why)}", markup=False)
     _print(console, "What to set", tables.get("advice", []), _ADVICE)
     _print(console, "Capacities", tables.get("capacities", []), ("queue", "producer", "capacity"))
     shown = [row for row in tables.get("replays", []) if row["what"] != "tried"]
@@ -175,4 +188,4 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))

@@ -113,7 +113,10 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """For each queue with messages, return the time window to replay: start and end in microseconds since 1970."""
+    """For each queue with messages, return the time window to replay: start and end in microseconds since 1970.
+
+    If a queue of `queues` has no messages, its window is empty, so that `advise` reports the reason.
+    """
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -121,6 +124,8 @@ def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tu
             deepest = max((point[0], -at) for (each, at), point in tables.depths.items() if each == name)
             half = SAMPLES // 2 * max(1, queue.us // queue.samples)
             found[name] = (-deepest[1] - half, -deepest[1] + tables.width + half)
+        elif queues is not None:
+            found[name] = (0, -1)
     return found
 
 
@@ -136,7 +141,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
         window = wanted.get(line["queue"]) if line["kind"] == "depth" else None
         if window is not None and window[0] <= line["at"] <= window[1]:
             found[line["queue"]].append((line["at"], line["peak"], _sample(line)))
-    return {name: _trimmed(samples) for name, samples in found.items() if samples}
+    return {name: _trimmed(samples) if samples else [] for name, samples in found.items()}
 
 
 def _sample(line: Mapping[str, Any]) -> Sample:
@@ -198,7 +203,8 @@ def advise(
     count = len(publishers)
     if not samples or not count:
         raise AdviceError(
-            f"queue '{name}': the log has no messages for this queue while its depth was recorded; log again"
+            f"queue '{name}': the log has no messages for this queue while its depth was recorded; check the name, or "
+            "log again"
         )
     if bound < count + 1:
         asked = f"maximum={maximum}" if maximum == bound else f"delay={delay} s at {drain_rate:.4g} messages per second"

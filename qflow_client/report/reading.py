@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,7 +108,7 @@ class FlowLogs:
 
 
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
-    """Parse a line of a flow log. Return ``None`` if it is not a JSON object with the keys ``at`` and ``kind``."""
+    """Parse a line of a flow log. Return ``None`` if it is not a JSON object with an int ``at`` and a str ``kind``."""
     try:
         line = _loads(raw)
     except ValueError:
@@ -115,7 +117,8 @@ def line_of(raw: str | bytes) -> dict[str, Any] | None:
             line = json.loads(raw)
         except ValueError:
             return None
-    return line if isinstance(line, dict) and "at" in line and "kind" in line else None
+    is_line = isinstance(line, dict) and isinstance(line.get("at"), int) and isinstance(line.get("kind"), str)
+    return line if is_line else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +166,23 @@ def raws(part: Part) -> Iterator[list[bytes]]:
             yield lines
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb", buffering=1 << 20)
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of lines.
+
+    Raises:
+        FlowLogError: the block has read compressed data that is damaged.
+    """
+    with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb", buffering=1 << 20) as file:
+        try:
+            yield file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise FlowLogError(f"{path}: the compressed data is damaged: {error}") from error
 
 
 def _at(raw: bytes) -> int | None:
     line = line_of(raw)
-    at = None if line is None else line["at"]
-    return at if isinstance(at, int) else None
+    return None if line is None else line["at"]
 
 
 def _ends(path: Path) -> list[int]:
@@ -251,20 +263,33 @@ COLUMNS = (
 _MAPS = tuple(name for name, kind in COLUMNS if kind == "counts")
 
 
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    pyarrow = _pyarrow(path)
+    try:
+        yield pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise FlowLogError(f"{path}: {error}") from error
+
+
 def _parquet_lines(path: Path) -> Iterator[dict[str, Any]]:
-    file = _pyarrow(path).parquet.ParquetFile(path)
-    for batch in file.iter_batches(batch_size=_ROWS):
-        for row in batch.to_pylist():
-            line = {name: value for name, value in row.items() if value is not None}
-            for name in _MAPS:
-                if name in line:
-                    line[name] = dict(line[name])
-            yield line
+    with _parquet_file(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS):
+            for row in batch.to_pylist():
+                line = {name: value for name, value in row.items() if value is not None}
+                for name in _MAPS:
+                    if name in line:
+                        line[name] = dict(line[name])
+                yield line
 
 
 def _parquet_ends(path: Path) -> list[int]:
-    metadata = _pyarrow(path).parquet.ParquetFile(path).metadata
-    column = metadata.schema.names.index("at")
+    with _parquet_file(path) as file:
+        metadata = file.metadata
+    names = metadata.schema.names
+    if "at" not in names:
+        raise FlowLogError(f"{path}: this is not a flow log: there is no column 'at'")
+    column = names.index("at")
     found = []
     for group in range(metadata.num_row_groups):
         statistics = metadata.row_group(group).column(column).statistics
@@ -278,21 +303,30 @@ def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
 
     Args:
         target: path of the new file. While the file is incomplete, its name begins with an underscore.
+
+    Raises:
+        FlowLogError: `target` is a folder, pyarrow is missing, or a line does not belong to a flow log.
     """
     path = Path(target)
+    if path.is_dir():
+        raise FlowLogError(f"{path}: this is a folder; name a file")
     pyarrow = _pyarrow(path)
     schema = parquet_schema(pyarrow)
     unfinished = path.with_name(f"_{path.name}")
     count = 0
-    with pyarrow.parquet.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-        batch: list[dict[str, Any]] = []
-        for line in logs.lines():
-            batch.append(line)
-            if len(batch) == _ROWS:
-                writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
-                count += len(batch)
-                batch.clear()
-        writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
+    try:
+        with pyarrow.parquet.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+            batch: list[dict[str, Any]] = []
+            for line in logs.lines():
+                batch.append(line)
+                if len(batch) == _ROWS:
+                    writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
+                    count += len(batch)
+                    batch.clear()
+            writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
+    except (AttributeError, pyarrow.ArrowException) as error:
+        files = ", ".join(map(str, logs.files))
+        raise FlowLogError(f"{files}: a line or row does not belong to a flow log: {error}") from error
     unfinished.rename(path)
     return count + len(batch)
 

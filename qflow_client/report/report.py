@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from qflow_client.report.advice import Advice, AdviceError, advise, samples_in, windows
-from qflow_client.report.reading import FlowLogs
+from qflow_client.report.reading import FlowLogError, FlowLogs
 from qflow_client.report.replay import Sample
 from qflow_client.report.tables import Row, Tables, bin_width, sum_up
 
@@ -30,7 +30,7 @@ class FlowReport:
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
         last: time of the last line in seconds since 1970; ``None`` if there are no lines.
         advice: recommended settings for each queue that can keep the requested limits.
-        no_advice: for each other queue with samples, the reason why no settings are recommended.
+        no_advice: for each other queue, the reason why no settings are recommended.
     """
 
     tables: dict[str, list[Row]]
@@ -138,11 +138,16 @@ def flow_report(
         round_trip: seconds between the publishing of a message and its confirm in the replays.
 
     Raises:
-        FlowLogError: there are no flow logs, a path is wrong, or a Parquet file is given and pyarrow is missing.
+        FlowLogError: there are no flow logs, a path is wrong, a file is damaged or no flow log, or a Parquet file is
+            given and pyarrow is missing.
         ValueError: advice is requested, and `maximum`, `delay` or `round_trip` is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
-    tables = sum_up(logs.lines(), bin_width(*logs.span()))
+    try:
+        tables = sum_up(logs.lines(), bin_width(*logs.span()))
+    except (AttributeError, KeyError, TypeError) as error:
+        files = ", ".join(map(str, logs.files))
+        raise FlowLogError(f"{files}: a line or row does not belong to a flow log: {error!r}") from error
     tables.unreadable = logs.unreadable
     samples = None
     if maximum is not None or delay is not None:

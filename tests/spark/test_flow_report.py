@@ -99,6 +99,30 @@ def test_the_command_report_writes_parquet_tables_and_an_html_page(folder: Path,
     assert f"{COUNT:,} lines" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [b"", b"no Parquet"])
+def test_the_commands_report_and_convert_name_an_invalid_parquet_file(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flow.parquet"
+    path.write_bytes(content)
+    for command in (["report"], ["convert", "--output", str(tmp_path / "out.parquet")]):
+        assert main([*command, str(path)]) == 1
+        assert f"qflow: {path}: Parquet " in capsys.readouterr().err
+
+
+def test_the_commands_report_and_convert_name_a_file_that_is_not_a_flow_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), other)
+    assert main(["report", str(other)]) == 1
+    assert f"qflow: {other}: this is not a flow log" in capsys.readouterr().err
+    lines = tmp_path / "other.jsonl"
+    lines.write_text('{"at": 1, "kind": "depth", "queue": 5}')
+    assert main(["convert", str(lines), "--output", str(tmp_path / "out.parquet")]) == 1
+    assert f"qflow: {lines}: a line or row does not belong to a flow log" in capsys.readouterr().err
+
+
 def _hold(at: float, since: float, reason: str = "paused") -> dict[str, Any]:
     at_us, since_us = int(at * 1e6), int(since * 1e6)
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": reason}
