@@ -334,9 +334,6 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # First count the outcomes that are known before the close. After the close, records without an answer also
-            # have an outcome: they stay in the outbox.
-            sending.account()
             sending.close()
         sending.account()
         took = time.monotonic() - started
