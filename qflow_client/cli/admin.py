@@ -14,13 +14,12 @@ from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qflow_client.broker import Policy
 from qflow_client.cli.errors import CommandError, ExitCode
-from qflow_client.cli.output import AsJson, print_json
+from qflow_client.cli.output import AsJson, print_json, table_console
 from qflow_client.cli.passwords import warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.text import count, seconds
@@ -80,6 +79,11 @@ class _Broker:
             raise CommandError(refused, ExitCode.USAGE)
         self._path = parts.path
         self._netloc = parts.netloc
+        # `http.client` would raise an error with the token in its text.
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise CommandError(
+                "the token of --token or QFLOW_HTTP_TOKEN must be printable ASCII characters", ExitCode.USAGE
+            )
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
             self._context = create_default_context(cafile=cacert) if parts.scheme == "https" else None
@@ -120,7 +124,7 @@ class _Broker:
         try:
             connection.request(method, self._path + path, raw, headers | {"Connection": "close"})
             response = connection.getresponse()
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:
             if isinstance(error, SSLError):
                 way_out = "check --cacert and --cert, and whether --url must begin with http:"
             elif self._context is not None:
@@ -191,6 +195,21 @@ def _broker(context: typer.Context) -> _Broker:
     return broker
 
 
+def _part(name: str) -> str:
+    """Return a name as one part of a path of the HTTP API.
+
+    Raises:
+        CommandError: the name is blank or not valid UTF-8, so that no object can have it.
+    """
+    try:
+        part = quote(name, safe="")
+    except UnicodeEncodeError:
+        part = ""
+    if not part:
+        raise CommandError(f"{name!r}: this is not a name; give the name of an object", ExitCode.USAGE)
+    return part
+
+
 # Inspecting.
 
 
@@ -217,8 +236,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
             told = f"{value:,}" if type(value) is int else printable(str(value))
             cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
-    # If standard output is a pipe or file, do not let rich cut off cells at the width of a terminal.
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    table_console().print(table)
 
 
 def _list(
@@ -435,7 +453,7 @@ def _steer(
 
 def _each_producer(context: typer.Context, what: str, names: list[str] | None, as_json: bool) -> None:
     # Print only the answer to the last request, because the output of --json must be one JSON value.
-    *others, last = [f"/{quote(name, safe='')}" for name in names or ()] or [""]
+    *others, last = [f"/{_part(name)}" for name in names or ()] or [""]
     for name in others:
         _broker(context).ask("POST", f"/api/producers{name}/{what}")
     _steer(context, as_json, "POST", f"/api/producers{last}/{what}")
@@ -474,7 +492,7 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove the ready messages of a queue."""
-    _steer(context, as_json, "POST", f"/api/queues/{quote(queue, safe='')}/purge", say=_say_removed)
+    _steer(context, as_json, "POST", f"/api/queues/{_part(queue)}/purge", say=_say_removed)
 
 
 _QueueName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the queue.")]
@@ -483,7 +501,7 @@ _QueueName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the que
 @_delete.command("queue")
 def _delete_queue(context: typer.Context, name: _QueueName, as_json: AsJson = False) -> None:
     """Delete a queue with its messages."""
-    _steer(context, as_json, "DELETE", f"/api/queues/{quote(name, safe='')}", say=_say_removed)
+    _steer(context, as_json, "DELETE", f"/api/queues/{_part(name)}", say=_say_removed)
 
 
 def _say_removed(answer: dict[str, Any]) -> None:
@@ -542,7 +560,7 @@ def _add_queue(
         name: value for name, value in marks.items() if value is not None
     }
     body = {"durable": durable, "autoDelete": auto_delete, "arguments": arguments}
-    _steer(context, as_json, "PUT", f"/api/queues/{quote(name, safe='')}", body)
+    _steer(context, as_json, "PUT", f"/api/queues/{_part(name)}", body)
 
 
 @_add.command("policy")
@@ -567,7 +585,7 @@ def _add_policy(
         raise CommandError(str(error), ExitCode.USAGE) from error
     body = {_camel(name): value for name, value in told.items() if name != "name"}
     body["definition"] = {_camel(name): value for name, value in told["definition"].items()}
-    _steer(context, as_json, "PUT", f"/api/policies/{quote(told['name'], safe='')}", body)
+    _steer(context, as_json, "PUT", f"/api/policies/{_part(told['name'])}", body)
 
 
 def _camel(name: str) -> str:
@@ -585,7 +603,7 @@ def _delete_policy(
 
     The affected queues then use their other policies and their arguments.
     """
-    _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
+    _steer(context, as_json, "DELETE", f"/api/policies/{_part(name)}")
 
 
 @_set.command("queue")
@@ -615,7 +633,7 @@ def _set_queue(
     given = {name: value for name, value in marks.items() if value is not None}
     if not given:
         raise CommandError("nothing to change: give at least one threshold, such as --flow-stop-count", ExitCode.USAGE)
-    _steer(context, as_json, "PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given, say=_say_thresholds)
+    _steer(context, as_json, "PATCH", f"/api/queues/{_part(name)}/thresholds", given, say=_say_thresholds)
 
 
 def _say_thresholds(queue: dict[str, Any]) -> None:
@@ -664,7 +682,7 @@ def _delete_rate(context: typer.Context, scope: _Scope, name: _LimitedName, as_j
 
 
 def _rate_path(scope: str, name: str) -> str:
-    return f"/api/rate-limits/{quote(scope, safe='')}/{quote(name, safe='')}"
+    return f"/api/rate-limits/{_part(scope)}/{_part(name)}"
 
 
 @admin.command("export")
@@ -690,8 +708,10 @@ def _import(
     """
     try:
         document = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"{file.name}: not valid JSON: {error}", ExitCode.USAGE) from error
+    if not isinstance(document, dict):
+        raise CommandError(f"{file.name}: not an export: the JSON value must be an object", ExitCode.USAGE)
     _steer(context, as_json, "POST", "/api/definitions", document, say=_say_imported)
 
 

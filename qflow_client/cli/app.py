@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +99,15 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: the command line without the program's name.
     """
+    with ExitStack() as stack:
+        # If a stream is closed, Python sets it to None, and `print` would write errors to standard output.
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:
+                stack.enter_context(redirect(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     shared = {"debug": False}
     line = list(arguments)
     if _NO_COLOR in line[: line.index("--") if "--" in line else None]:

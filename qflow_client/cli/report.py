@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import inf
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qflow_client.cli import text
-from qflow_client.cli.output import AsJson, print_json
+from qflow_client.cli.output import AsJson, print_json, table_console
 from qflow_client.redaction import printable
 from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
 
@@ -102,8 +101,7 @@ def report(
         del whole["advice"]
         print_json(whole)
         return
-    # If standard output is a pipe or file, do not let rich cut off cells at the width of a terminal.
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+    console = table_console()
     _summary(console, found)
     if "advice" in found.tables and not found.advice and not found.no_advice:
         console.print(

@@ -154,6 +154,29 @@ def test_if_the_http_token_is_missing_the_error_says_how_to_pass_it(
         assert main(["admin", "queues"]) == 0
 
 
+@pytest.mark.parametrize("token", ["correct-horse\n", "correct-\u20acuro"])
+def test_a_token_that_http_cannot_carry_is_refused_and_not_printed(
+    token: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QFLOW_HTTP_TOKEN", token)
+    assert main(["admin", "--url", "http://127.0.0.1:1", "queues"]) == 2
+    err = capsys.readouterr().err
+    assert err == "qflow: the token of --token or QFLOW_HTTP_TOKEN must be printable ASCII characters\n"
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [("[" * 100_000, "not valid JSON: maximum recursion depth"), ("null", "not an export"), ("[]", "not an export")],
+)
+def test_the_error_of_an_import_names_the_file(
+    document: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "definitions.json"
+    path.write_text(document)
+    assert main(["admin", "--url", "http://127.0.0.1:1", "import", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"qflow: {path}: {words}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -171,6 +194,16 @@ def test_if_the_http_token_is_missing_the_error_says_how_to_pass_it(
         ),
         (["add", "queue", "q", "--argument", "x"], 2, "--argument must be NAME=VALUE, not 'x'"),
         (["watch", "--period", "0"], 2, "0.1"),
+        (
+            ["--url", "http://127.0.0.1:1/\u20ac", "queues"],
+            1,
+            "cannot reach the HTTP API at http://127.0.0.1:1/\u20ac: ",
+        ),
+        (["--url", f"http://{'x' * 64}.invalid", "queues"], 1, "cannot reach the HTTP API at http://xxx"),
+        (["purge", ""], 2, "'': this is not a name"),
+        (["stop", ""], 2, "'': this is not a name"),
+        (["delete", "rate", "exchange", ""], 2, "'': this is not a name"),
+        (["purge", "\udcff"], 2, "'\\udcff': this is not a name"),
     ],
 )
 def test_an_admin_command_that_fails_prints_the_reason(
@@ -291,6 +324,11 @@ def test_F6_rate_limits_can_be_set_listed_and_deleted_with_commands(broker: Brok
     assert run("delete", "rate", "user", "guest")[0] == 1
     code, _, err = run("set", "rate", "host", "x", "--messages", "1")
     assert (code, err) == (2, "qflow: scope: Input should be 'exchange', 'queue' or 'user'\n")
+
+
+def test_a_command_succeeds_if_standard_output_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run("queues")[0] == 0
 
 
 def test_names_chosen_by_clients_are_printed_without_control_characters(broker: Broker, run: Run) -> None:

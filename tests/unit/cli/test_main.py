@@ -117,6 +117,14 @@ def test_an_unknown_command_line_option_is_a_usage_error(capsys: pytest.CaptureF
     assert "--nothing" in capsys.readouterr().err
 
 
+def test_without_standard_error_an_error_is_not_printed_to_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["report", "no-such-file"]) == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_the_option_debug_shows_the_traceback_of_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         main(["--debug", "send", "no-such-file", "-k", "q"])
