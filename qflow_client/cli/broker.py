@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ from qflow_client.broker import hash_password as hash_of
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.output import AsJson, print_json
-from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
+from qflow_client.cli.passwords import USERS, broker_users, decoding_checked, standard_input, warn_of_option
 from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
@@ -136,12 +135,14 @@ def hash_password(as_json: AsJson = False) -> None:
     On a terminal the command asks for the password. Otherwise it reads the first line of standard input. There is no
     option for the password, because other users of the machine could read it.
     """
-    if sys.stdin.isatty():
+    given = standard_input()
+    if given.isatty():
         password = getpass("password: ")
         if getpass("repeat the password: ") != password:
             raise CommandError("the two passwords differ; start again")
     else:
-        password = sys.stdin.readline().rstrip("\r\n")
+        with decoding_checked("standard input"):
+            password = given.readline().rstrip("\r\n")
     if not password:
         raise CommandError("the password is blank; enter at least one character", ExitCode.USAGE)
     hashed = hash_of(password)

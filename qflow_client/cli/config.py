@@ -98,7 +98,7 @@ def _check_names(path: Path, where: str, told: Mapping[str, object], known: tupl
     for name in told:
         if name not in known:
             near = get_close_matches(name.replace("-", "_"), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(known)}"
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(dict.fromkeys(known))}"
             raise _refused(path, f"{where}there is no option {name!r}{hint}")
 
 

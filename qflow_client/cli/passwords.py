@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.redaction import hide_password
 
-__all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_option", "warn_of_url"]
+__all__ = [
+    "USERS",
+    "broker_users",
+    "decoding_checked",
+    "hide_arguments",
+    "standard_input",
+    "users_of",
+    "warn_of_option",
+    "warn_of_url",
+]
 
 #: Name of the environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
@@ -75,6 +86,30 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
     return users
 
 
+def standard_input() -> TextIO:
+    """Return standard input.
+
+    Raises:
+        CommandError: standard input is closed.
+    """
+    if sys.stdin is None:
+        raise CommandError("standard input is closed")
+    return sys.stdin
+
+
+@contextmanager
+def decoding_checked(where: str) -> Iterator[None]:
+    """Replace a `UnicodeDecodeError` of the block, which has a part of the text, such as of a password.
+
+    Raises:
+        CommandError: the text at `where` is not valid in the expected encoding.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{where}: the text is not valid {error.encoding}", ExitCode.USAGE) from None
+
+
 def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
     """Return the users of a broker from ``--user``, ``--users-file`` or the environment variable `USERS`.
 
@@ -86,13 +121,15 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
         A mapping from user names to passwords; ``None`` if no users are given.
 
     Raises:
-        CommandError: a line is not a user, the file has no user, or both ``--user`` and ``--users-file`` are given.
+        CommandError: a line is not a user, the file has no user or is not UTF-8, standard input is closed, or both
+            ``--user`` and ``--users-file`` are given.
         OSError: the file cannot be read.
     """
     if options and file is not None:
         raise CommandError("--user and --users-file cannot be combined; put all users into the file", ExitCode.USAGE)
     if file is not None:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        with decoding_checked(f"--users-file {file}"):
+            text = standard_input().read() if str(file) == "-" else file.read_text(encoding="utf-8")
         users = users_of(text.splitlines(), f"--users-file {file}")
         if not users:
             raise CommandError(
@@ -100,5 +137,7 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
             )
         return users
     if options:
-        return users_of(options, "--user") or None
+        if not all(map(str.strip, options)):
+            raise CommandError("--user '': this is not a user; write NAME:PASSWORD", ExitCode.USAGE)
+        return users_of(options, "--user")
     return users_of(os.environ.get(USERS, "").splitlines(), USERS) or None

@@ -282,6 +282,16 @@ def test_the_error_for_an_invalid_option_in_the_configuration_file_shows_the_rea
     assert text.startswith("tls_") or "broker.toml: " in err
 
 
+def test_the_error_for_an_unknown_option_in_the_configuration_file_names_each_option_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broker.toml"
+    path.write_text("zzzzz = 5")
+    assert main(["broker", "--config", str(path)]) == 2
+    options = capsys.readouterr().err.partition("the options are ")[2].strip().split(", ")
+    assert len(options) == len(set(options))
+
+
 def test_the_error_for_a_missing_configuration_file_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["broker", "--config", "none.toml"]) == 1
     assert capsys.readouterr().err == "qflow: none.toml: No such file or directory\n"

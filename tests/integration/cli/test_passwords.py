@@ -117,6 +117,35 @@ def test_a_users_file_must_not_be_empty_and_cannot_be_combined_with_the_option_u
     assert "--user and --users-file cannot be combined; put all users into the file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("users", [[""], ["ann:s3cr3t", " "]])
+def test_a_blank_option_user_does_not_start_a_broker_with_the_user_guest(
+    users: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # With allowed options, the command would end with the exit code 1, because the host does not exist.
+    options = [each for user in users for each in ("--user", user)]
+    assert main(["broker", "--host", "nowhere.invalid", *options]) == 2
+    assert capsys.readouterr().err.endswith("qflow: --user '': this is not a user; write NAME:PASSWORD\n")
+
+
+@pytest.mark.parametrize("command", [["hash-password"], ["broker", "--users-file", "-"]])
+@pytest.mark.parametrize("content", [b"s3cr3t\xff:s3cr3t\n", None])
+def test_E8_standard_input_that_is_closed_or_not_utf_8_is_reported_without_the_password(
+    command: list[str], content: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", content and io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    assert main(command) == (1 if content is None else 2)
+    err = capsys.readouterr().err
+    assert ("standard input is closed" if content is None else "the text is not valid utf-8") in err
+    assert SECRET.search(err) is None
+
+
+def test_a_users_file_that_is_not_utf_8_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "users"
+    file.write_bytes(b"ann:s3cr3t\xff\n")
+    assert main(["broker", "--users-file", str(file)]) == 2
+    assert capsys.readouterr().err == f"qflow: --users-file {file}: the text is not valid utf-8\n"
+
+
 @pytest.mark.program
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])
 def test_E8_users_can_be_passed_by_a_file_by_standard_input_or_by_the_environment(
