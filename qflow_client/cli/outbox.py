@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,9 +31,10 @@ from qflow_client import (
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
-from qflow_client.cli.output import AsJson, print_json
-from qflow_client.cli.passwords import warn_of_url
+from qflow_client.cli.output import AsJson, print_json, table_console
+from qflow_client.cli.passwords import standard_input, warn_of_url
 from qflow_client.cli.stopping import Stopped, Stopping
+from qflow_client.redaction import printable
 
 __all__ = ["outbox"]
 
@@ -93,10 +93,10 @@ def list_(
             str(stored.sequence),
             text.seconds(max(0.0, now - stored.at)),
             # Use `Text`, because rich would interpret square brackets in a string as markup.
-            Text(stored.exchange),
-            Text(stored.routing_key),
+            Text(printable(stored.exchange)),
+            Text(printable(stored.routing_key)),
             str(len(stored.message.body)),
-            Text(stored.message.message_id or ""),
+            Text(printable(stored.message.message_id or "")),
             "maybe" if stored.may_be_second_copy else "no",
         )
     damaged = Outbox.look_damaged(path)
@@ -112,7 +112,7 @@ def list_(
         )
         return
     if count:
-        Console(soft_wrap=True).print(table)
+        table_console().print(table)
     if limit and count > limit:
         print(f"and {text.count(count - limit, 'more message')}")
     for sequence, why in damaged.items():
@@ -236,7 +236,7 @@ def drain(
             # The signal came before the first message was sent. `_failure_of` reports the signal.
             pass
         for line in draining.failures[:_MAX_REPORTED]:
-            print(f"qflow: {line}", file=sys.stderr)
+            print(f"qflow: {printable(line)}", file=sys.stderr)
         failure = _failure_of(draining, store, stopping)
         if as_json:
             print_json(
@@ -278,7 +278,12 @@ def drop(
     path: _File,
     sequences: Annotated[
         list[int],
-        typer.Argument(metavar="SEQUENCE", help="Sequence numbers of the messages, as `qflow outbox ls` shows them."),
+        typer.Argument(
+            metavar="SEQUENCE",
+            min=1,
+            max=text.MAX_ID,
+            help="Sequence numbers of the messages, as `qflow outbox ls` shows them.",
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove the messages without asking.")] = False,
     as_json: AsJson = False,
@@ -303,8 +308,10 @@ def drop(
             stored = Outbox.find(path, sequence)
             size = text.count(len(stored.message.body), "byte")
             print(f"message {sequence} to {stored.exchange!r}/{stored.routing_key!r}, {size}", file=shown)
-        if not yes and not typer.confirm(f"Remove {text.count(len(wanted), 'message')} permanently?", err=as_json):
-            raise CommandError("nothing was removed")
+        if not yes:
+            standard_input()
+            if not typer.confirm(f"Remove {text.count(len(wanted), 'message')} permanently?", err=as_json):
+                raise CommandError("nothing was removed")
         for sequence in wanted:
             store.drop(sequence)
     if as_json:

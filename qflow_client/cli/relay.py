@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -19,7 +18,7 @@ from typer.core import TyperGroup
 from qflow_client import SettingsError
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError
-from qflow_client.cli.output import AsJson, print_json
+from qflow_client.cli.output import AsJson, print_json, table_console
 from qflow_client.cli.passwords import warn_of_option, warn_of_url
 from qflow_client.cli.probe import readiness_probe
 from qflow_client.cli.stopping import Stopping
@@ -181,6 +180,7 @@ def status(
         typer.Option(
             metavar="SECONDS",
             min=0,
+            max=86400,
             show_default=False,
             help="Seconds for which to measure the rate (default: 1; 0: no measurement).",
         ),
@@ -230,6 +230,7 @@ def failed(
             "-n",
             metavar="NUMBER",
             min=1,
+            max=text.MAX_ID,
             show_default=False,
             help="Maximum number of messages to show (default: 20).",
         ),
@@ -251,7 +252,7 @@ def failed(
         else:
             shown.add_row(str(row.id), *(Text(printable(each)) for each in (*to, row.ordering_key or "", row.reply)))
     if rows and not as_json:
-        Console(soft_wrap=True).print(shown)
+        table_console().print(shown)
 
 
 @relay.command()
@@ -259,7 +260,10 @@ def retry(
     ids: Annotated[
         list[int] | None,
         typer.Argument(
-            metavar="ID", help="Ids of the messages to put back, as `qflow relay failed` shows them (default: all)."
+            metavar="ID",
+            min=1,
+            max=text.MAX_ID,
+            help="Ids of the messages to put back, as `qflow relay failed` shows them (default: all).",
         ),
     ] = None,
     database: _Database = None,

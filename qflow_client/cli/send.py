@@ -112,7 +112,9 @@ def _seconds(value: str) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is neither a number of seconds nor 'forever'") from None
+        raise CommandError(
+            f"--max-producer-flow-control-wait {value!r} is neither a number of seconds nor 'forever'", ExitCode.USAGE
+        ) from None
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
@@ -379,7 +381,7 @@ def _summarise(
             }
         )
     for line in tally.failures:
-        print(f"qflow: {line}", file=sys.stderr)
+        print(f"qflow: {printable(line)}", file=sys.stderr)
     if tally.failures_left_out:
         print(f"qflow: and {text.count(tally.failures_left_out, 'more record')}", file=sys.stderr)
     if as_json or quiet:
@@ -392,7 +394,8 @@ def _summarise(
         print(f"continued after record {before:,}; an earlier run had sent the records up to it")
     print(f"{confirmed} confirmed in {text.seconds(took)}, {text.rate(tally.confirmed, took)}")
     if tally.times_flowed:
-        print(f"blocked (flowed) {text.count(tally.times_flowed, 'time')}: {text.by_hold(tally.seconds_flowed)}")
+        by_hold = text.by_hold(tally.seconds_flowed)
+        print(f"blocked (flowed) {text.count(tally.times_flowed, 'time')}" + (f": {by_hold}" if by_hold else ""))
     else:
         print("never blocked (flowed)")
     if failure is not None:

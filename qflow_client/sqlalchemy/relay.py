@@ -203,7 +203,7 @@ class OutboxRelay:
         self._stop()
         if self._thread is None:
             return True
-        self._thread.join(timeout)
+        self._thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def _stop(self) -> None:

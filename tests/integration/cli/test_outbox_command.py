@@ -59,6 +59,18 @@ def test_ls_prints_names_that_look_like_markup_unchanged(tmp_path: Path, capsys:
     assert "[/nothing]" in out
 
 
+def test_ls_and_drain_print_names_without_control_characters(tmp_path: Path, broker: Broker, capsys: Capture) -> None:
+    path = str(tmp_path / "outbox")
+    with Outbox(path) as outbox:
+        outbox.put(b"", "\x1b[31mnowhere", "\x1b[32m", "\x1b[33m")
+    assert main(["outbox", "ls", path]) == 0
+    assert main(["outbox", "drain", path, "--url", broker.url]) == 1
+    out, err = capsys.readouterr()
+    assert (out + err).replace("\n", "").isprintable()
+    assert "\\x1b[31mnowhere" in out
+    assert "\\x1b[33m" in err
+
+
 def test_ls_of_an_empty_outbox_prints_0_messages(tmp_path: Path, capsys: Capture) -> None:
     Outbox(tmp_path / "outbox").close()
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
@@ -230,6 +242,19 @@ def test_drop_asks_for_confirmation(
     assert main(["outbox", "drop", str(path), "1", "3"]) == code
     assert "Remove 2 messages permanently?" in capsys.readouterr().out
     assert left(path) == (["id-1", "id-2", "id-3"] if code else ["id-2"])
+
+
+def test_drop_without_an_answer_reports_that_standard_input_is_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["outbox", "drop", str(path), "1"]) == 1
+    assert capsys.readouterr().err == "qflow: standard input is closed\n"
+
+
+def test_drop_refuses_a_number_that_no_message_has(path: Path, capsys: Capture) -> None:
+    assert main(["outbox", "drop", str(path), str(2**63), "--yes"]) == 2
+    assert "SEQUENCE" in capsys.readouterr().err
 
 
 def test_drop_removes_nothing_if_a_message_does_not_exist_or_the_outbox_is_in_use(

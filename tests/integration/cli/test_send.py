@@ -299,7 +299,7 @@ def test_a_flow_control_timeout_shows_which_records_were_not_sent(broker: Broker
         (
             ["-", "-k", "orders", "--max-producer-flow-control-wait", "long"],
             2,
-            "neither a number of seconds nor 'forever'",
+            "qflow: --max-producer-flow-control-wait 'long' is neither a number of seconds nor 'forever'",
         ),
         (["-", "-k", "orders", "--rate-burst", "0"], 2, "qflow: rate_burst=0: it must be"),
         (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),

@@ -140,6 +140,26 @@ def test_E14_the_commands_relay_status_relay_failed_and_relay_retry_work(
         assert (outbox.status(connection).depth, outbox.status(connection).failed) == (4, 0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "--seconds", "inf"], "--seconds"),
+        (["failed", "--limit", str(2**63)], "--limit"),
+        (["retry", str(2**63)], "ID"),
+    ],
+)
+def test_a_number_that_is_too_large_for_a_relay_command_is_a_usage_error(
+    arguments: list[str], words: str, outbox: Outbox, url: str, capsys: Capture
+) -> None:
+    assert main(["relay", *arguments, "--database", url]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_relay_with_a_very_long_lease_can_be_closed(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    with OutboxRelay(engine, broker.url, outbox=outbox, lease=1e12):
+        pass
+
+
 def test_E14_the_command_relay_status_shows_the_holds_of_a_relay(
     engine: Engine, outbox: Outbox, broker: Broker, url: str, capsys: Capture
 ) -> None:

@@ -61,6 +61,19 @@ def test_the_json_summary_of_a_send_contains_the_same_counts_as_the_text(capsys:
     assert err == "qflow: record 2 (line 2): it was nacked\nqflow: record 4 (line 4): it was nacked\n"
 
 
+def test_the_summary_of_a_send_has_no_colon_if_no_hold_has_lasted(capsys: pytest.CaptureFixture[str]) -> None:
+    made = tally("c")
+    made.times_flowed = 1
+    _summarise(made, 1.0, None, as_json=False, quiet=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "blocked (flowed) 1 time"
+
+
+def test_the_summary_of_a_send_prints_failures_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Tally(failures=["no exchange '\x1b[31m'"])
+    _summarise(made, 1.0, CommandError("no"), as_json=False, quiet=True)
+    assert capsys.readouterr().err == "qflow: no exchange '\\x1b[31m'\n"
+
+
 def test_the_summary_of_a_send_lists_only_the_first_failures_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     _summarise(tally("n" * 8), 1.0, CommandError("no"), as_json=False, quiet=True)
     out, err = capsys.readouterr()
