@@ -131,26 +131,50 @@ def interrupted(
     return (points >= at) + (0 < again <= points - at)
 
 
-def each_interrupt(*, least: int, every: int = 1) -> Iterator[Callable[[Callable[[], Any]], int]]:
-    """Yield functions that call a function and simulate Ctrl-C at one point of it, each at a later point.
+class Interrupt:
+    """Simulates Ctrl-C at one point of a call.
 
-    The last function does not interrupt its call, because the call has fewer points.
+    Attributes:
+        at: number of the point, from 1.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        # How often Ctrl-C came, for each call.
+        self._counts: list[int] = []
+
+    def __call__(
+        self,
+        call: Callable[[], Any],
+        *,
+        only: tuple[str, ...] = (),
+        again: int = 0,
+        handler: Callable[[], object] = press,
+    ) -> int:
+        """Call a function and return how often Ctrl-C came, as `interrupted` does."""
+        self._counts.append(interrupted(call, self.at, only=only, again=again, handler=handler))
+        return self._counts[-1]
+
+    @property
+    def came(self) -> bool:
+        """Whether Ctrl-C came in one of the calls."""
+        assert self._counts, "the function was not called"
+        return any(self._counts)
+
+
+def each_interrupt(*, least: int, every: int = 1) -> Iterator[Interrupt]:
+    """Yield objects that call a function and simulate Ctrl-C at one point of it, each at a later point.
+
+    The last one does not interrupt its call, because the call has fewer points.
 
     Args:
         least: number of points that the call must have at least.
         every: distance between two points.
     """
     for at in range(1, 5000, every):
-        counts: list[int] = []
-
-        def interrupt(call: Callable[[], Any], at: int = at, counts: list[int] = counts) -> int:
-            """Return how often Ctrl-C came, as `interrupted` does."""
-            counts.append(interrupted(call, at))
-            return counts[-1]
-
+        interrupt = Interrupt(at)
         yield interrupt
-        if not any(counts):
-            assert counts, "the function was not called"
+        if not interrupt.came:
             assert at > least
             return
     raise AssertionError("the call has too many points")

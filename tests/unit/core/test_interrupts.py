@@ -56,13 +56,11 @@ def started() -> tuple[ProducerProtocol, Wire]:
 
 def interrupts(payload: bytes | Message, key: str) -> Iterator[tuple[ProducerProtocol, Wire]]:
     """Yield a producer for every line at which sending this can be interrupted, after the interrupt."""
-    for at in range(1, 1000):
+    for interrupt in each_interrupt(least=15):
         protocol, read = started()
-        if not interrupted(lambda: protocol.admission.send(payload, "", key, 0.0), at):  # noqa: B023  # called at once
-            assert at > 15
-            return
-        protocol.on_timer(0.0)
-        yield protocol, read
+        if interrupt(lambda: protocol.admission.send(payload, "", key, 0.0)):  # noqa: B023  # called at once
+            protocol.on_timer(0.0)
+            yield protocol, read
 
 
 @pytest.mark.parametrize(
@@ -120,28 +118,29 @@ def test_a_second_ctrl_c_while_the_producer_repairs_its_state_leaves_the_state_c
 ) -> None:
     twice = 0
     every, then = {"quick": (13, 13), "ci": (1, 3), "nightly": (1, 1)}[EFFORT]
-    for at in range(1, 1000, every):
+    for interrupt in each_interrupt(least=15, every=every):
         # In CI the loop begins at one of the first places, and tries each EVERY-th place after it.
-        for again in range(1 + at % then, 1000, then):
+        for again in range(1 + interrupt.at % then, 1000, then):
             protocol, _ = started()
-            if not interrupted(lambda: protocol.admission.send(payload, "", "q", 0.0), at):  # noqa: B023  # called at once
-                assert twice > 100 / every / then
-                return
+            if not interrupt(lambda: protocol.admission.send(payload, "", "q", 0.0)):  # noqa: B023  # called at once
+                break
             come = interrupted(lambda: protocol.on_timer(0.0), again)  # noqa: B023  # likewise
             protocol.on_timer(0.0)
-            assert consistent(protocol), (at, again)
+            assert consistent(protocol), (interrupt.at, again)
             if not come:
                 break
             twice += 1
+        else:
+            pytest.fail("the repair has too many points")
+    assert twice > 100 / every / then
 
 
 def test_an_observer_stores_the_start_of_an_interrupted_send_only_if_the_message_is_admitted() -> None:
     kept = []
-    for at in range(1, 1000):
+    for interrupt in each_interrupt(least=15):
         protocol, _ = started()
         protocol.admission.observer = Watch()
-        if not interrupted(lambda: protocol.admission.send(b"abc", "", "q", 0.0), at):  # noqa: B023  # called at once
-            break
+        interrupt(lambda: protocol.admission.send(b"abc", "", "q", 0.0))  # noqa: B023  # called at once
         protocol.on_timer(0.0)
         assert set(protocol.admission.observer.began) == ({4} if protocol.unsettled == 4 else set())
         kept.append(protocol.unsettled == 4)
@@ -233,26 +232,20 @@ def test_admitting_waiting_senders_skips_none_of_them_if_ctrl_c_comes_at_any_lin
 def test_a_waiting_send_that_is_interrupted_is_no_longer_in_the_waiting_line(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
-    for at in range(1, 3000, EVERY):
+    for interrupt in each_interrupt(least=20, every=EVERY):
         protocol, tickets = crowd(line())
         if room:
             # There is room, which no step has noticed yet.
             protocol.window.capacity = 9
-        come = interrupted(
-            lambda: place(protocol, b"own", 1.0, waiter="own", first=first),  # noqa: B023  # at once
-            at,
-        )
+        come = interrupt(lambda: place(protocol, b"own", 1.0, waiter="own", first=first))  # noqa: B023  # called at once
         own = sum(receipt.message.body == b"own" for receipt in protocol.unsettled_receipts)
         bodies = all_get_out(protocol, tickets)
         if come:
             # It was admitted before the interrupt, or never.
             assert bodies.count(b"own") == own
-            bodies = [body for body in bodies if body != b"own"]
         else:
             assert b"own" in bodies
-            assert at > 20
-            return
-        assert sorted(bodies) == [b"3", b"4", b"5", b"6"]
+        assert sorted(body for body in bodies if body != b"own") == [b"3", b"4", b"5", b"6"]
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
@@ -523,20 +516,18 @@ def stop(protocol: ProducerProtocol) -> None:
 def test_every_message_is_written_once_and_in_order_even_if_ctrl_c_interrupts_any_producer_method(
     step: Callable[[ProducerProtocol], None], second: int, written: int
 ) -> None:
-    for at in range(1, 1000, EVERY):
+    for interrupt in each_interrupt(least=3, every=EVERY):
         protocol = make()
         receipts = [send(protocol, body) for body in BODIES]
         read = Wire().read(write(protocol, written))
-        if not interrupted(lambda: step(protocol), at, again=second):  # noqa: B023  # called at once
-            assert at > 3
-            return
+        interrupt(lambda: step(protocol), again=second)  # noqa: B023  # called at once
         protocol.on_timer(0.0)
         if protocol.is_stopped:
             protocol.on_flow(True, 0.0)
-        assert consistent(protocol), at
+        assert consistent(protocol), interrupt.at
         read.read(drain(protocol))
-        assert [message.body for message in read.messages] == list(BODIES), at
-        assert [receipt._tag for receipt in receipts] == [1, 2, 3, 4, 5, 6], at
+        assert [message.body for message in read.messages] == list(BODIES), interrupt.at
+        assert [receipt._tag for receipt in receipts] == [1, 2, 3, 4, 5, 6], interrupt.at
         protocol.on_ack(6, True, 0.0)
         assert all(receipt.delivered for receipt in receipts)
         assert protocol.window.used == protocol.unwritten == 0
@@ -554,19 +545,17 @@ def test_every_message_is_written_once_and_in_order_even_if_ctrl_c_interrupts_an
 def test_messages_have_their_own_ids_even_if_ctrl_c_comes_while_their_frames_are_made(
     payloads: Sequence[bytes | Message],
 ) -> None:
-    for at in range(1, 1000):
+    for interrupt in each_interrupt(least=15):
         protocol = make()
         # The digits of the third id differ from those of the second in more than the last two places.
         protocol.admission.next_number = 254
         receipts = [send(protocol, payload) for payload in payloads]
-        if not interrupted(lambda: make_frames(protocol), at):  # noqa: B023  # called at once
-            assert at > 15
-            return
+        interrupt(lambda: make_frames(protocol))  # noqa: B023  # called at once
         protocol.on_timer(0.0)
-        assert consistent(protocol), at
+        assert consistent(protocol), interrupt.at
         messages = wire(drain(protocol)).messages
-        assert [each.body for each in messages] == [each.message.body for each in receipts], at
-        assert [each.properties.message_id for each in messages] == [each.message_id for each in receipts], at
+        assert [each.body for each in messages] == [each.message.body for each in receipts], interrupt.at
+        assert [each.properties.message_id for each in messages] == [each.message_id for each in receipts]
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -626,21 +615,18 @@ def test_a_producer_method_that_raises_memory_error_leaves_no_message_lost_or_re
 
 
 def test_messages_too_large_for_a_new_channel_end_as_failed_or_unknown_even_if_ctrl_c_interrupts_its_opening() -> None:
-    for at in range(1, 1000, EVERY):
+    for interrupt in each_interrupt(least=100, every=EVERY):
         protocol = make()
         protocol.reports.settled = []
         large = Message(b"large", headers={"k": "x" * 1000})
         written = publish(protocol, large)
         unwritten = [send(protocol, large), send(protocol, b"small")]
         protocol.connection_lost("gone", 1.0, reconnects=True)
-        come = interrupted(lambda: protocol.channel_opened(CHANNEL, 512, 2.0), at)  # noqa: B023  # called at once
+        interrupt(lambda: protocol.channel_opened(CHANNEL, 512, 2.0))  # noqa: B023  # called at once
         protocol.on_timer(2.0)
         if protocol.channel.number is None:
             # The interrupt came before the step had begun.
             protocol.channel_opened(CHANNEL, 512, 2.0)
-        assert [each.outcome for each in (written, *unwritten)] == [Outcome.UNKNOWN, Outcome.FAILED, None], at
+        assert [each.outcome for each in (written, *unwritten)] == [Outcome.UNKNOWN, Outcome.FAILED, None], interrupt.at
         assert protocol.take_settled(3.0) == [written, unwritten[0]]
         assert consistent(protocol)
-        if not come:
-            assert at > 100
-            return

@@ -16,7 +16,7 @@ from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.receipt import Outcome
 from qflow_client.recovery import Backoff
 from tests.effort import EFFORT
-from tests.interrupting import EVERY, each_interrupt, interrupted
+from tests.interrupting import EVERY, each_interrupt
 
 from .support import CHANNEL, FRAME_MAX, Wire, drain, make, publish, reconnect, returned, send, wait, wire, write
 
@@ -261,19 +261,15 @@ def test_E2_every_message_is_settled_and_reported_once_even_if_ctrl_c_interrupts
 ) -> None:
     step, settings = STEPS[name]
     # A producer that keeps only failures differs only in its reports. In CI each third place is enough for it.
-    for at in range(0, 5000, EVERY if told or EFFORT != "ci" else 3):
+    for interrupt in each_interrupt(least=10, every=EVERY if told or EFFORT != "ci" else 3):
         life = Life(told, **settings)
-        # First let the call complete.
-        come = interrupted(lambda: step(life), at) if at else step(life) is not life  # noqa: B023  # called at once
+        interrupt(lambda: step(life))  # noqa: B023  # called at once
         life.protocol.lift("paused", 1.0)
         life.end()
         if name == "withdraw" and life.receipts[-1]._outcome is Outcome.FAILED:
             # The outcome is reported only to the caller.
             del life.receipts[-1]
         life.check()
-        if not come:
-            assert at > 10
-            return
 
 
 @pytest.mark.parametrize(
@@ -394,7 +390,7 @@ def test_E2_ctrl_c_leaves_no_hold_for_unwritten_bytes_if_the_socket_has_accepted
 
 def test_E2_ctrl_c_leaves_no_hold_for_receipt_callbacks_that_have_finished() -> None:
     lifted = 0
-    for at in range(1, 1000):
+    for interrupt in each_interrupt(least=5):
         protocol = make(capacity=2)
         protocol.reports.settled = []
         for tag in (1, 2, 3):
@@ -402,13 +398,11 @@ def test_E2_ctrl_c_leaves_no_hold_for_receipt_callbacks_that_have_finished() -> 
             protocol.on_ack(tag, False, 0.0)
         assert len(protocol.take_settled(0.0)) == 3
         assert protocol.gate.is_held_by("capacity")
-        come = interrupted(lambda: protocol.reported(3, 0.0), at)  # noqa: B023  # called at once
+        interrupt(lambda: protocol.reported(3, 0.0))  # noqa: B023  # called at once
         protocol.on_timer(1.0)
         assert protocol.gate.is_open is (protocol.parts.unreported.count == 0)
         lifted += protocol.gate.is_open
-        if not come:
-            assert lifted > 5
-            return
+    assert lifted > 5
 
 
 @pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
@@ -560,11 +554,10 @@ def test_take_output_has_the_same_effect_as_writing_all_output(
 
 def test_E2_ctrl_c_while_the_output_is_taken_leaves_each_message_either_unsent_or_written() -> None:
     written = []
-    came, at = 1, 1
-    while came:
+    for interrupt in each_interrupt(least=2):
         protocol = make()
         receipt = send(protocol, Message(b"1", priority=1))
-        came = interrupted(lambda: protocol.take_output(0.0), at)  # noqa: B023  # called at once
+        interrupt(lambda: protocol.take_output(0.0))  # noqa: B023  # called at once
         written.append(protocol.written)
         assert bool(protocol.take_output(0.0)) != bool(written[-1])
         assert list(protocol.parts.unconfirmed.flight) == [1]
@@ -573,6 +566,5 @@ def test_E2_ctrl_c_while_the_output_is_taken_leaves_each_message_either_unsent_o
         protocol.on_ack(1, False, 0.0)
         assert receipt.delivered
         assert protocol.unsettled == 0
-        at += 1
     assert written == sorted(written)
     assert set(written) == {0, 1}

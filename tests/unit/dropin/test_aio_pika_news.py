@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
-from tests.interrupting import interrupted
+from tests.interrupting import Interrupt, each_interrupt
 
 
 @pytest.mark.parametrize(("capacity", "window"), [(5, 5), ("auto", 70)])
@@ -23,7 +23,7 @@ def test_C6_without_confirms_only_an_adaptive_window_is_replaced_by_capacity_max
 
 
 def test_E2_ctrl_c_loses_no_wake_up_and_no_flow_event_of_the_aio_pika_drop_in() -> None:
-    async def publish(at: int) -> int:
+    async def publish(interrupt: Interrupt) -> None:
         flow = ChannelFlow(AIO_PIKA.settings(), confirms=True, restores=False, is_closing=bool)
         flow.protocol.channel_opened(1, 0, 0.0)
         heard: list[str] = []
@@ -32,16 +32,13 @@ def test_E2_ctrl_c_loses_no_wake_up_and_no_flow_event_of_the_aio_pika_drop_in() 
         flow.protocol.lift("paused", 0.0)
         waiters = [flow._loop.create_future() for _ in range(3)]
         flow.protocol.reports.wake += waiters
-        come = interrupted(flow._kick, at)
+        interrupt(flow._kick)
         # The next change, or the next bytes of the broker.
         flow._kick()
         for _ in range(4):
             await asyncio.sleep(0)
         assert all(waiter.done() for waiter in waiters)
         assert heard == ["flowed", "unflowed"]
-        return come
 
-    at = 1
-    while asyncio.run(publish(at)):
-        at += 1
-    assert at > 1
+    for interrupt in each_interrupt(least=1):
+        asyncio.run(publish(interrupt))

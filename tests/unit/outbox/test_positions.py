@@ -12,7 +12,7 @@ import pytest
 
 from qflow_client import Message, Outbox, OutboxError, Outcome, Position, RoutedMessage
 from qflow_client.message import give_back, position_of, with_position
-from tests.interrupting import EVERY, interrupted
+from tests.interrupting import EVERY, each_interrupt
 from tests.unit.core.support import wire
 
 from .support import Kept, change, crash
@@ -505,8 +505,8 @@ def test_E13_after_ctrl_c_at_any_line_a_position_is_on_disk_exactly_if_its_messa
 ) -> None:
     settings: dict[str, Any] = {"when_flowed": "spill"} if way == "spilled" else {}
     seen = set()
-    for at in range(1, 2000, EVERY):
-        path = tmp_path / f"outbox-{at}"
+    for interrupt in each_interrupt(least=30, every=EVERY):
+        path = tmp_path / f"outbox-{interrupt.at}"
         kept = Kept(path, **settings)
         if way == "spilled":
             kept.protocol.hold("paused", kept.now)
@@ -517,7 +517,7 @@ def test_E13_after_ctrl_c_at_any_line_a_position_is_on_disk_exactly_if_its_messa
             send(kept, 2, spills=way == "spilled")
             kept.outbox.wait_durable(kept.outbox.last)
 
-        come = interrupted(call, at, only=MODULES)
+        interrupt(call, only=MODULES)
         then(kept)
         asked = kept.outbox.position(ROWS)
         kept.crash()
@@ -528,6 +528,4 @@ def test_E13_after_ctrl_c_at_any_line_a_position_is_on_disk_exactly_if_its_messa
         if then is _go_on:
             assert position == asked
         seen.add(position)
-        if not come:
-            break
     assert seen == {1, 2}

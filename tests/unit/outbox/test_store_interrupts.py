@@ -13,7 +13,7 @@ from qflow_client.core.tickets import SendTicket
 from qflow_client.core.waiters import Waiters
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
-from tests.interrupting import EVERY, interrupted
+from tests.interrupting import EVERY, each_interrupt, interrupted
 from tests.unit.core.support import Wire, place
 
 from .support import Kept, leave
@@ -80,15 +80,11 @@ def every_line(
     """Yield a producer for every line at which a call is interrupted, after the interrupt; and last, one without an
     interrupt.
     """
-    for at in range(1, 2000, EVERY):
-        kept = Kept(path, f"{at}-", **settings)
+    for interrupt in each_interrupt(least=least, every=EVERY):
+        kept = Kept(path, f"{interrupt.at}-", **settings)
         try:
             begin(kept)
-            come = interrupted(lambda: call(kept), at, only=MODULES)  # noqa: B023  # called at once
-            yield kept, come
-            if not come:
-                assert at > least
-                return
+            yield kept, interrupt(lambda: call(kept), only=MODULES)  # noqa: B023  # called at once
         finally:
             kept.outbox.close()
 
@@ -269,13 +265,10 @@ def test_messages_that_were_stored_in_the_outbox_before_ctrl_c_survive_a_later_c
     kept = Kept(path)
     kept.turn()
     kept.write()
-    at = 0
-    come = 1
     sequence = kept.outbox.last
-    while come:
-        at += 1
+    for interrupt in each_interrupt(least=30):
         kept.protocol.on_timer(kept.now)
-        come = interrupted(lambda: kept.send(b"own"), at, only=MODULES)
+        interrupt(lambda: kept.send(b"own"), only=MODULES)
     kept.crash()
     found = Outbox.look(path)
     assert found[0].message.body == b"left"
@@ -296,17 +289,14 @@ def test_E2_ctrl_c_after_the_end_of_the_producer_removes_no_stored_message_from_
 
 
 def test_E2_ctrl_c_while_messages_are_settled_leaves_no_settled_message_in_the_outbox(path: Path) -> None:
-    for at in range(1, 2000, EVERY):
-        kept = Kept(path, f"{at}-")
+    for interrupt in each_interrupt(least=10, every=EVERY):
+        kept = Kept(path, f"{interrupt.at}-")
         for number in range(3):
             kept.store.send(b"%d" % number, "", "q", kept.now, spills=False)
         while data := kept.protocol.data_to_write(1 << 20):
             kept.protocol.advance(len(data), kept.now)
-        come = interrupted(lambda: kept.protocol.on_ack(3, True, kept.now), at)  # noqa: B023  # called at once
+        interrupt(lambda: kept.protocol.on_ack(3, True, kept.now))  # noqa: B023  # called at once
         # A later ack settles the messages that the interrupted one did not.
         kept.protocol.on_ack(0, True, kept.now)
         kept.outbox.close()
         assert not Outbox.look(path)
-        if not come:
-            assert at > 10
-            return
