@@ -68,7 +68,8 @@ def test_c6_the_bytes_of_unsettled_messages_never_exceed_capacity_bytes() -> Non
     assert holds(protocol) == [HoldKind.CAPACITY]
     send(protocol, Message(b"c" * 40))
     assert protocol.admission.send(Message(b"d"), "", "q", 0.0) is None
-    send(protocol, b""), "nothing always fits"
+    # An empty message always fits.
+    send(protocol, b"")
     write_and_ack(protocol, 1, 1.0)
     assert protocol.limits.byte_window is not None
     assert protocol.limits.byte_window.used == 40
@@ -734,7 +735,8 @@ def test_f2_the_rate_limit_of_a_producer_limits_the_number_of_messages() -> None
 def test_c6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_wait() -> None:
     protocol = make(capacity=2)
     protocol.reports.events = []
-    send(protocol), send(protocol)
+    send(protocol)
+    send(protocol)
     for _ in range(10):
         wait(protocol)
     assert protocol.waiters.when_unflowed("me", 0.0)

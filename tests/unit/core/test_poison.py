@@ -184,9 +184,14 @@ def test_no_message_is_written_without_a_channel_even_if_the_window_has_room() -
     protocol = make()
     five(protocol)
     close(protocol)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
-    drain(protocol)
-    protocol.connection_lost("gone", 3.0)
+    assert drain(protocol) == b""
+    assert reopen(protocol) == [b"1"]
+    protocol.connection_lost("cut", 3.0, reconnects=True)
+    assert drain(protocol) == b""
+    assert protocol.window.used < protocol.window.capacity
+    assert reopen(protocol) == [b"1"]
+    protocol.connection_lost("gone", 4.0)
+    assert drain(protocol) == b""
     assert protocol.unsettled == 0
 
 
