@@ -20,7 +20,7 @@ from qflow_client.logs import flush_logs
 from tests.collecting import collect
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
-from tests.interrupting import EVERY, interrupted
+from tests.interrupting import EVERY, each_interrupt
 
 from .tools import held, pump, stop
 
@@ -562,18 +562,16 @@ def test_a_lost_connection_logs_a_warning(broker, connect, caplog):
 
 
 def test_E2_after_an_interrupted_write_no_confirm_is_assigned_to_another_message(connect):
-    at, came = 1, 1
-    while came:
+    for interrupt in each_interrupt(least=10, every=EVERY):
         connection = connect(max_producer_flow_control_wait=PATIENCE)
         channel = connection.channel()
         channel.confirm_delivery(pipelined=True)
-        came = interrupted(partial(channel.basic_publish, "", "q", b"interrupted"), at, only=_WRITING)
+        interrupt(partial(channel.basic_publish, "", "q", b"interrupted"), only=_WRITING)
         with suppress(pika.exceptions.AMQPConnectionError):
             # If the bytes may not be in pika's buffer, the drop-in has ended the connection.
             channel.basic_publish("", "q", b"the next one")
             channel.wait_for_confirms()
             connection.close()
-        at += EVERY
 
 
 def test_E2_no_message_waits_for_a_confirm_after_an_interrupt_of_confirm_delivery(connect, monkeypatch):
@@ -595,11 +593,10 @@ def test_E2_no_message_waits_for_a_confirm_after_an_interrupt_of_confirm_deliver
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipelined):
     connection, continued = connect(max_producer_flow_control_wait=PATIENCE), 0
-    at, came = 1, 1
-    while came:
+    for interrupt in each_interrupt(least=5, every=EVERY):
         channel = connection.channel()
         channel.confirm_delivery(pipelined=pipelined)
-        came = interrupted(partial(channel.basic_publish, "", "q", bytes(100)), at, only=("blocking_connection.py",))
+        interrupt(partial(channel.basic_publish, "", "q", bytes(100)), only=("blocking_connection.py",))
         try:
             if pipelined:
                 channel.wait_for_confirms()
@@ -610,6 +607,5 @@ def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipe
             assert not channel.flow_state.flowed
             channel.close()
             continued += 1
-        at += EVERY
     # Only an interrupt during the write ends the connection.
-    assert continued > at / EVERY / 2
+    assert continued > interrupt.at / EVERY / 2

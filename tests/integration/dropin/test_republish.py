@@ -16,7 +16,7 @@ from qflow_client.core.suspects import PoisonDetector
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, bodies, eventually, start
-from tests.interrupting import EVERY, interrupted
+from tests.interrupting import EVERY, each_interrupt
 
 from .tools import held, pump
 
@@ -367,12 +367,11 @@ def test_E2_after_an_interrupt_of_confirm_delivery_exactly_one_channel_has_the_m
             # An interrupt during a write has ended the connection.
             pipelined(connect, channel).wait_for_confirms(PATIENCE)
 
-    at, came = 1, 1
-    while came:
+    for interrupt in each_interrupt(least=10, every=EVERY):
         broker.purge("q")
         first = lost(broker, pipelined(connect), 0, 1, returned=True)
         second = connect().channel()
-        came = interrupted(partial(second.confirm_delivery, True, first), at, only=("pika/flow.py", "core/channel.py"))
+        interrupt(partial(second.confirm_delivery, True, first), only=("pika/flow.py", "core/channel.py"))
         if first.unconfirmed:
             second = pipelined(connect, first)
         with pytest.raises(pika.exceptions.UnroutableError) as caught:
@@ -380,4 +379,3 @@ def test_E2_after_an_interrupt_of_confirm_delivery_exactly_one_channel_has_the_m
         # The first return, and the return of the second copy.
         assert [each.body for each in caught.value.messages] == [b"returned"] * 2
         assert bodies(broker)[:4] == [b"0", b"1"] * 2
-        at += EVERY

@@ -71,6 +71,8 @@ def test_if_ctrl_c_interrupts_the_construction_of_a_producer_its_outbox_is_free_
                 break
             # Nobody has it, and nobody had to collect garbage for that.
             Outbox(path).close()
+        else:
+            pytest.fail("the construction has too many points")
         for producer in made:
             if isinstance(producer, Producer):
                 producer.close(timeout=PATIENCE)

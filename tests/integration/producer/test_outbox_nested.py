@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from qflow_client import AsyncProducer, NotDurable, Outbox, Producer, ProducerFlowed
 from qflow_client.broker import Broker
 from tests.collecting import collect
-from tests.interrupting import EVERY, interrupted
+from tests.interrupting import EVERY, each_interrupt
 
 from .test_nested import Garbage, in_time
 from .tools import PATIENCE, bodies, eventually
@@ -69,9 +68,8 @@ def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_a_send(
         nonlocal nested
         with Producer(broker.url, routing_key="q", outbox=path, when_flowed=when_flowed) as producer:  # type: ignore[arg-type]
             nested = Nested(lambda: producer.send(b"nested", timeout=0))
-            for at in range(1, 5000, EVERY):
-                if not interrupted(lambda: call(producer), at, handler=nested):
-                    break
+            for interrupt in each_interrupt(least=60, every=EVERY):
+                interrupt(lambda: call(producer), handler=nested)
             producer.flush(PATIENCE)
 
     in_time(run)
@@ -115,9 +113,8 @@ def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_an_asyncio_
         nonlocal nested
         async with AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox") as producer:
             nested = Nested(lambda: producer.send_nowait(b"nested"))
-            for at in itertools.count(1, EVERY):
-                if not interrupted(lambda: producer.send_nowait(b"own"), at, handler=nested):
-                    break
+            for interrupt in each_interrupt(least=60, every=EVERY):
+                interrupt(lambda: producer.send_nowait(b"own"), handler=nested)
                 await asyncio.sleep(0)
             await producer.flush(PATIENCE)
 
