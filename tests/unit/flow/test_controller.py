@@ -25,6 +25,14 @@ def kinds(controller: FlowController) -> list[str]:
     return [hold.kind for hold in controller.gate.holds]
 
 
+def occupied(limiter: Limiter, *sizes: int) -> FlowController:
+    """Return a controller that has admitted elements of these sizes."""
+    controller = FlowController(limiter)
+    for size in sizes:
+        assert controller.try_acquire(size, 0.0)
+    return controller
+
+
 def line_up(controller: FlowController, *sizes: int, now: float = 0.0) -> list[Ticket]:
     tickets = [Ticket(size) for size in sizes]
     for ticket in tickets:
@@ -42,8 +50,7 @@ def test_F8_try_acquire_admits_elements_as_long_as_there_is_room() -> None:
 
 
 def test_a_limiter_without_room_for_an_element_closes_the_gate_and_its_kind_is_the_kind_of_the_hold() -> None:
-    controller = FlowController(WindowLimiter(1, kind="capacity"))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1, kind="capacity"), 1)
     assert not controller.try_acquire(1, 1.0)
     assert kinds(controller) == ["capacity"]
     assert controller.gate.closed_since == 1.0
@@ -55,8 +62,7 @@ def test_a_limiter_without_room_for_an_element_closes_the_gate_and_its_kind_is_t
 
 def test_an_element_that_try_acquire_does_not_admit_uses_no_capacity() -> None:
     window = WindowLimiter(1)
-    controller = FlowController(window)
-    controller.try_acquire(1, 0.0)
+    controller = occupied(window, 1)
     for _ in range(3):
         controller.try_acquire(1, 0.0)
     assert window.used == 1
@@ -64,8 +70,7 @@ def test_an_element_that_try_acquire_does_not_admit_uses_no_capacity() -> None:
 
 
 def test_F4_a_later_element_does_not_overtake_a_waiting_element() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     first, second = line_up(controller, 1, 1)
     controller.release(1)
     assert not controller.try_acquire(1, 1.0), "there is room, but it is not this one's turn"
@@ -79,8 +84,7 @@ def test_F4_a_later_element_does_not_overtake_a_waiting_element() -> None:
 
 
 def test_F4_a_small_element_that_fits_does_not_overtake_a_waiting_large_element() -> None:
-    controller = FlowController(SizeLimiter(10))
-    controller.try_acquire(6, 0.0)
+    controller = occupied(SizeLimiter(10), 6)
     large, small = line_up(controller, 5, 1)
     assert controller.grant(0.0) is None
     controller.release(6)
@@ -88,8 +92,7 @@ def test_F4_a_small_element_that_fits_does_not_overtake_a_waiting_large_element(
 
 
 def test_when_the_first_waiting_element_is_withdrawn_the_element_after_it_is_admitted_next() -> None:
-    controller = FlowController(SizeLimiter(10))
-    controller.try_acquire(6, 0.0)
+    controller = occupied(SizeLimiter(10), 6)
     large, small = line_up(controller, 5, 1)
     controller.leave_line(large)
     assert controller.waiting == 1
@@ -99,8 +102,7 @@ def test_when_the_first_waiting_element_is_withdrawn_the_element_after_it_is_adm
 
 
 def test_the_hold_for_a_withdrawn_element_ends_when_a_later_element_fits() -> None:
-    controller = FlowController(SizeLimiter(10))
-    controller.try_acquire(6, 0.0)
+    controller = occupied(SizeLimiter(10), 6)
     (large,) = line_up(controller, 5)
     assert kinds(controller) == ["capacity"]
     controller.leave_line(large)
@@ -121,8 +123,7 @@ def test_a_controller_whose_gate_has_a_hold_of_another_kind_admits_nothing() -> 
 
 
 def test_the_hold_of_a_full_limiter_begins_and_ends_independently_of_other_holds() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     (ticket,) = line_up(controller, 1)
     controller.gate.hold("paused", now=1.0)
     assert kinds(controller) == ["capacity", "paused"]
@@ -135,8 +136,7 @@ def test_the_hold_of_a_full_limiter_begins_and_ends_independently_of_other_holds
 
 
 def test_try_acquire_lifts_the_outdated_hold_of_the_limiter_even_if_the_gate_has_another_hold() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     controller.try_acquire(1, 0.0)
     controller.gate.hold("paused", now=1.0)
     controller.release(1)
@@ -193,9 +193,7 @@ def test_F4_the_hold_of_a_full_limiter_remains_as_long_as_elements_wait() -> Non
 
 
 def test_admitting_the_last_waiting_element_opens_the_gate_if_there_is_room_left() -> None:
-    controller = FlowController(WindowLimiter(2))
-    for _ in range(2):
-        controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(2), 1, 1)
     (ticket,) = line_up(controller, 1)
     controller.release(2, 2)
     assert controller.grant(1.0) is ticket
@@ -213,8 +211,7 @@ def test_F2_ready_at_returns_the_time_at_which_the_rate_limiter_admits_the_first
 
 
 def test_F2_ready_at_returns_the_time_at_which_a_rate_hold_ends_even_if_no_element_waits() -> None:
-    controller = FlowController(RateLimiter(2.0, burst=2, by_size=True))
-    assert controller.try_acquire(2, 0.0)
+    controller = occupied(RateLimiter(2.0, burst=2, by_size=True), 2)
     assert not controller.try_acquire(2, 0.0)
     at = controller.ready_at(0.0)
     assert at == 0.5
@@ -224,8 +221,7 @@ def test_F2_ready_at_returns_the_time_at_which_a_rate_hold_ends_even_if_no_eleme
 
 
 def test_grant_at_the_time_that_ready_at_returned_lifts_the_rate_hold_even_if_no_element_waits() -> None:
-    controller = FlowController(RateLimiter(2.0))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(RateLimiter(2.0), 1)
     assert not controller.try_acquire(1, 0.0)
     assert controller.ready_at(0.0) == 0.5
     assert controller.grant(0.25) is None
@@ -236,22 +232,19 @@ def test_grant_at_the_time_that_ready_at_returned_lifts_the_rate_hold_even_if_no
 
 
 def test_grant_without_a_waiting_element_raises_no_hold_even_if_the_window_is_full() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     assert controller.grant(0.0) is None
     assert controller.gate.is_open
 
 
 def test_ready_at_returns_none_for_an_element_that_waits_for_a_full_window() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     line_up(controller, 1)
     assert controller.ready_at(100.0) is None
 
 
 def test_the_method_look_lifts_an_outdated_hold_if_no_element_waits() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     controller.try_acquire(1, 0.0)
     assert not controller.look(1.0)
     controller.release(1)
@@ -261,8 +254,7 @@ def test_the_method_look_lifts_an_outdated_hold_if_no_element_waits() -> None:
 
 
 def test_the_method_look_returns_false_while_an_element_waits_even_if_there_is_room() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     line_up(controller, 1)
     controller.release(1)
     assert not controller.look(1.0)
@@ -270,8 +262,7 @@ def test_the_method_look_returns_false_while_an_element_waits_even_if_there_is_r
 
 
 def test_the_method_look_returns_false_for_a_size_limiter_that_is_exactly_full() -> None:
-    controller = FlowController(SizeLimiter(10))
-    controller.try_acquire(10, 0.0)
+    controller = occupied(SizeLimiter(10), 10)
     assert not controller.look(1.0)
     assert kinds(controller) == ["capacity"]
     assert controller.try_acquire(0, 1.0), "although nothing at all would fit"
@@ -281,9 +272,7 @@ def test_the_method_look_returns_false_for_a_size_limiter_that_is_exactly_full()
 
 def test_C6_lowering_the_capacity_cancels_no_element_and_raising_the_capacity_admits_more() -> None:
     window = WindowLimiter(2)
-    controller = FlowController(window)
-    for _ in range(2):
-        controller.try_acquire(1, 0.0)
+    controller = occupied(window, 1, 1)
     (ticket,) = line_up(controller, 1)
     window.capacity = 1
     controller.release(1)
@@ -294,8 +283,7 @@ def test_C6_lowering_the_capacity_cancels_no_element_and_raising_the_capacity_ad
 
 
 def test_an_element_larger_than_the_capacity_is_admitted_when_nothing_else_uses_capacity() -> None:
-    controller = FlowController(SizeLimiter(10))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(SizeLimiter(10), 1)
     (huge, small) = line_up(controller, 99, 1)
     assert controller.grant(0.0) is None
     controller.release(1)
@@ -328,8 +316,7 @@ def test_F8_try_acquire_calls_the_limiter_only_once_to_check_and_add_an_element(
 
 
 def test_a_second_withdrawal_of_a_ticket_has_no_effect() -> None:
-    controller = FlowController(WindowLimiter(1))
-    controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1), 1)
     gone, stays = line_up(controller, 1, 1)
     assert controller.leave_line(gone)
     assert not controller.leave_line(gone)
@@ -391,8 +378,7 @@ def test_C6_two_controllers_that_share_a_gate_and_a_kind_of_hold_never_exceed_th
 
 def test_if_other_code_lifts_the_hold_of_a_full_limiter_no_element_is_admitted() -> None:
     window = WindowLimiter(1)
-    controller = FlowController(window)
-    controller.try_acquire(1, 0.0)
+    controller = occupied(window, 1)
     line_up(controller, 1)
     controller.gate.lift("capacity", now=1.0)
     assert controller.grant(1.0) is None
@@ -409,8 +395,7 @@ def test_if_other_code_lifts_the_hold_of_a_full_limiter_no_element_is_admitted()
 
 def test_calling_dismiss_repeatedly_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> None:
     window = WindowLimiter(1)
-    controller = FlowController(window)
-    controller.try_acquire(1, 0.0)
+    controller = occupied(window, 1)
     first, gone, last = line_up(controller, 1, 1, 1)
     controller.leave_line(gone)
     assert [controller.dismiss() for _ in range(3)] == [first, last, None]
@@ -633,8 +618,7 @@ def test_releasing_an_element_that_was_never_added_raises_an_error(limiter: Limi
 
 
 def test_a_ticket_put_in_front_of_the_line_is_granted_first_and_despite_the_holds_that_it_ignores() -> None:
-    controller = FlowController(WindowLimiter(2, kind="capacity"))
-    assert controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(2, kind="capacity"), 1)
     controller.gate.hold("capacity", now=0.0, source="callbacks")
     waiting, front = Ticket(1), Ticket(1)
     controller.stand_in_line(waiting, 0.0)
@@ -658,11 +642,10 @@ def test_a_ticket_put_in_front_of_the_line_is_granted_first_and_despite_the_hold
 
 
 def test_a_ticket_put_in_front_of_the_line_raises_the_hold_of_a_full_window_and_is_dismissed_first() -> None:
-    controller = FlowController(WindowLimiter(1, kind="capacity"))
-    assert controller.try_acquire(1, 0.0)
+    controller = occupied(WindowLimiter(1, kind="capacity"), 1)
     front, waiting = Ticket(1), Ticket(1)
     controller.stand_in_front(front, 0.0, ignoring="callbacks")
-    assert [hold.kind for hold in controller.gate.holds] == ["capacity"]
+    assert kinds(controller) == ["capacity"]
     controller.stand_in_line(waiting, 0.0)
     assert [controller.dismiss(), controller.dismiss(), controller.dismiss()] == [front, waiting, None]
 

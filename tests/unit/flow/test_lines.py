@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -17,6 +18,12 @@ from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 
 class WatchedTicket(Ticket):
     """A ticket that supports weak references, to check whether it is still referred to."""
+
+
+def push(line: Line, sources: Iterable[str]) -> None:
+    """Add a ticket of each source to the line."""
+    for source in sources:
+        line.push(Ticket(1, source))
 
 
 def serve(line: Line) -> Ticket | None:
@@ -88,59 +95,51 @@ def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_waiting_line() -> 
 
 def test_F4_two_sources_of_equal_weight_are_served_alternately_however_many_tickets_each_has() -> None:
     line = WeightedLine()
-    for source in "aaaaaabbc":
-        line.push(Ticket(1, source))
+    push(line, "aaaaaabbc")
     assert served_sources(line, 9) == "abcabaaaa"
 
 
 def test_F4_a_source_of_weight_3_beside_one_of_weight_1_gets_three_of_four_turns() -> None:
     line = WeightedLine({"a": 3})
-    for source in "bbbb" + "a" * 12:
-        line.push(Ticket(1, source))
+    push(line, "bbbb" + "a" * 12)
     assert Counter(served_sources(line, 12)) == {"a": 9, "b": 3}
 
 
 def test_F4_a_source_that_arrives_late_gets_no_extra_turns_for_the_time_before() -> None:
     line = WeightedLine()
-    for _ in range(10):
-        line.push(Ticket(1, "a"))
+    push(line, "a" * 10)
     served_sources(line, 5)
-    for _ in range(5):
-        line.push(Ticket(1, "b"))
+    push(line, "b" * 5)
     assert served_sources(line, 6) in ("bababa", "ababab")
 
 
 def test_F4_a_source_that_was_just_served_is_not_served_again_before_a_waiting_source() -> None:
     line = WeightedLine()
-    for source in "ab":
-        line.push(Ticket(1, source))
+    push(line, "ab")
     turns = ""
     for _ in range(6):
         turn = served_sources(line, 1)
         turns += turn
-        line.push(Ticket(1, turn))
+        push(line, [turn])
     assert turns == "ababab"
 
 
 def test_F4_a_source_that_adds_one_ticket_at_a_time_gets_no_more_than_its_share() -> None:
     line = WeightedLine({"light": 0.5})
-    for _ in range(30):
-        line.push(Ticket(1, "heavy"))
-    line.push(Ticket(1, "light"))
+    push(line, [*["heavy"] * 30, "light"])
     turns: Counter[str] = Counter()
     for _ in range(30):
         ticket = serve(line)
         assert ticket is not None
         turns[ticket.source] += 1
         if ticket.source == "light":
-            line.push(Ticket(1, "light"))
+            push(line, ["light"])
     assert turns == {"heavy": 20, "light": 10}
 
 
 def test_F4_withdrawing_many_tickets_does_not_delay_the_next_turn_of_a_source() -> None:
     line = WeightedLine()
-    for _ in range(10):
-        line.push(Ticket(1, "patient"))
+    push(line, ["patient"] * 10)
     for _ in range(100):
         gone = Ticket(1, "hasty")
         line.push(gone)
@@ -156,8 +155,7 @@ def test_F4_withdrawing_the_only_ticket_in_the_line_does_not_change_the_order_of
     line.push(gone)
     gone.cancelled = True
     assert line.head() is None
-    line.push(Ticket(1, "b"))
-    line.push(Ticket(1, "a"))
+    push(line, "ba")
     assert served_sources(line, 2) == "ba", "the order of arrival"
 
 
@@ -176,8 +174,7 @@ def test_a_weighted_line_rejects_invalid_weights_at_construction_and_on_assignme
 def test_F4_changed_weights_of_a_line_apply_to_all_later_turns() -> None:
     given = {"a": 1.0}
     line = WeightedLine(given)
-    for source in "ab" * 24:
-        line.push(Ticket(1, source))
+    push(line, "ab" * 24)
     assert Counter(served_sources(line, 8)) == {"a": 4, "b": 4}
     given["a"] = 3
     assert Counter(served_sources(line, 8)) == {"a": 4, "b": 4}, "it is not the line's own"
@@ -193,14 +190,13 @@ class Name(str):
 
 def test_F4_a_weighted_line_forgets_sources_without_tickets_even_if_it_is_never_empty() -> None:
     line = WeightedLine()
-    for _ in range(2000):
-        line.push(Ticket(1, "patient"))
+    push(line, ["patient"] * 2000)
     names: weakref.WeakSet[Name] = weakref.WeakSet()
     most = 0
     for number in range(1000):
         name = Name(f"passing {number}")
         names.add(name)
-        line.push(Ticket(1, name))
+        push(line, [name])
         del name
         assert len([serve(line) for _ in range(2)]) == 2
         most = max(most, len(names))
@@ -210,16 +206,14 @@ def test_F4_a_weighted_line_forgets_sources_without_tickets_even_if_it_is_never_
 
 def test_F4_a_source_of_small_weight_has_its_next_turn_only_after_all_turns_due_to_other_sources() -> None:
     line = WeightedLine({"light": 1 / 128})
-    line.push(Ticket(1, "light"))
-    for _ in range(200):
-        line.push(Ticket(1, "patient"))
+    push(line, ["light", *["patient"] * 200])
     assert served_sources(line, 2) == "lightpatient"
     # Enough turns for the line to sweep its remembered sources.
     turns = 1
     for number in range(100):
-        line.push(Ticket(1, f"passing {number}"))
+        push(line, [f"passing {number}"])
         turns += served_sources(line, 2).count("patient")
-    line.push(Ticket(1, "light"))
+    push(line, ["light"])
     while True:
         source = served_sources(line, 1)
         if source == "light":

@@ -39,6 +39,14 @@ class Source(FlowSource):
         self.told.append("unblocked")
 
 
+def overfilled(limiter: Limiter, count: int) -> tuple[FlowController, Source]:
+    """Return a controller, and a source that has offered `count` elements to it."""
+    controller, source = FlowController(limiter), Source()
+    for _ in range(count):
+        controller.offer(source, 1, 0.0)
+    return controller, source
+
+
 def test_a_source_without_callbacks_shows_whether_it_is_blocked() -> None:
     source, controller = FlowSource("plain"), FlowController(WindowLimiter(1))
     controller.offer(source, 1, 0.0)
@@ -70,9 +78,7 @@ def test_J3_an_overflow_blocks_only_the_source_whose_element_exceeded_the_limit(
 
 
 def test_J4_a_blocked_source_that_exceeds_the_limit_again_is_notified_only_once() -> None:
-    controller, source = FlowController(WindowLimiter(1)), Source()
-    for _ in range(4):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(WindowLimiter(1), 4)
     assert source.told == ["blocked"]
     controller.release(3, 3)
     assert source.told == ["blocked", "unblocked"]
@@ -113,15 +119,12 @@ def test_J4_blocked_sources_of_a_controller_are_unblocked_together_beginning_wit
 
 
 def test_J6_every_release_of_an_element_unblocks_sources_that_can_continue() -> None:
-    queue = ThresholdLimiter(StopResume(stop_count=3, resume_count=2))
-    controller, source = FlowController(queue), Source()
-    for _ in range(4):
-        controller.offer(source, 10, 0.0)
+    controller, source = overfilled(ThresholdLimiter(StopResume(stop_count=3, resume_count=2)), 4)
     assert source.is_blocked
-    controller.release(10)
-    controller.release(10)
+    controller.release(1)
+    controller.release(1)
     assert source.is_blocked, "2 are not fewer than 2"
-    controller.release(10)
+    controller.release(1)
     assert not source.is_blocked
 
 
@@ -140,9 +143,7 @@ def test_J2_between_resume_and_stop_a_blocked_source_stays_blocked_and_an_unbloc
 
 def test_D4_after_the_thresholds_are_raised_a_call_of_resume_unblocks_sources() -> None:
     queue = ThresholdLimiter(StopResume(stop_count=1))
-    controller, source = FlowController(queue), Source()
-    for _ in range(2):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(queue, 2)
     controller.resume()
     assert source.is_blocked
     queue.change(StopResume(stop_count=10))
@@ -151,10 +152,8 @@ def test_D4_after_the_thresholds_are_raised_a_call_of_resume_unblocks_sources() 
 
 
 def test_D12_a_source_that_does_not_offer_an_element_can_be_blocked_while_the_limit_is_exceeded() -> None:
-    controller = FlowController(ThresholdLimiter(StopResume(stop_count=1)))
-    offender, recent = Source("offender"), Source("recent")
-    for _ in range(2):
-        controller.offer(offender, 1, 0.0)
+    controller, offender = overfilled(ThresholdLimiter(StopResume(stop_count=1)), 2)
+    recent = Source("recent")
     controller.block(recent)
     controller.block(recent)
     assert controller.blocked == (offender, recent)
@@ -242,9 +241,7 @@ def test_F6_a_source_that_always_continues_as_soon_as_it_is_unblocked_keeps_to_t
 
 def test_F6_raising_the_rate_immediately_unblocks_sources_that_only_the_lower_rate_blocked() -> None:
     limiter = RateLimiter(1 / 1024)
-    controller, source = FlowController(limiter), Source()
-    for _ in range(2):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(limiter, 2)
     assert controller.ready_at(0.5) == 1024.0
     limiter.rate = 2.0
     assert controller.ready_at(0.5) == 0.5
@@ -253,10 +250,7 @@ def test_F6_raising_the_rate_immediately_unblocks_sources_that_only_the_lower_ra
 
 
 def test_F6_releasing_elements_does_not_unblock_sources_that_a_rate_blocks() -> None:
-    controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0)]))
-    source = Source()
-    for _ in range(2):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0)]), 2)
     assert controller.ready_at(0.0) is None, "time alone does not empty a window"
     controller.release(2, 2)
     assert source.is_blocked
@@ -268,18 +262,14 @@ def test_F6_releasing_elements_does_not_unblock_sources_that_a_rate_blocks() -> 
 
 
 def test_F6_releasing_elements_unblocks_sources_that_no_rate_blocks() -> None:
-    controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0, burst=2)]))
-    source = Source()
-    for _ in range(2):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0, burst=2)]), 2)
     controller.release(1)
     assert not source.is_blocked
 
 
 def test_D12_a_source_that_offers_no_element_can_be_blocked_only_while_the_rate_is_exceeded() -> None:
-    controller, source, recent = FlowController(RateLimiter(1.0)), Source(), Source("recent")
-    for _ in range(2):
-        controller.offer(source, 1, 0.0)
+    controller, _ = overfilled(RateLimiter(1.0), 2)
+    recent = Source("recent")
     controller.block(recent, 1.0)
     assert recent.told == []
     controller.block(recent)
@@ -290,9 +280,7 @@ def test_D12_a_source_that_offers_no_element_can_be_blocked_only_while_the_rate_
 
 def test_ready_at_returns_the_earliest_time_at_which_a_waiting_or_blocked_source_can_continue() -> None:
     rate = RateLimiter(1.0, burst=4)
-    controller, source = FlowController(rate), Source()
-    for _ in range(5):
-        controller.offer(source, 1, 0.0)
+    controller, source = overfilled(rate, 5)
     ticket = Ticket(1)
     controller.stand_in_line(ticket, 0.0)
     assert controller.ready_at(0.0) == 1.0

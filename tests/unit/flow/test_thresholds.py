@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qflow_client.flow import Capacity, StopResume, ThresholdLimiter, Thresholds
 
 
-def depth(thresholds: Thresholds, count: int, size: int = 0) -> ThresholdLimiter:
+def depth(thresholds: Thresholds, count: int = 0, size: int = 0) -> ThresholdLimiter:
     """Return a queue of this depth that never was deeper."""
     return ThresholdLimiter(thresholds, count=count, size=size)
 
 
-def on_at(thresholds: Thresholds, count: int, size: int = 0) -> ThresholdLimiter:
+def on_at(thresholds: Thresholds, count: int = 0, size: int = 0) -> ThresholdLimiter:
     """Return a queue of this depth whose state is ON, because it was deeper before."""
     more, bigger = 1_000_000, 1_000_000_000
     limiter = ThresholdLimiter(thresholds, count=count + more, size=size + bigger)
@@ -27,14 +27,10 @@ def on_at(thresholds: Thresholds, count: int, size: int = 0) -> ThresholdLimiter
 # C1: ON above a stop.
 
 
-@pytest.mark.parametrize(("count", "on"), [(0, False), (899, False), (900, False), (901, True), (902, True)])
-def test_C1_the_state_turns_on_only_above_the_stop_count(count: int, on: bool) -> None:
-    assert depth(StopResume(stop_count=900, resume_count=500), count).on is on
-
-
-@pytest.mark.parametrize(("size", "on"), [(0, False), (899, False), (900, False), (901, True), (902, True)])
-def test_C1_the_state_turns_on_only_above_the_stop_size(size: int, on: bool) -> None:
-    assert depth(StopResume(stop_size=900, resume_size=500), 1, size).on is on
+@pytest.mark.parametrize("unit", ["count", "size"])
+@pytest.mark.parametrize(("value", "on"), [(0, False), (899, False), (900, False), (901, True), (902, True)])
+def test_C1_the_state_turns_on_only_above_the_stop_count_or_the_stop_size(unit: str, value: int, on: bool) -> None:
+    assert depth(StopResume(**{f"stop_{unit}": 900, f"resume_{unit}": 500}), **{unit: value}).on is on
 
 
 def test_C1_at_the_stop_threshold_the_state_stays_off_and_the_next_message_turns_the_state_on() -> None:
@@ -53,14 +49,10 @@ def test_C1_one_byte_more_than_the_stop_size_turns_the_state_on() -> None:
 # C1: OFF below a resume.
 
 
-@pytest.mark.parametrize(("count", "on"), [(501, True), (500, True), (499, False), (0, False)])
-def test_C1_the_state_turns_off_only_below_the_resume_count(count: int, on: bool) -> None:
-    assert on_at(StopResume(stop_count=900, resume_count=500), count).on is on
-
-
-@pytest.mark.parametrize(("size", "on"), [(501, True), (500, True), (499, False), (0, False)])
-def test_C1_the_state_turns_off_only_below_the_resume_size(size: int, on: bool) -> None:
-    assert on_at(StopResume(stop_size=900, resume_size=500), 1, size).on is on
+@pytest.mark.parametrize("unit", ["count", "size"])
+@pytest.mark.parametrize(("value", "on"), [(501, True), (500, True), (499, False), (0, False)])
+def test_C1_the_state_turns_off_only_below_the_resume_count_or_the_resume_size(unit: str, value: int, on: bool) -> None:
+    assert on_at(StopResume(**{f"stop_{unit}": 900, f"resume_{unit}": 500}), **{unit: value}).on is on
 
 
 def test_C1_with_stop_900_and_resume_500_the_state_turns_on_at_901_messages_and_off_at_499() -> None:
@@ -146,21 +138,19 @@ def test_C2_a_resume_threshold_below_1_raises_an_error_that_shows_both_threshold
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_resume_threshold_without_a_stop_threshold_raises_an_error(unit: str) -> None:
-    with pytest.raises(ValueError, match=f"flow_stop_{unit}=0 and flow_resume_{unit}=5"):
-        StopResume(**{f"resume_{unit}": 5})
-
-
-@pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_negative_resume_threshold_without_a_stop_threshold_raises_an_error(unit: str) -> None:
-    with pytest.raises(ValueError, match=f"flow_resume_{unit}=-1: it must be at least 0"):
-        StopResume(**{f"resume_{unit}": -1})
-
-
-@pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_negative_stop_threshold_raises_an_error(unit: str) -> None:
-    with pytest.raises(ValueError, match=f"flow_stop_{unit}=-1"):
-        StopResume(**{f"stop_{unit}": -1})
+@pytest.mark.parametrize(
+    ("threshold", "value", "error"),
+    [
+        ("resume", 5, "flow_stop_{unit}=0 and flow_resume_{unit}=5"),
+        ("resume", -1, "flow_resume_{unit}=-1: it must be at least 0"),
+        ("stop", -1, "flow_stop_{unit}=-1"),
+    ],
+)
+def test_C2_a_negative_threshold_and_a_resume_threshold_without_a_stop_threshold_raise_an_error(
+    unit: str, threshold: str, value: int, error: str
+) -> None:
+    with pytest.raises(ValueError, match=error.format(unit=unit)):
+        StopResume(**{f"{threshold}_{unit}": value})
 
 
 def test_C1_with_equal_stop_and_resume_thresholds_the_state_turns_on_one_above_and_off_one_below() -> None:
@@ -218,8 +208,7 @@ def test_C4_default_thresholds_are_80_and_70_percent_of_the_maximum_rounded_down
 
 def test_C4_with_90_and_75_percent_of_10000_bytes_the_thresholds_are_9000_and_7500() -> None:
     thresholds = StopResume.from_limits(max_size=10000, stop_percent=90, resume_percent=75)
-    assert (thresholds.stop_size, thresholds.resume_size) == (9000, 7500)
-    assert (thresholds.stop_count, thresholds.resume_count) == (0, 0)
+    assert thresholds == StopResume(0, 0, 9000, 7500)
 
 
 def test_C4_a_maximum_count_and_size_give_default_thresholds_and_without_a_maximum_there_are_none() -> None:
