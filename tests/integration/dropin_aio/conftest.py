@@ -7,4 +7,6 @@ from tests.integration.aio.conftest import proxy as proxy
 from tests.integration.aio.conftest import pytest_generate_tests as pytest_generate_tests
 from tests.integration.aio.conftest import run as run
 from tests.integration.aio.conftest import wire as wire
+from tests.integration.coroutines import pytest_pycollect_makeitem as pytest_pycollect_makeitem
+from tests.integration.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.integration.producer.conftest import certificate as certificate

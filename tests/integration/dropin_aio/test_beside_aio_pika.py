@@ -12,7 +12,7 @@ import pytest
 import qflow_client.aio_pika as drop_in
 from qflow_client import FlowControlTimeout
 from qflow_client.broker import Broker
-from tests.integration.aio.tools import Run, soon
+from tests.integration.aio.tools import soon
 
 COUNT = 500
 
@@ -38,25 +38,22 @@ def queues(broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_aio_pika_publishes_during_a_stop_and_the_drop_in_waits_until_its_deadline(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        await program(original, broker.url, "theirs")
-        await soon(lambda: broker.queue("theirs").depth == COUNT)
+async def test_C3_aio_pika_publishes_during_a_stop_and_the_drop_in_waits_until_its_deadline(broker: Broker) -> None:
+    await program(original, broker.url, "theirs")
+    await soon(lambda: broker.queue("theirs").depth == COUNT)
 
-        async def have_come(count: int) -> None:
-            # Wait for each message. Otherwise the program could write all messages before a slow broker sends the stop.
-            await soon(lambda: broker.queue("ours").published == count)
+    async def have_come(count: int) -> None:
+        # Wait for each message. Otherwise the program could write all messages before a slow broker sends the stop.
+        await soon(lambda: broker.queue("ours").published == count)
 
-        with pytest.raises(FlowControlTimeout, match="channel_flow"):
-            await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", have_come)
-        # The queue gets one message above the threshold, and the messages in flight until the client reads the stop.
-        assert 11 <= broker.queue("ours").peak_depth < COUNT
-
-    run(main())
+    with pytest.raises(FlowControlTimeout, match="channel_flow"):
+        await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", have_come)
+    # The queue gets one message above the threshold, and the messages in flight until the client reads the stop.
+    assert 11 <= broker.queue("ours").peak_depth < COUNT
 
 
 @pytest.mark.usefixtures("queues")
-def test_J7_a_queue_declare_after_a_stop_fails_in_aio_pika_and_works_in_the_drop_in(run: Run, broker: Broker) -> None:
+async def test_J7_a_queue_declare_after_a_stop_fails_in_aio_pika_and_works_in_the_drop_in(broker: Broker) -> None:
     async def declares(module: Any, queue: str) -> None:
         async with await module.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -74,31 +71,25 @@ def test_J7_a_queue_declare_after_a_stop_fails_in_aio_pika_and_works_in_the_drop
                     each.cancel()
                 await asyncio.gather(*publishing, return_exceptions=True)
 
-    async def main() -> None:
-        with pytest.raises(original.exceptions.AMQPError):
-            await declares(original, "theirs")
-        await declares(drop_in, "ours")
-
-    run(main())
+    with pytest.raises(original.exceptions.AMQPError):
+        await declares(original, "theirs")
+    await declares(drop_in, "ours")
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_the_drop_in_continues_to_publish_when_a_stop_ends(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
-        # The publisher may be slower than this consumer, so first wait until the queue is ON.
-        await soon(lambda: broker.queue("ours").flow_stopped)
-        taken: list[bytes] = []
+async def test_C3_the_drop_in_continues_to_publish_when_a_stop_ends(broker: Broker) -> None:
+    publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
+    # The publisher may be slower than this consumer, so first wait until the queue is ON.
+    await soon(lambda: broker.queue("ours").flow_stopped)
+    taken: list[bytes] = []
 
-        def take() -> bool:
-            message = broker.get("ours")
-            if message is not None:
-                taken.append(message.body)
-            return len(taken) == COUNT
+    def take() -> bool:
+        message = broker.get("ours")
+        if message is not None:
+            taken.append(message.body)
+        return len(taken) == COUNT
 
-        await soon(take, timeout=60)
-        await publishing
-        assert taken == [b"%d" % number for number in range(COUNT)]
-        assert broker.queue("ours").flow_stopped_count >= 1
-
-    run(main())
+    await soon(take, timeout=60)
+    await publishing
+    assert taken == [b"%d" % number for number in range(COUNT)]
+    assert broker.queue("ours").flow_stopped_count >= 1

@@ -69,29 +69,26 @@ with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"], in
 
 
 @with_both
-def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends(
-    run: Run, broker: Broker, connect: Any, wire: Wire
+async def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_the_stop_ends(
+    broker: Broker, connect: Any, wire: Wire
 ) -> None:
-    async def main() -> None:
-        async with await connect(max_producer_flow_control_wait=PATIENCE) as connection:
-            channel = await connection.channel()
-            await stop(channel, broker)
-            await soon(lambda: wire.count("in", "Channel.FlowOk"))
-            stopped = wire.where("in", "Channel.FlowOk")[0]
-            waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
-            await in_line(channel, 3)
-            # Other methods and other channels still work, and so does the stopped channel, except for publishing.
-            queue = await channel.declare_queue("q", passive=True)
-            assert await queue.get(fail=False) is None
-            other = await connection.channel()
-            await publish(other, b"other channels go on")
-            assert wire.came_between(stopped).count("Basic.Publish") == 1
-            broker.flow(True)
-            assert [type(each).__name__ for each in await asyncio.gather(*waiting)] == ["Ack"] * 3
-            assert bodies(broker) == [b"other channels go on", b"0", b"1", b"2"]
-            assert not channel.flow_state.flowed
-
-    run(main())
+    async with await connect(max_producer_flow_control_wait=PATIENCE) as connection:
+        channel = await connection.channel()
+        await stop(channel, broker)
+        await soon(lambda: wire.count("in", "Channel.FlowOk"))
+        stopped = wire.where("in", "Channel.FlowOk")[0]
+        waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+        await in_line(channel, 3)
+        # Other methods and other channels still work, and so does the stopped channel, except for publishing.
+        queue = await channel.declare_queue("q", passive=True)
+        assert await queue.get(fail=False) is None
+        other = await connection.channel()
+        await publish(other, b"other channels go on")
+        assert wire.came_between(stopped).count("Basic.Publish") == 1
+        broker.flow(True)
+        assert [type(each).__name__ for each in await asyncio.gather(*waiting)] == ["Ack"] * 3
+        assert bodies(broker) == [b"other channels go on", b"0", b"1", b"2"]
+        assert not channel.flow_state.flowed
 
 
 @pytest.mark.parametrize(
@@ -104,445 +101,374 @@ def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_t
     ],
     indirect=["connect"],
 )
-def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(
-    run: Run, broker: Broker, connect: Any, confirms: bool, by: str
+async def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(
+    broker: Broker, connect: Any, confirms: bool, by: str
 ) -> None:
-    async def main() -> None:
-        async with await connect(max_producer_flow_control_wait=WAIT if by == "setting" else 60) as connection:
-            channel = await connection.channel(publisher_confirms=confirms)
-            await stop(channel, broker)
-            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
-                await publish(channel, b"never", timeout=None if by == "setting" else WAIT)
-            assert watch.kept(WAIT)
-            assert isinstance(caught.value, asyncio.TimeoutError)
-            assert caught.value.message == b"never"
-            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
-            broker.flow(True)
-            assert await channel.wait_unflowed(PATIENCE)
-            await publish(channel, b"later", timeout=PATIENCE)
-            await broker.wait_until_async(lambda broker: broker.queue("q").depth)
-            assert bodies(broker) == [b"later"]
-
-    run(main())
+    async with await connect(max_producer_flow_control_wait=WAIT if by == "setting" else 60) as connection:
+        channel = await connection.channel(publisher_confirms=confirms)
+        await stop(channel, broker)
+        with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
+            await publish(channel, b"never", timeout=None if by == "setting" else WAIT)
+        assert watch.kept(WAIT)
+        assert isinstance(caught.value, asyncio.TimeoutError)
+        assert caught.value.message == b"never"
+        assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
+        broker.flow(True)
+        assert await channel.wait_unflowed(PATIENCE)
+        await publish(channel, b"later", timeout=PATIENCE)
+        await broker.wait_until_async(lambda broker: broker.queue("q").depth)
+        assert bodies(broker) == [b"later"]
 
 
-def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(
-    run: Run, broker: Broker, connect: Any
+async def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(
+    broker: Broker, connect: Any
 ) -> None:
-    async def main() -> None:
-        async with await connect(when_flowed="raise") as connection:
-            channel = await connection.channel()
+    async with await connect(when_flowed="raise") as connection:
+        channel = await connection.channel()
+        await publish(channel, b"")
+        await stop(channel, broker)
+        with pytest.raises(ProducerFlowed) as caught:
             await publish(channel, b"")
-            await stop(channel, broker)
-            with pytest.raises(ProducerFlowed) as caught:
-                await publish(channel, b"")
-            assert not isinstance(caught.value, FlowControlTimeout)
-
-    run(main())
+        assert not isinstance(caught.value, FlowControlTimeout)
 
 
 @with_both
-def test_connection_blocked_holds_all_channels_until_connection_unblocked(
-    run: Run, broker: Broker, connect: Any
-) -> None:
-    async def main() -> None:
-        async with await connect(max_producer_flow_control_wait=WAIT) as connection:
-            channels = [await connection.channel() for _ in range(2)]
-            broker.block("no memory")
-            for channel in channels:
-                await held(channel, HoldKind.CONNECTION_BLOCKED)
-                with pytest.raises(FlowControlTimeout, match="no memory"):
-                    await publish(channel, b"")
-            broker.unblock()
-            for channel in channels:
-                assert await channel.wait_unflowed(PATIENCE)
-                await publish(channel, b"", timeout=PATIENCE)
-            assert broker.queue("q").depth == 2
-
-    run(main())
-
-
-def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(
-    run: Run, broker: Broker, connect: Any
-) -> None:
-    async def main() -> None:
-        async with await connect(max_producer_flow_control_wait=WAIT) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
-                await publish(channel, b"unknown")
-            assert watch.kept(WAIT)
-            with Stopwatch() as watch, pytest.raises(ConfirmTimeout):
-                await publish(channel, b"unknown too", timeout=2 * WAIT)
-            assert watch.kept(2 * WAIT)
-            broker.release_confirms()
-            # The late confirms must not be assigned to this message.
-            assert (await publish(channel, b"known", timeout=PATIENCE)).delivery_tag == 3
-            assert bodies(broker) == [b"unknown", b"unknown too", b"known"]
-
-    run(main())
-
-
-def test_without_a_hold_the_error_of_a_publish_with_timeout_0_names_only_the_timeout(
-    run: Run, broker: Broker, connect: Any
-) -> None:
-    async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel()
-            with pytest.raises(FlowControlTimeout, match=r"^the message was not sent, because timeout=0 "):
-                await publish(channel, b"never", timeout=0)
-            assert bodies(broker) == []
-
-    run(main())
-
-
-def test_C6_unconfirmed_messages_never_exceed_the_capacity(run: Run, broker: Broker, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            publishing = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(12)]
-            await in_line(channel, 7)
-            await soon(lambda: broker.queue("q").depth == 5)
-            assert kinds(channel) == [HoldKind.CAPACITY]
-            with pytest.raises(FlowControlTimeout, match="capacity"):
-                await publish(channel, b"", timeout=WAIT)
-            broker.release_confirms()
-            await asyncio.gather(*publishing)
-            assert bodies(broker) == [b"%d" % number for number in range(12)]
-
-    run(main())
-
-
-def test_F2_a_rate_limit_delays_publishing(run: Run, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect(rate=50, rate_burst=1) as connection:
-            channel = await connection.channel()
-            began = asyncio.get_running_loop().time()
-            for _ in range(11):
+async def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker: Broker, connect: Any) -> None:
+    async with await connect(max_producer_flow_control_wait=WAIT) as connection:
+        channels = [await connection.channel() for _ in range(2)]
+        broker.block("no memory")
+        for channel in channels:
+            await held(channel, HoldKind.CONNECTION_BLOCKED)
+            with pytest.raises(FlowControlTimeout, match="no memory"):
                 await publish(channel, b"")
-            assert asyncio.get_running_loop().time() - began >= 0.2
+        broker.unblock()
+        for channel in channels:
+            assert await channel.wait_unflowed(PATIENCE)
+            await publish(channel, b"", timeout=PATIENCE)
+        assert broker.queue("q").depth == 2
 
-    run(main())
+
+async def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(broker: Broker, connect: Any) -> None:
+    async with await connect(max_producer_flow_control_wait=WAIT) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
+            await publish(channel, b"unknown")
+        assert watch.kept(WAIT)
+        with Stopwatch() as watch, pytest.raises(ConfirmTimeout):
+            await publish(channel, b"unknown too", timeout=2 * WAIT)
+        assert watch.kept(2 * WAIT)
+        broker.release_confirms()
+        # The late confirms must not be assigned to this message.
+        assert (await publish(channel, b"known", timeout=PATIENCE)).delivery_tag == 3
+        assert bodies(broker) == [b"unknown", b"unknown too", b"known"]
+
+
+async def test_without_a_hold_the_error_of_a_publish_with_timeout_0_names_only_the_timeout(
+    broker: Broker, connect: Any
+) -> None:
+    async with await connect() as connection:
+        channel = await connection.channel()
+        with pytest.raises(FlowControlTimeout, match=r"^the message was not sent, because timeout=0 "):
+            await publish(channel, b"never", timeout=0)
+        assert bodies(broker) == []
+
+
+async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker, connect: Any) -> None:
+    async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        publishing = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(12)]
+        await in_line(channel, 7)
+        await soon(lambda: broker.queue("q").depth == 5)
+        assert kinds(channel) == [HoldKind.CAPACITY]
+        with pytest.raises(FlowControlTimeout, match="capacity"):
+            await publish(channel, b"", timeout=WAIT)
+        broker.release_confirms()
+        await asyncio.gather(*publishing)
+        assert bodies(broker) == [b"%d" % number for number in range(12)]
+
+
+async def test_F2_a_rate_limit_delays_publishing(connect: Any) -> None:
+    async with await connect(rate=50, rate_burst=1) as connection:
+        channel = await connection.channel()
+        began = asyncio.get_running_loop().time()
+        for _ in range(11):
+            await publish(channel, b"")
+        assert asyncio.get_running_loop().time() - began >= 0.2
 
 
 @with_both
-def test_settings_of_flow_control_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> None:
-    async def main() -> None:
-        url = f"{broker.url}?name=shop&capacity=7&heartbeat=30&max_producer_flow_control_wait=0.5"
-        async with await connect(url) as connection:
-            assert connection.flow_settings.capacity == 7
-            assert connection.flow_settings.max_producer_flow_control_wait == 0.5
-            # Parameters of aio-pika stay in the URL. Both libraries use the parameter "name".
-            assert dict(connection.url.query) == {"name": "shop", "heartbeat": "30"}
-            assert broker.connections()[0].client_properties["connection_name"] == "shop"
-            assert (await connection.channel()).flow_control.name == "shop"
-        for wrong, error, words in [
-            ("capacity=0", SettingsError, "capacity='0'|capacity"),
-            ("mandatory=1", TypeError, "mandatory is not a setting of a connection of aio-pika: pass it to publish"),
-            ("connect_timeout=1", TypeError, "use aio-pika's connect"),
-        ]:
-            with pytest.raises(error, match=words):
-                await connect(f"{broker.url}?{wrong}")
-        with pytest.raises(TypeError, match="confirms is not a setting"):
-            await connect(confirms=False)
-
-    run(main())
+async def test_settings_of_flow_control_can_be_in_the_url(broker: Broker, connect: Any) -> None:
+    url = f"{broker.url}?name=shop&capacity=7&heartbeat=30&max_producer_flow_control_wait=0.5"
+    async with await connect(url) as connection:
+        assert connection.flow_settings.capacity == 7
+        assert connection.flow_settings.max_producer_flow_control_wait == 0.5
+        # Parameters of aio-pika stay in the URL. Both libraries use the parameter "name".
+        assert dict(connection.url.query) == {"name": "shop", "heartbeat": "30"}
+        assert broker.connections()[0].client_properties["connection_name"] == "shop"
+        assert (await connection.channel()).flow_control.name == "shop"
+    for wrong, error, words in [
+        ("capacity=0", SettingsError, "capacity='0'|capacity"),
+        ("mandatory=1", TypeError, "mandatory is not a setting of a connection of aio-pika: pass it to publish"),
+        ("connect_timeout=1", TypeError, "use aio-pika's connect"),
+    ]:
+        with pytest.raises(error, match=words):
+            await connect(f"{broker.url}?{wrong}")
+    with pytest.raises(TypeError, match="confirms is not a setting"):
+        await connect(confirms=False)
 
 
-def test_flow_callbacks_get_events_in_order_on_the_event_loop(run: Run, broker: Broker, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect(flow_control_wait_notify_period=0.05) as connection:
-            channel = await connection.channel()
-            told: list[Any] = []
-            unsubscribe = channel.on_flow(told.append)
-            channel.on_flow(lambda event: 1 / 0)
-            with pytest.raises(TypeError, match="on_flow"):
-                channel.on_flow(channel.close)
-            await stop(channel, broker)
-            waiting = asyncio.ensure_future(publish(channel, b""))
-            await soon(lambda: any(each.kind is FlowEventKind.WAITING for each in told))
-            broker.flow(True)
+async def test_flow_callbacks_get_events_in_order_on_the_event_loop(broker: Broker, connect: Any) -> None:
+    async with await connect(flow_control_wait_notify_period=0.05) as connection:
+        channel = await connection.channel()
+        told: list[Any] = []
+        unsubscribe = channel.on_flow(told.append)
+        channel.on_flow(lambda event: 1 / 0)
+        with pytest.raises(TypeError, match="on_flow"):
+            channel.on_flow(channel.close)
+        await stop(channel, broker)
+        waiting = asyncio.ensure_future(publish(channel, b""))
+        await soon(lambda: any(each.kind is FlowEventKind.WAITING for each in told))
+        broker.flow(True)
+        await waiting
+        await soon(lambda: told[-1].kind is FlowEventKind.UNFLOWED)
+        assert told[0].kind is FlowEventKind.FLOWED
+        assert told[0].producer == f"aio-pika channel {channel.number}"
+        assert {each.kind for each in told[1:-1]} == {FlowEventKind.WAITING}
+        unsubscribe()
+        count = len(told)
+        await stop(channel, broker)
+        await asyncio.sleep(0)
+        assert len(told) == count
+        assert channel.flow_state.times_flowed == 2
+        assert not await channel.wait_unflowed(0.05)
+
+
+async def test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread(connect: Any) -> None:
+    async with await connect() as connection:
+        channel = await connection.channel()
+        for call in flow_manager.stop_all, flow_manager.start_all:
+            thread = threading.Thread(target=call)
+            thread.start()
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+            if call is flow_manager.stop_all:
+                await held(channel, HoldKind.PAUSED)
+                with pytest.raises(FlowControlTimeout, match="paused"):
+                    await publish(channel, b"", timeout=0.05)
+        assert await channel.wait_unflowed(PATIENCE)
+        await publish(channel, b"")
+
+
+async def test_a_cancelled_publish_that_was_not_written_is_never_sent(broker: Broker, connect: Any) -> None:
+    async with await connect() as connection:
+        channel = await connection.channel()
+        await stop(channel, broker)
+        waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+        await in_line(channel, 3)
+        waiting[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[1]
+        await in_line(channel, 2)
+        broker.flow(True)
+        await asyncio.gather(waiting[0], waiting[2])
+        assert (await publish(channel, b"3")).delivery_tag == 3
+        assert bodies(broker) == [b"0", b"2", b"3"]
+
+
+async def test_a_waiting_publish_raises_the_error_with_which_the_broker_closed_the_channel(broker: Broker) -> None:
+    async with await aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        await stop(channel, broker)
+        waiting = asyncio.ensure_future(publish(channel, b""))
+        watching = asyncio.ensure_future(channel.wait_unflowed())
+        await in_line(channel, 1)
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await channel.declare_queue("nothing", passive=True)
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
             await waiting
-            await soon(lambda: told[-1].kind is FlowEventKind.UNFLOWED)
-            assert told[0].kind is FlowEventKind.FLOWED
-            assert told[0].producer == f"aio-pika channel {channel.number}"
-            assert {each.kind for each in told[1:-1]} == {FlowEventKind.WAITING}
-            unsubscribe()
-            count = len(told)
-            await stop(channel, broker)
-            await asyncio.sleep(0)
-            assert len(told) == count
-            assert channel.flow_state.times_flowed == 2
-            assert not await channel.wait_unflowed(0.05)
-
-    run(main())
-
-
-def test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread(run: Run, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel()
-            for call in flow_manager.stop_all, flow_manager.start_all:
-                thread = threading.Thread(target=call)
-                thread.start()
-                await asyncio.get_running_loop().run_in_executor(None, thread.join)
-                if call is flow_manager.stop_all:
-                    await held(channel, HoldKind.PAUSED)
-                    with pytest.raises(FlowControlTimeout, match="paused"):
-                        await publish(channel, b"", timeout=0.05)
-            assert await channel.wait_unflowed(PATIENCE)
-            await publish(channel, b"")
-
-    run(main())
-
-
-def test_a_cancelled_publish_that_was_not_written_is_never_sent(run: Run, broker: Broker, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel()
-            await stop(channel, broker)
-            waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
-            await in_line(channel, 3)
-            waiting[1].cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting[1]
-            await in_line(channel, 2)
-            broker.flow(True)
-            await asyncio.gather(waiting[0], waiting[2])
-            assert (await publish(channel, b"3")).delivery_tag == 3
-            assert bodies(broker) == [b"0", b"2", b"3"]
-
-    run(main())
-
-
-def test_a_waiting_publish_raises_the_error_with_which_the_broker_closed_the_channel(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect(broker.url) as connection:
-            channel = await connection.channel()
-            await stop(channel, broker)
-            waiting = asyncio.ensure_future(publish(channel, b""))
-            watching = asyncio.ensure_future(channel.wait_unflowed())
-            await in_line(channel, 1)
-            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-                await channel.declare_queue("nothing", passive=True)
-            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-                await waiting
-            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-                await watching
-            with pytest.raises(ChannelInvalidStateError):
-                await channel.wait_unflowed()
-            assert kinds(channel) == [HoldKind.DISCONNECTED]
-            # After it is reopened, the channel has no holds.
-            await channel.reopen()
-            assert kinds(channel) == []
-            await publish(channel, b"again")
-        assert bodies(broker) == [b"again"]
-
-    run(main())
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await watching
+        with pytest.raises(ChannelInvalidStateError):
+            await channel.wait_unflowed()
+        assert kinds(channel) == [HoldKind.DISCONNECTED]
+        # After it is reopened, the channel has no holds.
+        await channel.reopen()
+        assert kinds(channel) == []
+        await publish(channel, b"again")
+    assert bodies(broker) == [b"again"]
 
 
 @with_both
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_a_waiting_publish_raises_when_the_program_closes_the_channel_or_the_connection(
-    run: Run, broker: Broker, connect: Any, what: str
+async def test_a_waiting_publish_raises_when_the_program_closes_the_channel_or_the_connection(
+    broker: Broker, connect: Any, what: str
 ) -> None:
-    async def main() -> None:
-        connection = await connect()
+    connection = await connect()
+    channel = await connection.channel()
+    await stop(channel, broker)
+    waiting = asyncio.ensure_future(publish(channel, b""))
+    await in_line(channel, 1)
+    await (channel if what == "channel" else connection).close()
+    with pytest.raises(ChannelInvalidStateError):
+        await waiting
+    await connection.close()
+    assert bodies(broker) == []
+
+
+async def test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a_robust_channel(
+    broker: Broker, proxy: Proxy, wire: Wire
+) -> None:
+    url = f"{proxy.url(broker)}?reconnect_interval=0.05&max_producer_flow_control_wait={PATIENCE}"
+    async with await aio_pika.connect_robust(url) as connection:
+        channel = await connection.channel()
+        exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
+        queue = await channel.declare_queue("temporary", exclusive=True)
+        await queue.bind(exchange)
+        told: list[Any] = []
+        channel.on_flow(told.append)
+        for number in range(3):
+            await stop(channel, broker)
+            waiting = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
+            await in_line(channel, 1)
+            proxy.cut()
+            # The stop of the lost channel does not apply to the new channel. The message goes to the exchange and
+            # the queue that aio-pika has declared and bound again.
+            assert type(await waiting).__name__ == "Ack"
+            assert (await queue.get(no_ack=True)).body == b"%d" % number
+            assert kinds(channel) == []
+            assert channel.flow_control.protocol.unsettled == 0
+        assert {str(each.hold.kind) for each in told if each.hold} == {"channel_flow", "disconnected"}
+        # A stop of the new channel applies.
+        await stop(channel, broker)
+        with pytest.raises(FlowControlTimeout, match="channel_flow"):
+            await publish(channel, b"", timeout=WAIT)
+
+
+async def test_publishes_written_before_the_connection_is_lost_raise_the_error_of_aio_pika(
+    broker: Broker, proxy: Proxy
+) -> None:
+    async with await aio_pika.connect_robust(f"{proxy.url(broker)}?reconnect_interval=0.05&capacity=2") as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        written = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+        await in_line(channel, 1)
+        await soon(lambda: broker.queue("q").depth == 2)
+        proxy.cut()
+        for each in written[:2]:
+            with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+                await each
+        broker.release_confirms()
+        # This message had not been written, so its publish still waits.
+        await written[2]
+        assert channel.flow_control.protocol.unsettled == 0
+        await publish(channel, b"3")
+        assert bodies(broker) == [b"0", b"1", b"2", b"3"]
+
+
+async def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(broker: Broker, proxy: Proxy) -> None:
+    async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3") as connection:
+        channel = await connection.channel(publisher_confirms=False)
+        proxy.stop_reading()
+        sent: list[int] = []
+
+        async def fill() -> None:
+            while True:
+                with suppress(ConfirmTimeout):
+                    # A message that is partly written cannot be withdrawn.
+                    await publish(channel, b"%06d" % len(sent) + bytes(100_000))
+                sent.append(len(sent))
+
+        with pytest.raises(FlowControlTimeout, match="transport"):
+            await fill()
+        with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="transport"):
+            await publish(channel, b"never")
+        assert watch.kept(0.3)
+        cancelled = [asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE)) for _ in range(3)]
+        await soon(lambda: channel.flow_control.protocol.unsettled >= 3)
+        last = asyncio.ensure_future(publish(channel, b"last", timeout=PATIENCE))
+        for each in cancelled:
+            each.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        proxy.go_on_reading()
+        await last
+        await soon(lambda: broker.queue("q").depth == len(sent) + 1)
+        found = bodies(broker)
+        assert found[-1] == b"last"
+        assert [int(each[:6]) for each in found[:-1]] == sent
+
+
+async def test_a_channel_that_is_closed_inside_a_message_of_several_frames_completes_the_message(
+    broker: Broker, proxy: Proxy
+) -> None:
+    async with await aio_pika.connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE) as connection:
+        channel, other = await connection.channel(), await connection.channel()
+        proxy.stop_reading()
+        # More than the sockets hold.
+        large = asyncio.ensure_future(publish(channel, bytes(12_000_000)))
+        await soon(lambda: channel.flow_control.is_stuck)
+        assert 0 < channel.flow_control.protocol.admission.unwritten < 12_000_000
+        closing = asyncio.ensure_future(channel.close())
+        await soon(lambda: channel.flow_control._tapped.get_write_buffer_size())
+        proxy.go_on_reading()
+        await closing
+        await large
+        await publish(other, b"the connection is well")
+        assert broker.queue("q").depth == 2
+
+
+async def test_heartbeats_continue_while_a_publish_waits(broker: Broker, wire: Wire) -> None:
+    async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
         channel = await connection.channel()
         await stop(channel, broker)
-        waiting = asyncio.ensure_future(publish(channel, b""))
-        await in_line(channel, 1)
-        await (channel if what == "channel" else connection).close()
-        with pytest.raises(ChannelInvalidStateError):
-            await waiting
-        await connection.close()
-        assert bodies(broker) == []
-
-    run(main())
-
-
-def test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a_robust_channel(
-    run: Run, broker: Broker, proxy: Proxy, wire: Wire
-) -> None:
-    async def main() -> None:
-        url = f"{proxy.url(broker)}?reconnect_interval=0.05&max_producer_flow_control_wait={PATIENCE}"
-        async with await aio_pika.connect_robust(url) as connection:
-            channel = await connection.channel()
-            exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
-            queue = await channel.declare_queue("temporary", exclusive=True)
-            await queue.bind(exchange)
-            told: list[Any] = []
-            channel.on_flow(told.append)
-            for number in range(3):
-                await stop(channel, broker)
-                waiting = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
-                await in_line(channel, 1)
-                proxy.cut()
-                # The stop of the lost channel does not apply to the new channel. The message goes to the exchange and
-                # the queue that aio-pika has declared and bound again.
-                assert type(await waiting).__name__ == "Ack"
-                assert (await queue.get(no_ack=True)).body == b"%d" % number
-                assert kinds(channel) == []
-                assert channel.flow_control.protocol.unsettled == 0
-            assert {str(each.hold.kind) for each in told if each.hold} == {"channel_flow", "disconnected"}
-            # A stop of the new channel applies.
-            await stop(channel, broker)
-            with pytest.raises(FlowControlTimeout, match="channel_flow"):
-                await publish(channel, b"", timeout=WAIT)
-
-    run(main())
-
-
-def test_publishes_written_before_the_connection_is_lost_raise_the_error_of_aio_pika(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(
-            f"{proxy.url(broker)}?reconnect_interval=0.05&capacity=2"
-        ) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            written = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
-            await in_line(channel, 1)
-            await soon(lambda: broker.queue("q").depth == 2)
-            proxy.cut()
-            for each in written[:2]:
-                with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
-                    await each
-            broker.release_confirms()
-            # This message had not been written, so its publish still waits.
-            await written[2]
-            assert channel.flow_control.protocol.unsettled == 0
-            await publish(channel, b"3")
-            assert bodies(broker) == [b"0", b"1", b"2", b"3"]
-
-    run(main())
-
-
-def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3") as connection:
-            channel = await connection.channel(publisher_confirms=False)
-            proxy.stop_reading()
-            sent: list[int] = []
-
-            async def fill() -> None:
-                while True:
-                    with suppress(ConfirmTimeout):
-                        # A message that is partly written cannot be withdrawn.
-                        await publish(channel, b"%06d" % len(sent) + bytes(100_000))
-                    sent.append(len(sent))
-
-            with pytest.raises(FlowControlTimeout, match="transport"):
-                await fill()
-            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="transport"):
-                await publish(channel, b"never")
-            assert watch.kept(0.3)
-            cancelled = [asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE)) for _ in range(3)]
-            await soon(lambda: channel.flow_control.protocol.unsettled >= 3)
-            last = asyncio.ensure_future(publish(channel, b"last", timeout=PATIENCE))
-            for each in cancelled:
-                each.cancel()
-            await asyncio.gather(*cancelled, return_exceptions=True)
-            proxy.go_on_reading()
-            await last
-            await soon(lambda: broker.queue("q").depth == len(sent) + 1)
-            found = bodies(broker)
-            assert found[-1] == b"last"
-            assert [int(each[:6]) for each in found[:-1]] == sent
-
-    run(main())
-
-
-def test_a_channel_that_is_closed_inside_a_message_of_several_frames_completes_the_message(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE) as connection:
-            channel, other = await connection.channel(), await connection.channel()
-            proxy.stop_reading()
-            # More than the sockets hold.
-            large = asyncio.ensure_future(publish(channel, bytes(12_000_000)))
-            await soon(lambda: channel.flow_control.is_stuck)
-            assert 0 < channel.flow_control.protocol.admission.unwritten < 12_000_000
-            closing = asyncio.ensure_future(channel.close())
-            await soon(lambda: channel.flow_control._tapped.get_write_buffer_size())
-            proxy.go_on_reading()
-            await closing
-            await large
-            await publish(other, b"the connection is well")
-            assert broker.queue("q").depth == 2
-
-    run(main())
-
-
-def test_heartbeats_continue_while_a_publish_waits(run: Run, broker: Broker, wire: Wire) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
-            channel = await connection.channel()
-            await stop(channel, broker)
-            waiting = asyncio.ensure_future(publish(channel, b"", timeout=PATIENCE))
-            # A broker that receives nothing for two intervals ends the connection.
-            await soon(lambda: wire.count("in", "Heartbeat") >= 2)
-            assert not waiting.done()
-            broker.flow(True)
-            await waiting
-
-    run(main())
+        waiting = asyncio.ensure_future(publish(channel, b"", timeout=PATIENCE))
+        # A broker that receives nothing for two intervals ends the connection.
+        await soon(lambda: wire.count("in", "Heartbeat") >= 2)
+        assert not waiting.done()
+        broker.flow(True)
+        await waiting
 
 
 @with_both
-def test_a_producer_and_a_channel_of_the_drop_in_can_share_a_connection(run: Run, broker: Broker, connect: Any) -> None:
-    async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel()
-            async with AsyncProducer(connection=connection, routing_key="q") as producer:
-                await asyncio.gather(
-                    *(producer.send(b"ours") for _ in range(50)), *(publish(channel, b"") for _ in range(50))
-                )
-                await producer.flush()
-            assert broker.queue("q").depth == 100
-
-    run(main())
+async def test_a_producer_and_a_channel_of_the_drop_in_can_share_a_connection(broker: Broker, connect: Any) -> None:
+    async with await connect() as connection:
+        channel = await connection.channel()
+        async with AsyncProducer(connection=connection, routing_key="q") as producer:
+            await asyncio.gather(
+                *(producer.send(b"ours") for _ in range(50)), *(publish(channel, b"") for _ in range(50))
+            )
+            await producer.flush()
+        assert broker.queue("q").depth == 100
 
 
-def test_flow_control_works_over_tls(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
-    async def main() -> None:
-        path, key = certificate
-        server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        server.load_cert_chain(path, key)
-        broker = make_broker(ssl_context=server)
-        context = ssl.create_default_context(cafile=path)
-        async with await aio_pika.connect(broker.url, ssl_context=context) as connection:
-            channel = await connection.channel()
-            await stop(channel, broker)
-            waiting = asyncio.ensure_future(publish(channel, bytes(500_000)))
-            await in_line(channel, 1)
-            broker.flow(True)
-            await waiting
-            assert broker.queue("q").depth == 1
-
-    run(main())
+async def test_flow_control_works_over_tls(make_broker: Callable[..., Broker], certificate: Any) -> None:
+    path, key = certificate
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(path, key)
+    broker = make_broker(ssl_context=server)
+    context = ssl.create_default_context(cafile=path)
+    async with await aio_pika.connect(broker.url, ssl_context=context) as connection:
+        channel = await connection.channel()
+        await stop(channel, broker)
+        waiting = asyncio.ensure_future(publish(channel, bytes(500_000)))
+        await in_line(channel, 1)
+        broker.flow(True)
+        await waiting
+        assert broker.queue("q").depth == 1
 
 
-def test_a_channel_without_references_is_garbage_collected(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect(broker.url) as connection:
-            channel = await connection.channel()
-            await publish(channel, b"")
-            await channel.close()
-            known = weakref.ref(channel.flow_control)
-            del channel
-            # aiormq's reader keeps a reference to the channel of the last frame, so use another channel.
-            last = await connection.channel()
-            await publish(last, b"")
-            await soon(lambda: gc.collect() is not None and known() is None)
-            assert list(connection.flows) == [last.flow_control]
-
-    run(main())
+async def test_a_channel_without_references_is_garbage_collected(broker: Broker) -> None:
+    async with await aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        await publish(channel, b"")
+        await channel.close()
+        known = weakref.ref(channel.flow_control)
+        del channel
+        # aiormq's reader keeps a reference to the channel of the last frame, so use another channel.
+        last = await connection.channel()
+        await publish(last, b"")
+        await soon(lambda: gc.collect() is not None and known() is None)
+        assert list(connection.flows) == [last.flow_control]
 
 
 @with_both
@@ -608,21 +534,15 @@ def test_a_publish_without_confirms_to_a_missing_exchange_logs_a_warning(
     assert "aio-pika channel 1: blocked (flowed): disconnected" in told[0]
 
 
-def test_a_channel_of_the_drop_in_cannot_be_created_on_a_connection_of_aio_pika(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with await original.connect(broker.url) as connection:
-            with pytest.raises(TypeError, match=r"qflow_client\.aio_pika"):
-                aio_pika.Channel(connection)
-
-    run(main())
+async def test_a_channel_of_the_drop_in_cannot_be_created_on_a_connection_of_aio_pika(broker: Broker) -> None:
+    async with await original.connect(broker.url) as connection:
+        with pytest.raises(TypeError, match=r"qflow_client\.aio_pika"):
+            aio_pika.Channel(connection)
 
 
-def test_connecting_to_a_port_without_a_listener_raises_the_error_of_aio_pika(run: Run) -> None:
-    async def main() -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-            with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
-                await aio_pika.connect(f"amqp://127.0.0.1:{port}/")
-
-    run(main())
+async def test_connecting_to_a_port_without_a_listener_raises_the_error_of_aio_pika() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+            await aio_pika.connect(f"amqp://127.0.0.1:{port}/")

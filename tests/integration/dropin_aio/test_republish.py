@@ -34,30 +34,27 @@ def answers(results: list[Any]) -> list[str]:
     return [type(each).__name__ for each in results]
 
 
-def test_unconfirmed_messages_are_resent_in_order_and_marked_before_new_messages_are_sent(
-    run: Run, broker: Broker, proxy: Proxy
+async def test_unconfirmed_messages_are_resent_in_order_and_marked_before_new_messages_are_sent(
+    broker: Broker, proxy: Proxy
 ) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), capacity=3, **FAST) as connection:
-            channel = await connection.channel()
-            await publish(channel, b"0")
-            broker.withhold_confirms()
-            tasks = publishing(channel, 1, 2, 3, 4)
-            await in_line(channel, 1)
-            await soon(lambda: broker.queue("q").depth == 4)
-            proxy.cut()
-            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
-            # This publish begins while there is no connection.
-            tasks += publishing(channel, 5)
-            broker.release_confirms()
-            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 5
-            assert bodies(broker) == [b"0", b"1", b"2", b"3", b"1", b"2", b"3", b"4", b"5"]
-            assert marked(broker) == [False] * 4 + [True] * 3 + [False] * 2
-            ids = message_ids(broker)
-            assert ids[1:4] == ids[4:7]
-            assert kinds(channel) == []
-
-    run(main())
+    async with await aio_pika.connect_robust(proxy.url(broker), capacity=3, **FAST) as connection:
+        channel = await connection.channel()
+        await publish(channel, b"0")
+        broker.withhold_confirms()
+        tasks = publishing(channel, 1, 2, 3, 4)
+        await in_line(channel, 1)
+        await soon(lambda: broker.queue("q").depth == 4)
+        proxy.cut()
+        await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+        # This publish begins while there is no connection.
+        tasks += publishing(channel, 5)
+        broker.release_confirms()
+        assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 5
+        assert bodies(broker) == [b"0", b"1", b"2", b"3", b"1", b"2", b"3", b"4", b"5"]
+        assert marked(broker) == [False] * 4 + [True] * 3 + [False] * 2
+        ids = message_ids(broker)
+        assert ids[1:4] == ids[4:7]
+        assert kinds(channel) == []
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["drop-in", "wrapped"])
@@ -98,247 +95,213 @@ def test_many_tasks_that_publish_lose_no_message_over_many_lost_connections(
         seen.add(message.body)
 
 
-def test_messages_are_resent_after_the_topology_is_redeclared(run: Run, broker: Broker, proxy: Proxy) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            channel = await connection.channel()
-            exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
-            queue = await channel.declare_queue("temporary", exclusive=True)
-            await queue.bind(exchange)
-            for number in range(3):
-                broker.withhold_confirms()
-                task = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
-                await soon(lambda: broker.queue("temporary").depth)
-                proxy.cut()
-                await held(channel, HoldKind.DISCONNECTED)
-                broker.release_confirms()
-                assert answers([await task]) == ["Ack"]
-                message = await queue.get(no_ack=True)
-                assert (message.body, message.headers) == (b"%d" % number, {REPUBLISHED: True})
-
-    run(main())
-
-
-def test_unconfirmed_messages_are_resent_even_if_the_lost_connection_was_blocked(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            channel = await connection.channel()
+async def test_messages_are_resent_after_the_topology_is_redeclared(broker: Broker, proxy: Proxy) -> None:
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+        channel = await connection.channel()
+        exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
+        queue = await channel.declare_queue("temporary", exclusive=True)
+        await queue.bind(exchange)
+        for number in range(3):
             broker.withhold_confirms()
-            tasks = publishing(channel, 0, 1)
-            await soon(lambda: broker.queue("q").depth == 2)
-            broker.block("no memory")
-            proxy.cut()
-            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
-            broker.release_confirms()
-            broker.unblock()
-            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
-            await stop(channel, broker)
-            assert bodies(broker) == [b"0", b"1", b"0", b"1"]
-
-    run(main())
-
-
-def test_unconfirmed_messages_are_resent_only_when_the_new_connection_is_not_blocked(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            tasks = publishing(channel, 0, 1)
-            await soon(lambda: broker.queue("q").depth == 2)
-            broker.block("no memory")
-            proxy.cut()
-            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
-            await held(channel, HoldKind.CONNECTION_BLOCKED)
-            # The answer comes after the messages that were written before the question.
-            queue = await channel.declare_queue("q", passive=True)
-            assert queue.declaration_result.message_count == 2
-            broker.release_confirms()
-            broker.unblock()
-            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
-            assert bodies(broker) == [b"0", b"1", b"0", b"1"]
-
-    run(main())
-
-
-def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnected_is_not_resent(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
-    async def main() -> None:
-        # With this interval, aio-pika reconnects only after the deadlines of this test.
-        async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
-                await publish(channel, b"told before", timeout=0.1)
-            assert watch.kept(0.1)
-            cancelled, kept, late = publishing(channel, 0, 1, 2)
-            late.cancel()
-            late = asyncio.ensure_future(publish(channel, b"told while it is away", timeout=0.4))
-            await soon(lambda: broker.queue("q").depth == 4)
+            task = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
+            await soon(lambda: broker.queue("temporary").depth)
             proxy.cut()
             await held(channel, HoldKind.DISCONNECTED)
             broker.release_confirms()
-            cancelled.cancel()
-            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="disconnected"):
-                await publish(channel, b"never sent", timeout=0.1)
-            assert watch.kept(0.1)
-            with pytest.raises(ConfirmTimeout, match=r"lost before the broker answered.*disconnected"):
-                await late
-            assert answers([await kept]) == ["Ack"]
-            assert bodies(broker) == [b"told before", b"0", b"1", b"told while it is away", b"1"]
-            assert channel.flow_control.protocol.unsettled == 0
-
-    run(main())
+            assert answers([await task]) == ["Ack"]
+            message = await queue.get(no_ack=True)
+            assert (message.body, message.headers) == (b"%d" % number, {REPUBLISHED: True})
 
 
-def test_a_returned_mandatory_message_is_not_resent(run: Run, broker: Broker, proxy: Proxy) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            missing = aio_pika.Message(b"")
-            assert answers([await channel.default_exchange.publish(missing, "nowhere")]) == ["DeliveredMessage"]
-            tasks = publishing(channel, 0)
-            await soon(lambda: broker.queue("q").depth == 1)
-            proxy.cut()
-            await held(channel, HoldKind.DISCONNECTED)
-            broker.delete_queue("q")
-            broker.release_confirms()
-            # The broker returns the resent copy.
-            assert answers(await asyncio.gather(*tasks)) == ["DeliveredMessage"]
-            assert channel.flow_control.protocol.unsettled == 0
-
-    run(main())
-
-
-def test_publishes_on_a_channel_closed_by_the_broker_raise_the_error_of_aio_pika(run: Run, broker: Broker) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
-            channel = await connection.channel()
-            broker.withhold_confirms()
-            tasks = publishing(channel, 0)
-            await soon(lambda: broker.queue("q").depth == 1)
-            exchange = await channel.get_exchange("nothing", ensure=False)
-            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-                await exchange.publish(aio_pika.Message(b""), "")
-            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-                await tasks[0]
-            broker.release_confirms()
-            await publish(channel, b"1")
-            assert bodies(broker) == [b"0", b"1"]
-
-    run(main())
-
-
-@pytest.mark.parametrize("what", ["channel", "connection"])
-def test_publish_calls_that_wait_for_a_reconnect_raise_when_the_program_closes_the_channel(
-    run: Run, broker: Broker, proxy: Proxy, what: str
+async def test_unconfirmed_messages_are_resent_even_if_the_lost_connection_was_blocked(
+    broker: Broker, proxy: Proxy
 ) -> None:
-    async def main() -> None:
-        connection = await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 60}))
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
         channel = await connection.channel()
         broker.withhold_confirms()
+        tasks = publishing(channel, 0, 1)
+        await soon(lambda: broker.queue("q").depth == 2)
+        broker.block("no memory")
+        proxy.cut()
+        await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+        broker.release_confirms()
+        broker.unblock()
+        assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
+        await stop(channel, broker)
+        assert bodies(broker) == [b"0", b"1", b"0", b"1"]
+
+
+async def test_unconfirmed_messages_are_resent_only_when_the_new_connection_is_not_blocked(
+    broker: Broker, proxy: Proxy
+) -> None:
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        tasks = publishing(channel, 0, 1)
+        await soon(lambda: broker.queue("q").depth == 2)
+        broker.block("no memory")
+        proxy.cut()
+        await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+        await held(channel, HoldKind.CONNECTION_BLOCKED)
+        # The answer comes after the messages that were written before the question.
+        queue = await channel.declare_queue("q", passive=True)
+        assert queue.declaration_result.message_count == 2
+        broker.release_confirms()
+        broker.unblock()
+        assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
+        assert bodies(broker) == [b"0", b"1", b"0", b"1"]
+
+
+async def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnected_is_not_resent(
+    broker: Broker, proxy: Proxy
+) -> None:
+    # With this interval, aio-pika reconnects only after the deadlines of this test.
+    async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
+            await publish(channel, b"told before", timeout=0.1)
+        assert watch.kept(0.1)
+        cancelled, kept, late = publishing(channel, 0, 1, 2)
+        late.cancel()
+        late = asyncio.ensure_future(publish(channel, b"told while it is away", timeout=0.4))
+        await soon(lambda: broker.queue("q").depth == 4)
+        proxy.cut()
+        await held(channel, HoldKind.DISCONNECTED)
+        broker.release_confirms()
+        cancelled.cancel()
+        with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="disconnected"):
+            await publish(channel, b"never sent", timeout=0.1)
+        assert watch.kept(0.1)
+        with pytest.raises(ConfirmTimeout, match=r"lost before the broker answered.*disconnected"):
+            await late
+        assert answers([await kept]) == ["Ack"]
+        assert bodies(broker) == [b"told before", b"0", b"1", b"told while it is away", b"1"]
+        assert channel.flow_control.protocol.unsettled == 0
+
+
+async def test_a_returned_mandatory_message_is_not_resent(broker: Broker, proxy: Proxy) -> None:
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        missing = aio_pika.Message(b"")
+        assert answers([await channel.default_exchange.publish(missing, "nowhere")]) == ["DeliveredMessage"]
         tasks = publishing(channel, 0)
         await soon(lambda: broker.queue("q").depth == 1)
         proxy.cut()
         await held(channel, HoldKind.DISCONNECTED)
-        tasks += publishing(channel, 1)
-        await in_line(channel, 1)
-        await (channel if what == "channel" else connection).close()
-        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
-            await tasks[0]
-        with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
-            await tasks[1]
-        with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
-            await publish(channel, b"2")
+        broker.delete_queue("q")
         broker.release_confirms()
-        await connection.close()
+        # The broker returns the resent copy.
+        assert answers(await asyncio.gather(*tasks)) == ["DeliveredMessage"]
+        assert channel.flow_control.protocol.unsettled == 0
 
-    run(main())
+
+async def test_publishes_on_a_channel_closed_by_the_broker_raise_the_error_of_aio_pika(broker: Broker) -> None:
+    async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        tasks = publishing(channel, 0)
+        await soon(lambda: broker.queue("q").depth == 1)
+        exchange = await channel.get_exchange("nothing", ensure=False)
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await exchange.publish(aio_pika.Message(b""), "")
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await tasks[0]
+        broker.release_confirms()
+        await publish(channel, b"1")
+        assert bodies(broker) == [b"0", b"1"]
 
 
-def test_without_confirms_unwritten_messages_are_sent_on_the_next_connection(
-    run: Run, broker: Broker, proxy: Proxy
+@pytest.mark.parametrize("what", ["channel", "connection"])
+async def test_publish_calls_that_wait_for_a_reconnect_raise_when_the_program_closes_the_channel(
+    broker: Broker, proxy: Proxy, what: str
 ) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            channel = await connection.channel(publisher_confirms=False)
-            proxy.cut()
-            await held(channel, HoldKind.DISCONNECTED)
-            await asyncio.gather(*publishing(channel, 0, 1, 2))
-            await soon(lambda: broker.queue("q").depth == 3)
-            assert (bodies(broker), marked(broker)) == ([b"0", b"1", b"2"], [False] * 3)
+    connection = await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 60}))
+    channel = await connection.channel()
+    broker.withhold_confirms()
+    tasks = publishing(channel, 0)
+    await soon(lambda: broker.queue("q").depth == 1)
+    proxy.cut()
+    await held(channel, HoldKind.DISCONNECTED)
+    tasks += publishing(channel, 1)
+    await in_line(channel, 1)
+    await (channel if what == "channel" else connection).close()
+    with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+        await tasks[0]
+    with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
+        await tasks[1]
+    with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
+        await publish(channel, b"2")
+    broker.release_confirms()
+    await connection.close()
 
-    run(main())
+
+async def test_without_confirms_unwritten_messages_are_sent_on_the_next_connection(
+    broker: Broker, proxy: Proxy
+) -> None:
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+        channel = await connection.channel(publisher_confirms=False)
+        proxy.cut()
+        await held(channel, HoldKind.DISCONNECTED)
+        await asyncio.gather(*publishing(channel, 0, 1, 2))
+        await soon(lambda: broker.queue("q").depth == 3)
+        assert (bodies(broker), marked(broker)) == ([b"0", b"1", b"2"], [False] * 3)
 
 
-def test_messages_are_resent_even_if_the_restored_channel_has_another_number_and_smaller_frames(
-    run: Run, broker: Broker, make_broker: Callable[..., Broker], proxy: Proxy
+async def test_messages_are_resent_even_if_the_restored_channel_has_another_number_and_smaller_frames(
+    broker: Broker, make_broker: Callable[..., Broker], proxy: Proxy
 ) -> None:
     small = make_broker(frame_max=8192)
-
-    async def main() -> None:
-        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-            first = await connection.channel()
-            channel = await connection.channel()
-            await first.close()
-            assert channel.number == 2
-            broker.withhold_confirms()
-            body = bytes(range(256)) * 200
-            tasks = [asyncio.ensure_future(publish(channel, body + b"%d" % number)) for number in range(3)]
-            await soon(lambda: broker.queue("q").depth == 3)
-            proxy.direct_to(small.port)
-            proxy.cut()
-            await asyncio.gather(*tasks)
-            assert channel.number == 1
-            assert bodies(small) == [body + b"0", body + b"1", body + b"2"]
-            broker.release_confirms()
-
-    run(main())
+    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+        first = await connection.channel()
+        channel = await connection.channel()
+        await first.close()
+        assert channel.number == 2
+        broker.withhold_confirms()
+        body = bytes(range(256)) * 200
+        tasks = [asyncio.ensure_future(publish(channel, body + b"%d" % number)) for number in range(3)]
+        await soon(lambda: broker.queue("q").depth == 3)
+        proxy.direct_to(small.port)
+        proxy.cut()
+        await asyncio.gather(*tasks)
+        assert channel.number == 1
+        assert bodies(small) == [body + b"0", body + b"1", body + b"2"]
+        broker.release_confirms()
 
 
 @pytest.mark.parametrize("republishes", [False, True])
-def test_a_waiting_message_is_sent_even_if_the_restored_channel_has_a_different_number(
-    run: Run, broker: Broker, proxy: Proxy, republishes: bool
+async def test_a_waiting_message_is_sent_even_if_the_restored_channel_has_a_different_number(
+    broker: Broker, proxy: Proxy, republishes: bool
 ) -> None:
-    async def main() -> None:
-        settings = FAST if republishes else FAST | {"on_disconnect": "fail"}
-        async with await aio_pika.connect_robust(proxy.url(broker), **settings) as connection:
-            first = await connection.channel()
-            channel = await connection.channel()
-            await first.close()
-            await stop(channel, broker)
-            tasks = publishing(channel, 0)
-            await in_line(channel, 1)
-            proxy.cut()
-            await asyncio.gather(*tasks)
-            assert channel.number == 1
-            assert bodies(broker) == [b"0"]
-
-    run(main())
+    settings = FAST if republishes else FAST | {"on_disconnect": "fail"}
+    async with await aio_pika.connect_robust(proxy.url(broker), **settings) as connection:
+        first = await connection.channel()
+        channel = await connection.channel()
+        await first.close()
+        await stop(channel, broker)
+        tasks = publishing(channel, 0)
+        await in_line(channel, 1)
+        proxy.cut()
+        await asyncio.gather(*tasks)
+        assert channel.number == 1
+        assert bodies(broker) == [b"0"]
 
 
-def test_only_robust_connections_accept_the_setting_on_disconnect_republish(
-    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+async def test_only_robust_connections_accept_the_setting_on_disconnect_republish(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with await aio_pika.connect_robust(f"{broker.url}?on_disconnect=republish") as connection:
-            assert connection.flow_settings.on_disconnect == "republish"
-        async with await aio_pika.connect_robust(broker.url) as connection:
-            assert connection.flow_settings.on_disconnect == "fail"
-        with pytest.raises(TypeError, match="only connect_robust"):
-            await aio_pika.connect(broker.url, on_disconnect="republish")
-        with pytest.raises(TypeError, match="only connect_robust"):
-            await aio_pika.connect(f"{broker.url}?on_disconnect=republish")
-        # The environment variable applies to all connections that accept the setting.
-        monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
-        async with await aio_pika.connect_robust(broker.url) as connection:
-            assert connection.flow_settings.on_disconnect == "republish"
-        async with await aio_pika.connect(broker.url) as connection:
-            assert connection.flow_settings.on_disconnect == "fail"
-
-    run(main())
+    async with await aio_pika.connect_robust(f"{broker.url}?on_disconnect=republish") as connection:
+        assert connection.flow_settings.on_disconnect == "republish"
+    async with await aio_pika.connect_robust(broker.url) as connection:
+        assert connection.flow_settings.on_disconnect == "fail"
+    with pytest.raises(TypeError, match="only connect_robust"):
+        await aio_pika.connect(broker.url, on_disconnect="republish")
+    with pytest.raises(TypeError, match="only connect_robust"):
+        await aio_pika.connect(f"{broker.url}?on_disconnect=republish")
+    # The environment variable applies to all connections that accept the setting.
+    monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
+    async with await aio_pika.connect_robust(broker.url) as connection:
+        assert connection.flow_settings.on_disconnect == "republish"
+    async with await aio_pika.connect(broker.url) as connection:
+        assert connection.flow_settings.on_disconnect == "fail"

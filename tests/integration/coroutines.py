@@ -1,0 +1,24 @@
+"""Hooks for a `conftest.py` whose tests may be coroutine functions. They run with the fixture `run`."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(obj: object) -> None:
+    """Let a coroutine function use the fixture `run`."""
+    if inspect.iscoroutinefunction(obj):
+        pytest.mark.usefixtures("run")(obj)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    pyfuncitem.funcargs["run"](test(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}))
+    return True
