@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ def pytest_pycollect_makeitem(obj: object) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine function."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    pyfuncitem.funcargs["run"](test(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}))
+    fixtures: dict[str, Any] = pyfuncitem.funcargs
+    fixtures["run"](pyfuncitem.obj(**{name: fixtures[name] for name in inspect.signature(pyfuncitem.obj).parameters}))
     return True

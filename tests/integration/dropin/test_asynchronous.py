@@ -16,7 +16,7 @@ import qflow_client.pika as pika
 from qflow_client import FlowEventKind, HoldKind, ProducerFlowed
 from qflow_client.logs import flush_logs
 from tests.integration.producer.processes import in_child
-from tests.integration.producer.tools import PATIENCE, bodies, eventually
+from tests.integration.producer.tools import PATIENCE, bodies, eventually, logged
 
 from .tools import refused
 
@@ -278,8 +278,7 @@ def test_a_second_confirm_delivery_does_not_restart_the_count_of_confirms(runnin
 def test_a_close_by_the_program_logs_no_warning(running, caplog):
     running.publish()
     running.close()
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 def test_a_channel_closed_by_the_broker_logs_a_warning_only_if_messages_are_unconfirmed(broker, running, caplog):
@@ -298,9 +297,7 @@ def test_a_channel_closed_by_the_broker_logs_a_warning_only_if_messages_are_unco
             running.do(lambda c=channel, b=body: c.basic_publish("", "q", b))
         running.do(lambda c=channel: c.queue_declare("missing", passive=True))
         assert closed.wait(PATIENCE)
-        assert flush_logs(PATIENCE)
-        told = [record.message for record in caplog.records if record.name == "qflow_client"]
-        assert bool(told) is (body is not None)
+        assert bool(logged(caplog)) is (body is not None)
     broker.release_confirms()
 
 

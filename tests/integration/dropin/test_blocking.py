@@ -19,10 +19,10 @@ from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.collecting import collect
 from tests.effort import rounds
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start
 from tests.interrupting import EVERY, each_interrupt
 
-from .tools import held, pump, stop
+from .tools import held, pump, start_waiting, stop
 
 # The code that runs after a message is admitted and before it is in pika's buffer.
 _WRITING = ("pika/flow.py", "core/protocol.py", "core/writing.py", "core/unconfirmed.py", "amqp/outbound.py")
@@ -33,8 +33,7 @@ def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_before_t
     stop(channel, broker)
     wire.wait_for("in", "Channel.FlowOk")
     stopped = wire.where("in", "Channel.FlowOk")[0]
-    job = start(channel.basic_publish, "", "q", b"after")
-    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    job = start_waiting(channel, b"after")
     assert wire.came_between(stopped) == []
     broker.flow(True)
     job.result()
@@ -343,8 +342,7 @@ def test_D5_the_flow_manager_stops_and_starts_a_channel_from_another_thread(brok
     channel = connection.channel()
     start(flow_manager.stop_all, "maintenance").result()
     try:
-        job = start(channel.basic_publish, "", "q", b"")
-        eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+        job = start_waiting(channel)
         assert [str(hold) for hold in channel._flow.protocol.reports.holds] == ["paused (manager: maintenance)"]
     finally:
         flow_manager.start_all()
@@ -375,8 +373,7 @@ def test_a_rate_limit_delays_publishing(broker, connect):
 def test_a_waiting_publish_raises_when_the_broker_closes_the_channel(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
-    job = start(channel.basic_publish, "", "q", b"")
-    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    job = start_waiting(channel)
     broker.close_channels(311, "too much")
     with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="too much"):
         job.result()
@@ -385,8 +382,7 @@ def test_a_waiting_publish_raises_when_the_broker_closes_the_channel(broker, con
 def test_a_waiting_publish_raises_when_the_connection_is_lost(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
-    job = start(channel.basic_publish, "", "q", b"")
-    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    job = start_waiting(channel)
     broker.drop_connections()
     with pytest.raises(pika.exceptions.StreamLostError):
         job.result()
@@ -515,8 +511,7 @@ def test_a_close_by_the_program_logs_no_warning(broker, connect, caplog, closed)
         channel.close()
     if closed != "channel":
         connection.close()
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 @pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
@@ -531,8 +526,7 @@ def test_E11_a_channel_closed_by_the_broker_without_unconfirmed_messages_logs_no
         channel.wait_for_confirms()
     with pytest.raises(pika.exceptions.ChannelClosedByBroker):
         channel.queue_declare("missing", passive=True)
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 def test_the_traceback_of_a_closed_channel_does_not_grow_with_each_error(connect):

@@ -9,9 +9,9 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.logs import flush_logs
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
 
-from .tools import pump
+from .tools import pump, start_waiting
 
 
 @pytest.fixture
@@ -57,8 +57,7 @@ def test_C6_a_publish_that_waits_for_the_window_continues_when_there_is_room(bro
     broker.withhold_confirms()
     for number in range(10):
         channel.basic_publish("", "q", b"%d" % number)
-    job = start(channel.basic_publish, "", "q", b"in time")
-    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    job = start_waiting(channel, b"in time")
     broker.release_confirms()
     job.result()
     channel.wait_for_confirms(PATIENCE)

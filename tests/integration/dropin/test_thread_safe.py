@@ -13,7 +13,7 @@ import qflow_client.pika as pika
 from qflow_client import FlowControlTimeout, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.logs import flush_logs
 from tests.integration.producer.processes import in_child
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start
 
 from .tools import end_thread_safe, refused
 
@@ -296,8 +296,7 @@ def test_E11_a_channel_closed_by_the_broker_without_unconfirmed_messages_logs_no
     eventually(lambda: channel.connection.run(lambda: channel.flow_control.protocol.is_idle) and bodies(broker))
     with pytest.raises(pika.exceptions.ChannelClosedByBroker):
         channel.queue_declare("missing", passive=True)
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 def test_the_error_of_wrap_for_a_thread_safe_channel_names_its_class(broker, stack):

@@ -10,7 +10,7 @@ import pytest
 
 from qflow_client import HoldKind
 from qflow_client.pika import exceptions
-from tests.integration.producer.tools import PATIENCE
+from tests.integration.producer.tools import PATIENCE, Job, eventually, start
 
 _REFUSED = r"the connection was made in process \d+, and this is process \d+: .* make a connection in the child"
 
@@ -30,6 +30,13 @@ def held(channel: Any, *kinds: str) -> None:
         lambda: sorted(str(hold.kind) for hold in channel.flow_state.holds) == sorted(kinds),
         f"held by {kinds}",
     )
+
+
+def start_waiting(channel: Any, body: bytes = b"") -> Job:
+    """Start a publish on another thread, and wait until it waits for flow control."""
+    job = start(channel.basic_publish, "", "q", body)
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    return job
 
 
 def stop(channel: Any, broker: Any) -> None:

@@ -8,8 +8,8 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aio_pika as original
@@ -30,7 +30,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.integration.aio.tools import Run, soon
-from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
+from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies, logged
 
 WAIT = 0.1
 
@@ -51,6 +51,13 @@ async def stop(channel: Any, broker: Broker) -> None:
 
 async def in_line(channel: Any, count: int) -> None:
     await soon(lambda: channel.flow_control.protocol.controller.waiting == count, f"{count} in line")
+
+
+@asynccontextmanager
+async def opened(connecting: Awaitable[Any], **options: Any) -> AsyncIterator[Any]:
+    """Wait for a connection, and yield a channel of it. Close the connection at the end."""
+    async with await connecting as connection:
+        yield await connection.channel(**options)
 
 
 def publish(channel: Any, body: bytes, **keywords: Any) -> Any:
@@ -104,8 +111,8 @@ async def test_J7_a_stop_is_answered_with_flow_ok_and_no_message_is_published_be
 async def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(
     broker: Broker, connect: Any, confirms: bool, by: str
 ) -> None:
-    async with await connect(max_producer_flow_control_wait=WAIT if by == "setting" else 60) as connection:
-        channel = await connection.channel(publisher_confirms=confirms)
+    wait = WAIT if by == "setting" else 60
+    async with opened(connect(max_producer_flow_control_wait=wait), publisher_confirms=confirms) as channel:
         await stop(channel, broker)
         with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
             await publish(channel, b"never", timeout=None if by == "setting" else WAIT)
@@ -123,8 +130,7 @@ async def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_neve
 async def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flowed_is_raise(
     broker: Broker, connect: Any
 ) -> None:
-    async with await connect(when_flowed="raise") as connection:
-        channel = await connection.channel()
+    async with opened(connect(when_flowed="raise")) as channel:
         await publish(channel, b"")
         await stop(channel, broker)
         with pytest.raises(ProducerFlowed) as caught:
@@ -149,8 +155,7 @@ async def test_connection_blocked_holds_all_channels_until_connection_unblocked(
 
 
 async def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(broker: Broker, connect: Any) -> None:
-    async with await connect(max_producer_flow_control_wait=WAIT) as connection:
-        channel = await connection.channel()
+    async with opened(connect(max_producer_flow_control_wait=WAIT)) as channel:
         broker.withhold_confirms()
         with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
             await publish(channel, b"unknown")
@@ -167,16 +172,14 @@ async def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeou
 async def test_without_a_hold_the_error_of_a_publish_with_timeout_0_names_only_the_timeout(
     broker: Broker, connect: Any
 ) -> None:
-    async with await connect() as connection:
-        channel = await connection.channel()
+    async with opened(connect()) as channel:
         with pytest.raises(FlowControlTimeout, match=r"^the message was not sent, because timeout=0 "):
             await publish(channel, b"never", timeout=0)
         assert bodies(broker) == []
 
 
 async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker, connect: Any) -> None:
-    async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
-        channel = await connection.channel()
+    async with opened(connect(capacity=5, max_producer_flow_control_wait=PATIENCE)) as channel:
         broker.withhold_confirms()
         publishing = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(12)]
         await in_line(channel, 7)
@@ -190,8 +193,7 @@ async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker,
 
 
 async def test_F2_a_rate_limit_delays_publishing(connect: Any) -> None:
-    async with await connect(rate=50, rate_burst=1) as connection:
-        channel = await connection.channel()
+    async with opened(connect(rate=50, rate_burst=1)) as channel:
         began = asyncio.get_running_loop().time()
         for _ in range(11):
             await publish(channel, b"")
@@ -220,8 +222,7 @@ async def test_settings_of_flow_control_can_be_in_the_url(broker: Broker, connec
 
 
 async def test_flow_callbacks_get_events_in_order_on_the_event_loop(broker: Broker, connect: Any) -> None:
-    async with await connect(flow_control_wait_notify_period=0.05) as connection:
-        channel = await connection.channel()
+    async with opened(connect(flow_control_wait_notify_period=0.05)) as channel:
         told: list[Any] = []
         unsubscribe = channel.on_flow(told.append)
         channel.on_flow(lambda event: 1 / 0)
@@ -246,8 +247,7 @@ async def test_flow_callbacks_get_events_in_order_on_the_event_loop(broker: Brok
 
 
 async def test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread(connect: Any) -> None:
-    async with await connect() as connection:
-        channel = await connection.channel()
+    async with opened(connect()) as channel:
         for call in flow_manager.stop_all, flow_manager.start_all:
             thread = threading.Thread(target=call)
             thread.start()
@@ -261,8 +261,7 @@ async def test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread(co
 
 
 async def test_a_cancelled_publish_that_was_not_written_is_never_sent(broker: Broker, connect: Any) -> None:
-    async with await connect() as connection:
-        channel = await connection.channel()
+    async with opened(connect()) as channel:
         await stop(channel, broker)
         waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
         await in_line(channel, 3)
@@ -277,8 +276,7 @@ async def test_a_cancelled_publish_that_was_not_written_is_never_sent(broker: Br
 
 
 async def test_a_waiting_publish_raises_the_error_with_which_the_broker_closed_the_channel(broker: Broker) -> None:
-    async with await aio_pika.connect(broker.url) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect(broker.url)) as channel:
         await stop(channel, broker)
         waiting = asyncio.ensure_future(publish(channel, b""))
         watching = asyncio.ensure_future(channel.wait_unflowed())
@@ -320,8 +318,7 @@ async def test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a
     broker: Broker, proxy: Proxy, wire: Wire
 ) -> None:
     url = f"{proxy.url(broker)}?reconnect_interval=0.05&max_producer_flow_control_wait={PATIENCE}"
-    async with await aio_pika.connect_robust(url) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(url)) as channel:
         exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
         queue = await channel.declare_queue("temporary", exclusive=True)
         await queue.bind(exchange)
@@ -348,8 +345,7 @@ async def test_after_a_reconnection_only_the_holds_of_the_new_channel_apply_to_a
 async def test_publishes_written_before_the_connection_is_lost_raise_the_error_of_aio_pika(
     broker: Broker, proxy: Proxy
 ) -> None:
-    async with await aio_pika.connect_robust(f"{proxy.url(broker)}?reconnect_interval=0.05&capacity=2") as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(f"{proxy.url(broker)}?reconnect_interval=0.05&capacity=2")) as channel:
         broker.withhold_confirms()
         written = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
         await in_line(channel, 1)
@@ -367,8 +363,8 @@ async def test_publishes_written_before_the_connection_is_lost_raise_the_error_o
 
 
 async def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(broker: Broker, proxy: Proxy) -> None:
-    async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3") as connection:
-        channel = await connection.channel(publisher_confirms=False)
+    connecting = aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3")
+    async with opened(connecting, publisher_confirms=False) as channel:
         proxy.stop_reading()
         sent: list[int] = []
 
@@ -418,8 +414,7 @@ async def test_a_channel_that_is_closed_inside_a_message_of_several_frames_compl
 
 
 async def test_heartbeats_continue_while_a_publish_waits(broker: Broker, wire: Wire) -> None:
-    async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect(f"{broker.url}?heartbeat=1")) as channel:
         await stop(channel, broker)
         waiting = asyncio.ensure_future(publish(channel, b"", timeout=PATIENCE))
         # A broker that receives nothing for two intervals ends the connection.
@@ -447,8 +442,7 @@ async def test_flow_control_works_over_tls(make_broker: Callable[..., Broker], c
     server.load_cert_chain(path, key)
     broker = make_broker(ssl_context=server)
     context = ssl.create_default_context(cafile=path)
-    async with await aio_pika.connect(broker.url, ssl_context=context) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect(broker.url, ssl_context=context)) as channel:
         await stop(channel, broker)
         waiting = asyncio.ensure_future(publish(channel, bytes(500_000)))
         await in_line(channel, 1)
@@ -475,15 +469,13 @@ async def test_a_channel_without_references_is_garbage_collected(broker: Broker)
 @pytest.mark.parametrize("closed", ["channel", "connection"])
 def test_a_close_by_the_program_logs_no_warning(run: Run, connect: Any, caplog: Any, closed: str) -> None:
     async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel()
+        async with opened(connect()) as channel:
             await publish(channel, b"")
             if closed == "channel":
                 await channel.close()
 
     run(main())
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 @with_both
@@ -492,8 +484,7 @@ def test_E11_a_channel_closed_by_the_broker_logs_a_warning_only_if_messages_may_
     run: Run, broker: Broker, connect: Any, caplog: Any, state: str
 ) -> None:
     async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel(publisher_confirms=state != "without confirms")
+        async with opened(connect(), publisher_confirms=state != "without confirms") as channel:
             waiting = None
             if state in ("confirmed", "without confirms"):
                 await publish(channel, b"")
@@ -523,8 +514,7 @@ def test_a_publish_without_confirms_to_a_missing_exchange_logs_a_warning(
     run: Run, broker: Broker, connect: Any, caplog: Any
 ) -> None:
     async def main() -> None:
-        async with await connect() as connection:
-            channel = await connection.channel(publisher_confirms=False)
+        async with opened(connect(), publisher_confirms=False) as channel:
             exchange = await channel.get_exchange("missing", ensure=False)
             await exchange.publish(aio_pika.Message(b""), "q")
             await soon(lambda: flush_logs(PATIENCE) and "404" in caplog.text)

@@ -17,7 +17,7 @@ from tests.effort import rounds
 from tests.integration.aio.tools import Run, soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, bodies, message_ids
 
-from .test_flow import held, in_line, kinds, publish, stop
+from .test_flow import held, in_line, kinds, opened, publish, stop
 
 FAST = {"on_disconnect": "republish", "reconnect_interval": 0.05, "max_producer_flow_control_wait": PATIENCE}
 
@@ -37,8 +37,7 @@ def answers(results: list[Any]) -> list[str]:
 async def test_unconfirmed_messages_are_resent_in_order_and_marked_before_new_messages_are_sent(
     broker: Broker, proxy: Proxy
 ) -> None:
-    async with await aio_pika.connect_robust(proxy.url(broker), capacity=3, **FAST) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(proxy.url(broker), capacity=3, **FAST)) as channel:
         await publish(channel, b"0")
         broker.withhold_confirms()
         tasks = publishing(channel, 1, 2, 3, 4)
@@ -96,8 +95,7 @@ def test_many_tasks_that_publish_lose_no_message_over_many_lost_connections(
 
 
 async def test_messages_are_resent_after_the_topology_is_redeclared(broker: Broker, proxy: Proxy) -> None:
-    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(proxy.url(broker), **FAST)) as channel:
         exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
         queue = await channel.declare_queue("temporary", exclusive=True)
         await queue.bind(exchange)
@@ -116,8 +114,7 @@ async def test_messages_are_resent_after_the_topology_is_redeclared(broker: Brok
 async def test_unconfirmed_messages_are_resent_even_if_the_lost_connection_was_blocked(
     broker: Broker, proxy: Proxy
 ) -> None:
-    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(proxy.url(broker), **FAST)) as channel:
         broker.withhold_confirms()
         tasks = publishing(channel, 0, 1)
         await soon(lambda: broker.queue("q").depth == 2)
@@ -156,8 +153,7 @@ async def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnec
     broker: Broker, proxy: Proxy
 ) -> None:
     # With this interval, aio-pika reconnects only after the deadlines of this test.
-    async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1}))) as channel:
         broker.withhold_confirms()
         with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
             await publish(channel, b"told before", timeout=0.1)
@@ -181,8 +177,7 @@ async def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnec
 
 
 async def test_a_returned_mandatory_message_is_not_resent(broker: Broker, proxy: Proxy) -> None:
-    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(proxy.url(broker), **FAST)) as channel:
         broker.withhold_confirms()
         missing = aio_pika.Message(b"")
         assert answers([await channel.default_exchange.publish(missing, "nowhere")]) == ["DeliveredMessage"]
@@ -198,8 +193,7 @@ async def test_a_returned_mandatory_message_is_not_resent(broker: Broker, proxy:
 
 
 async def test_publishes_on_a_channel_closed_by_the_broker_raise_the_error_of_aio_pika(broker: Broker) -> None:
-    async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
-        channel = await connection.channel()
+    async with opened(aio_pika.connect_robust(broker.url, **FAST)) as channel:
         broker.withhold_confirms()
         tasks = publishing(channel, 0)
         await soon(lambda: broker.queue("q").depth == 1)
@@ -240,8 +234,7 @@ async def test_publish_calls_that_wait_for_a_reconnect_raise_when_the_program_cl
 async def test_without_confirms_unwritten_messages_are_sent_on_the_next_connection(
     broker: Broker, proxy: Proxy
 ) -> None:
-    async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
-        channel = await connection.channel(publisher_confirms=False)
+    async with opened(aio_pika.connect_robust(proxy.url(broker), **FAST), publisher_confirms=False) as channel:
         proxy.cut()
         await held(channel, HoldKind.DISCONNECTED)
         await asyncio.gather(*publishing(channel, 0, 1, 2))

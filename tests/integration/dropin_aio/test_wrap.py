@@ -14,7 +14,7 @@ from qflow_client.broker import Broker
 from tests.integration.aio.tools import soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
-from .test_flow import held, in_line, kinds, publish, stop
+from .test_flow import held, in_line, kinds, opened, publish, stop
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,7 @@ with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"])
 
 @with_both
 async def test_wrap_returns_the_same_channel_object_with_flow_control(broker: Broker, wire: Wire, connect: str) -> None:
-    async with await getattr(original, connect)(broker.url) as connection:
-        plain = await connection.channel()
+    async with opened(getattr(original, connect)(broker.url)) as plain:
         first = await publish(plain, b"before")
         channel = aio_pika.wrap(plain)
         assert channel is plain

@@ -30,10 +30,9 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.kombu.transport import kept
-from qflow_client.logs import flush_logs
 from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.certificates import certify
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start
 
 # Options for connections whose socket accepts no bytes for a long time. Without them, Linux would end the connection.
 LASTING: dict[str, Any] = {}
@@ -391,8 +390,7 @@ def test_J8_a_half_written_message_is_completed_when_the_socket_accepts_bytes_ag
         faulty.heal()
     start(consume).result()
     assert heard == sent
-    assert flush_logs(PATIENCE)
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
     broker.wait_until(lambda broker: broker.queue("q").depth == 0)
 
 
@@ -658,7 +656,7 @@ def test_a_publish_without_a_hold_logs_nothing(broker, connect, caplog):
         connection = connect(confirm_publish=True)
         publish(connection.default_channel)
         connection.release()
-    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    assert logged(caplog) == []
 
 
 def test_connections_kept_for_reuse_are_stored_by_process_id_so_that_no_child_uses_them(broker, connect):

@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import pika
+import pytest
 
 from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, QflowError
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.testing.node import free_port
 from qflow_client.testing.proxy import FaultProxy
 
@@ -32,6 +34,12 @@ def eventually(condition: Callable[[], object], what: str = "", *, timeout: floa
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
         time.sleep(0.002)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that the package has logged."""
+    assert flush_logs(PATIENCE)
+    return [record.message for record in caplog.records if record.name == "qflow_client"]
 
 
 # Ports that this process has used for tests.
