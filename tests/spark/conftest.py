@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qflow_client.broker import Broker
 from qflow_client.testing.node import free_port
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
 
@@ -80,6 +81,14 @@ def node(_node: RabbitMQNode) -> RabbitMQNode:
         # An earlier test has killed the node, and failed before restarting it.
         _node.start()
     return _node
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    """A broker with an empty queue ``rows``."""
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        yield broker
 
 
 @pytest.fixture

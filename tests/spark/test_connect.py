@@ -57,10 +57,8 @@ spark.stop()
 """
 
 
-def test_the_sink_and_the_source_work_with_Spark_Connect(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_sink_and_the_source_work_with_Spark_Connect(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
     server = f"sc://127.0.0.1:{spark.conf.get('spark.connect.grpc.binding.port')}"
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        broker.declare_queue("copies")
-        assert run_python(PROGRAM, broker.url, str(tmp_path), server, timeout=500).split()[-1] == "done"
-        broker.wait_until(lambda b: [b.queue(name).depth for name in ("rows", "copies")] == [0, 0], timeout=100)
+    broker.declare_queue("copies")
+    assert run_python(PROGRAM, broker.url, str(tmp_path), server, timeout=500).split()[-1] == "done"
+    broker.wait_until(lambda b: [b.queue(name).depth for name in ("rows", "copies")] == [0, 0], timeout=100)

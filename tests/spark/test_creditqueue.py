@@ -63,6 +63,13 @@ def options(url: str, **more: object) -> SinkOptions:
     return SinkOptions.load({name: str(value) for name, value in given.items()}, None)
 
 
+def prepared(url: str, **more: object) -> SinkOptions:
+    """Return the options of a job whose driver has published the credits."""
+    of = options(url, **more)
+    prepare(of.producer, CREDITS)
+    return of
+
+
 def task(of: SinkOptions, partition: int, begin: int, end: int, *, step: int = 500) -> Any:
     """Run on a thread what Spark runs in a task."""
     batches = [
@@ -86,8 +93,7 @@ def tasks(of: SinkOptions, count: int, rows: int) -> list[Any]:
 def test_C6_each_row_is_sent_once_with_any_number_of_credits_and_all_credits_are_returned(
     url: str, capacity: int
 ) -> None:
-    of = options(url, capacity=capacity)
-    prepare(of.producer, CREDITS)
+    of = prepared(url, capacity=capacity)
     assert ready(url, CREDITS) == min(capacity, 256)
     # With fewer credits than tasks, tasks wait for each other, so send fewer rows.
     rows = 50 if capacity < 8 else 1000
@@ -103,8 +109,7 @@ def test_C6_with_eight_tasks_the_depth_never_exceeds_the_stop_threshold_plus_the
     rows, stop, capacity = rounds(2000, least=1000), 1000, 300
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
-        of = options(broker.url, capacity=capacity)
-        prepare(of.producer, CREDITS)
+        of = prepared(broker.url, capacity=capacity)
         with SlowConsumer(broker.url, "rows", when_stopped(broker, "rows")) as consumer:
             running = tasks(of, 8, rows)
             consumer.wait_for(8 * rows)
@@ -127,8 +132,7 @@ def test_C6_on_RabbitMQ_the_depth_of_a_queue_never_exceeds_x_max_length_plus_the
         do(node.url, "queue_delete", queue)
         if arguments is not None:
             do(node.url, "queue_declare", queue, durable=True, arguments=arguments)
-    of = options(node.url, capacity=capacity)
-    prepare(of.producer, CREDITS)
+    of = prepared(node.url, capacity=capacity)
     peak = 0
     # The consumer consumes nothing until the queue is full.
     with SlowConsumer(node.url, "rows", lambda: peak >= maximum) as consumer:
@@ -145,41 +149,35 @@ def test_C6_on_RabbitMQ_the_depth_of_a_queue_never_exceeds_x_max_length_plus_the
     assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
 
 
-def test_C6_while_confirms_are_withheld_all_tasks_together_send_exactly_the_capacity() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        broker.withhold_confirms()
-        of = options(broker.url, capacity=100)
-        prepare(of.producer, CREDITS)
-        running = tasks(of, 8, 1000)
-        broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=PATIENCE)
-        # A waiting task also consumes the second queue, and so is counted.
-        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=PATIENCE)
-        assert broker.queue("rows").peak_depth == 100
-        assert broker.queue(CREDITS).depth == 100
-        broker.release_confirms()
-        for each in running:
-            report = each.result(PATIENCE)
-            assert report.rows == 1000
-            assert report.seconds_flowed["capacity"] > 0
-        assert broker.queue("rows").depth == 8000
+def test_C6_while_confirms_are_withheld_all_tasks_together_send_exactly_the_capacity(broker: Broker) -> None:
+    broker.withhold_confirms()
+    of = prepared(broker.url, capacity=100)
+    running = tasks(of, 8, 1000)
+    broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=PATIENCE)
+    # A waiting task also consumes the second queue, and so is counted.
+    broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=PATIENCE)
+    assert broker.queue("rows").peak_depth == 100
+    assert broker.queue(CREDITS).depth == 100
+    broker.release_confirms()
+    for each in running:
+        report = each.result(PATIENCE)
+        assert report.rows == 1000
+        assert report.seconds_flowed["capacity"] > 0
+    assert broker.queue("rows").depth == 8000
 
 
-def test_a_task_that_waits_for_rows_from_Spark_returns_its_credits_to_other_tasks() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        of = options(broker.url, capacity=1)
-        prepare(of.producer, CREDITS)
-        first: Any = in_background(
-            write_task,
-            of,
-            Rows(SCHEMA, "column", "column"),
-            batches_until(broker, 21),
-            Task(job="job", partition=0),
-        )
-        # The second task gets the only credit while the first task waits for its next batch from Spark.
-        assert task(of, 1, 0, 10).result(PATIENCE).rows == 10
-        assert first.result(PATIENCE).rows == 12
+def test_a_task_that_waits_for_rows_from_Spark_returns_its_credits_to_other_tasks(broker: Broker) -> None:
+    of = prepared(broker.url, capacity=1)
+    first: Any = in_background(
+        write_task,
+        of,
+        Rows(SCHEMA, "column", "column"),
+        batches_until(broker, 21),
+        Task(job="job", partition=0),
+    )
+    # The second task gets the only credit while the first task waits for its next batch from Spark.
+    assert task(of, 1, 0, 10).result(PATIENCE).rows == 10
+    assert first.result(PATIENCE).rows == 12
 
 
 def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
@@ -201,9 +199,9 @@ def test_the_error_for_an_option_that_creditQueue_excludes_names_the_option() ->
 
 
 def test_a_capacity_that_differs_from_the_sum_of_the_credits_raises_CreditError(url: str) -> None:
-    prepare(options(url, capacity=100).producer, CREDITS)
+    prepared(url, capacity=100)
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100; set"):
-        prepare(options(url, capacity=99).producer, CREDITS)
+        prepared(url, capacity=99)
     # A task also reports this, if the credits were replaced after the driver's check.
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100"):
         task(options(url, capacity=99), 0, 0, 10).result(PATIENCE)
@@ -214,8 +212,7 @@ def test_a_capacity_that_differs_from_the_sum_of_the_credits_raises_CreditError(
 def test_a_purge_of_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditError(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = options(url, capacity=100)
-    prepare(of.producer, CREDITS)
+    of = prepared(url, capacity=100)
     do(url, "queue_purge", CREDITS)
     words = "has 0 credits, no task has any, and a capacity of 100 needs 100: the que"
     with monkeypatch.context() as patch:
@@ -235,8 +232,7 @@ def test_a_purge_of_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditEr
 
 
 def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: str) -> None:
-    of = options(url, capacity=2, maxProducerFlowControlWait=0.5)
-    prepare(of.producer, CREDITS)
+    of = prepared(url, capacity=2, maxProducerFlowControlWait=0.5)
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         for _ in range(2):
@@ -257,32 +253,26 @@ def test_a_queue_with_other_messages_cannot_be_used_as_the_queue_of_credits(url:
     eventually(lambda: ready(url, "rows") == 1)
 
 
-def test_a_task_fails_with_CreditError_if_the_queue_of_credits_is_deleted() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        of = options(broker.url, capacity=10)
-        prepare(of.producer, CREDITS)
-        broker.withhold_confirms()
-        running = task(of, 0, 0, 100)
-        broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=PATIENCE)
-        do(broker.url, "queue_delete", f"{CREDITS}.tasks")
-        with pytest.raises(CreditError, match=r"the queue of credits 'credits', or 'credits\.tasks', was deleted"):
-            running.result(PATIENCE)
-        with pytest.raises(CreditError, match=r"queue 'credits\.tasks' cannot be consumed: 404 .*the job was planned"):
-            task(of, 0, 0, 100).result(PATIENCE)
+def test_a_task_fails_with_CreditError_if_the_queue_of_credits_is_deleted(broker: Broker) -> None:
+    of = prepared(broker.url, capacity=10)
+    broker.withhold_confirms()
+    running = task(of, 0, 0, 100)
+    broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=PATIENCE)
+    do(broker.url, "queue_delete", f"{CREDITS}.tasks")
+    with pytest.raises(CreditError, match=r"the queue of credits 'credits', or 'credits\.tasks', was deleted"):
+        running.result(PATIENCE)
+    with pytest.raises(CreditError, match=r"queue 'credits\.tasks' cannot be consumed: 404 .*the job was planned"):
+        task(of, 0, 0, 100).result(PATIENCE)
 
 
-def test_a_duplicate_credit_in_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditError() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        of = options(broker.url, capacity=10)
+def test_a_duplicate_credit_in_the_queue_of_credits_makes_jobs_and_tasks_fail_with_CreditError(broker: Broker) -> None:
+    of = prepared(broker.url, capacity=10)
+    (credit, *_) = broker.messages(CREDITS)
+    do(broker.url, "basic_publish", "", CREDITS, credit.body)
+    with pytest.raises(CreditError, match="has 11 credits, no task has any, and a capacity of 10 needs 10"):
         prepare(of.producer, CREDITS)
-        (credit, *_) = broker.messages(CREDITS)
-        do(broker.url, "basic_publish", "", CREDITS, credit.body)
-        with pytest.raises(CreditError, match="has 11 credits, no task has any, and a capacity of 10 needs 10"):
-            prepare(of.producer, CREDITS)
-        with pytest.raises(CreditError, match="has more credits than a capacity of 10 needs: some were issued twice"):
-            task(of, 0, 0, 100).result(PATIENCE)
+    with pytest.raises(CreditError, match="has more credits than a capacity of 10 needs: some were issued twice"):
+        task(of, 0, 0, 100).result(PATIENCE)
 
 
 def test_several_drivers_that_start_at_the_same_time_publish_the_credits_only_once(url: str) -> None:
@@ -295,29 +285,26 @@ def test_several_drivers_that_start_at_the_same_time_publish_the_credits_only_on
 def test_a_driver_publishes_the_credits_if_an_earlier_driver_only_declared_the_queue_of_credits(url: str) -> None:
     # The earlier driver has left an empty queue.
     do(url, "queue_declare", CREDITS, durable=True, arguments={"x-queue-type": "classic"})
-    prepare(options(url, capacity=20).producer, CREDITS)
+    prepared(url, capacity=20)
     assert ready(url, CREDITS) == 20
 
 
-def test_C6_a_killed_task_has_sent_at_most_its_credits_and_the_broker_requeues_the_credits() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        of = options(broker.url, capacity=40)
-        prepare(of.producer, CREDITS)
-        # Without confirms, the queue contains all messages that the task could send with its credits.
-        broker.withhold_confirms()
-        dead = task(of, 0, 0, 1000)
-        broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=PATIENCE)
-        broker.drop_connections()
-        with pytest.raises(QflowError, match="the connection is lost"):
-            dead.result(PATIENCE)
-        running = tasks(of, 3, 500)
-        broker.wait_until(lambda b: b.queue("rows").depth == 80, timeout=PATIENCE)
-        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 3, timeout=PATIENCE)
-        assert broker.queue("rows").peak_depth == 80
-        broker.release_confirms()
-        assert [each.result(PATIENCE).rows for each in running] == [500] * 3
-        assert len({message.body for message in broker.messages("rows")}) == 1500
+def test_C6_a_killed_task_has_sent_at_most_its_credits_and_the_broker_requeues_the_credits(broker: Broker) -> None:
+    of = prepared(broker.url, capacity=40)
+    # Without confirms, the queue contains all messages that the task could send with its credits.
+    broker.withhold_confirms()
+    dead = task(of, 0, 0, 1000)
+    broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=PATIENCE)
+    broker.drop_connections()
+    with pytest.raises(QflowError, match="the connection is lost"):
+        dead.result(PATIENCE)
+    running = tasks(of, 3, 500)
+    broker.wait_until(lambda b: b.queue("rows").depth == 80, timeout=PATIENCE)
+    broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 3, timeout=PATIENCE)
+    assert broker.queue("rows").peak_depth == 80
+    broker.release_confirms()
+    assert [each.result(PATIENCE).rows for each in running] == [500] * 3
+    assert len({message.body for message in broker.messages("rows")}) == 1500
 
 
 def test_a_job_of_Spark_can_use_credits_from_a_queue(spark: SparkSession, url: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -37,13 +36,6 @@ class Source(AmqpDataSource):
 
     max_concurrent_tasks = 2
     is_local = True
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        yield broker
 
 
 def numbers(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
@@ -298,18 +290,18 @@ def test_with_the_option_messageId_position_two_jobs_with_the_same_jobId_give_th
     assert set.union(*by_body.values()) == {f"nightly-1-{partition}-{row}" for partition in (0, 1) for row in range(5)}
 
 
-def test_the_summary_of_the_driver_adds_up_the_reports_of_the_tasks(spark: SparkSession, tmp_path: Path) -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        broker.flow(False)
-        done = in_background(
-            write, numbers(spark, 100), broker.url, routingKey="rows", summaryPath=tmp_path / "s", jobId="held"
-        )
-        broker.wait_until(
-            lambda b: len(b.producers()) == 2 and all(c.flowed and c.flow_ok for c in b.producers()), timeout=PATIENCE
-        )
-        broker.flow(True)
-        done.result(PATIENCE)
+def test_the_summary_of_the_driver_adds_up_the_reports_of_the_tasks(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    broker.flow(False)
+    done = in_background(
+        write, numbers(spark, 100), broker.url, routingKey="rows", summaryPath=tmp_path / "s", jobId="held"
+    )
+    broker.wait_until(
+        lambda b: len(b.producers()) == 2 and all(c.flowed and c.flow_ok for c in b.producers()), timeout=PATIENCE
+    )
+    broker.flow(True)
+    done.result(PATIENCE)
     (summary,) = map(json.loads, (tmp_path / "s").read_text().splitlines())
     assert summary["job"] == "held"
     assert (summary["rows"], summary["bytes"], summary["tasks"]) == (100, 190, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,6 @@ from qflow_client.broker import Broker
 from qflow_client.errors import SettingsError
 from qflow_client.spark.datasource import AmqpDataSource
 from qflow_client.spark.deliveries import SCHEMA
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        yield broker
 
 
 def fill(broker: Broker, count: int, first: int = 0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from qflow_client.spark.intake import Intake, connect
 from qflow_client.spark.spool import Spool, SpoolError, inline, read_piece
 
 HOLDS = {"queue": "rows"}
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        yield broker
 
 
 def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:

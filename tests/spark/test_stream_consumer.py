@@ -50,24 +50,22 @@ def test_a_batch_is_split_into_the_requested_number_of_ranges_without_omitting_a
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_the_error_for_a_queue_that_is_no_stream_names_the_queue_and_the_connection_is_closed() -> None:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        with Producer(broker.url, routing_key="rows") as producer:
-            producer.send("1")
-        with (
-            pytest.raises(StreamError, match=r"messages of 'rows' have no x-stream-offset.* with the option queue"),
-            StreamConsumer([broker.url], 60, "rows") as consumer,
-        ):
-            consumer.end()
-        with (
-            pytest.raises(ConnectionFailed, match=r"reading stream 'nobody' ended: .*404"),
-            StreamConsumer([broker.url], 60, "nobody") as consumer,
-        ):
-            consumer.begin()
-        broker.wait_until(lambda b: not b.connections(), timeout=100)
-        # The queue still has its message, which was not acknowledged.
-        assert broker.queue("rows").depth == 1
+def test_the_error_for_a_queue_that_is_no_stream_names_the_queue_and_the_connection_is_closed(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="rows") as producer:
+        producer.send("1")
+    with (
+        pytest.raises(StreamError, match=r"messages of 'rows' have no x-stream-offset.* with the option queue"),
+        StreamConsumer([broker.url], 60, "rows") as consumer,
+    ):
+        consumer.end()
+    with (
+        pytest.raises(ConnectionFailed, match=r"reading stream 'nobody' ended: .*404"),
+        StreamConsumer([broker.url], 60, "nobody") as consumer,
+    ):
+        consumer.begin()
+    broker.wait_until(lambda b: not b.connections(), timeout=100)
+    # The queue still has its message, which was not acknowledged.
+    assert broker.queue("rows").depth == 1
 
 
 def test_the_error_for_unreachable_brokers_names_the_brokers_without_passwords() -> None:

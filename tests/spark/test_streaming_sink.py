@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,6 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qflow_client.broker import Broker
 from tests.spark.support import FILES, ROWS, failing
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        yield broker
 
 
 def run(frame: DataFrame, broker: Broker, checkpoint: Path, **options: Any) -> None:

@@ -23,13 +23,6 @@ from qflow_client.spark.stream_source import StreamReader
 from tests.spark.support import PATIENCE, eventually
 
 
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker() as broker:
-        broker.declare_queue("rows")
-        yield broker
-
-
 def fill(broker: Broker, count: int, first: int = 0, *, ids: bool = True) -> None:
     with Producer(broker.url, routing_key="rows", message_ids=ids) as producer:
         for number in range(first, first + count):

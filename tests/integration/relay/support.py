@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from qflow_client.sqlalchemy import Outbox
 from qflow_client.sqlalchemy.tables import PARTITIONS
 
 PATIENCE = 30.0
+ROOT = Path(__file__).parents[3]
 #: Settings of relays that reconnect almost immediately.
 FAST: dict[str, Any] = {"reconnect_delay": 0.02, "connect_timeout": 5.0}
 
@@ -27,6 +29,19 @@ def engine_of_each_database(request: pytest.FixtureRequest, tmp_path: Path) -> I
     engine = create_engine(url)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def sqlite_engine(tmp_path: Path) -> Iterator[Engine]:
+    """The fixture ``engine`` of modules whose tests run on SQLite."""
+    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    yield engine
+    engine.dispose()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports the package under test."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def eventually(condition: Callable[[], object], what: str = "it") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,9 +20,8 @@ from qflow_client.cli import main
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 
-from .support import FAST, PATIENCE, add, bodies, eventually, permitted, set_aside
+from .support import FAST, PATIENCE, add, bodies, environment, eventually, permitted, set_aside
 
-ROOT = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
@@ -39,18 +37,18 @@ def engine(url: str) -> Engine:
     return create_engine(url)
 
 
+def relay_process(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command ``qflow relay``."""
+    command = [sys.executable, "-m", "qflow_client.cli", "relay", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+
 def test_E14_the_command_relay_run_publishes_rows_until_it_is_terminated(
     engine: Engine, outbox: Outbox, broker: Broker, url: str
 ) -> None:
     add(engine, outbox, b"1", b"2", key="k")
     add(engine, outbox, b"poison", to="nowhere")
-    with subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "relay", broker.url, "--database", url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    ) as process:
+    with relay_process(broker.url, "--database", url) as process:
         eventually(lambda: bodies(broker) == [b"1", b"2"] and set_aside(engine, outbox) == 1)
         assert process.stderr is not None
         assert process.stderr.readline() == "qflow: relay working\n"
@@ -73,12 +71,7 @@ def get(url: str) -> tuple[int, dict[str, Any]]:
 def test_E12_the_relay_command_answers_readiness_probes(
     engine: Engine, outbox: Outbox, broker: Broker, url: str
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "relay", broker.url, "--database", url, "--ready-port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    ) as process:
+    with relay_process(broker.url, "--database", url, "--ready-port", "0") as process:
         try:
             assert process.stderr is not None
             where = process.stderr.readline().removeprefix("qflow: readiness probes at ").strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,7 @@ from benchmarks.postgresql import PostgresqlServer
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 
-from .support import FAST, PATIENCE, bodies, depth, eventually
-
-ROOT = Path(__file__).parents[3]
+from .support import FAST, PATIENCE, bodies, depth, environment, eventually
 
 PROGRAM = """
 import sys
@@ -95,7 +92,7 @@ def test_E14_a_django_application_adds_messages_in_its_transactions(
         [sys.executable, "-c", PROGRAM, database, where],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=environment(),
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"added\n"

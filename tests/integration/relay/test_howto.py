@@ -18,9 +18,8 @@ from benchmarks.postgresql import PostgresqlServer
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox
 
-from .support import PATIENCE, depth, eventually
+from .support import PATIENCE, ROOT, depth, eventually
 
-ROOT = Path(__file__).parents[3]
 _FILE = re.compile(r'^```python title="(?P<name>[\w/]+\.py)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 
 FASTAPI = """

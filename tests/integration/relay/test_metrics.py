@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sqlalchemy import create_engine
+from sqlalchemy import Engine
 
 from qflow_client import telemetry
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 
-from .support import FAST, add, eventually, permit
+from .support import FAST, add, eventually, permit, sqlite_engine
+
+engine = sqlite_engine
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
+    """A reader of the metrics of relays that a test creates."""
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
+    monkeypatch.setattr(telemetry, "_backlogs", None)
+    yield reader
+    provider.shutdown()
 
 
 def values(reader: InMemoryMetricReader) -> dict[str, float]:
@@ -33,15 +46,8 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
 
 
 def test_E12_metrics_show_how_many_outbox_rows_wait_while_the_broker_blocks_the_relay(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, outbox: Outbox, broker: Broker, reader: InMemoryMetricReader
 ) -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[reader])
-    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
-    monkeypatch.setattr(telemetry, "_backlogs", None)
-    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    outbox = Outbox()
-    outbox.metadata.create_all(engine)
     with OutboxRelay(engine, broker.url, outbox=outbox, name="of the shop", **FAST) as relay:
         eventually(lambda: relay.health().state == "ready")
         broker.flow(False)
@@ -53,20 +59,11 @@ def test_E12_metrics_show_how_many_outbox_rows_wait_while_the_broker_blocks_the_
         assert found["depth"] == 5
         assert 3590 < found["oldest.age"] < 3700
         broker.flow(True)
-    engine.dispose()
-    provider.shutdown()
 
 
 def test_E14_metrics_count_the_rows_that_a_relay_publishes(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, outbox: Outbox, broker: Broker, reader: InMemoryMetricReader
 ) -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[reader])
-    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
-    monkeypatch.setattr(telemetry, "_backlogs", None)
-    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    outbox = Outbox()
-    outbox.metadata.create_all(engine)
     add(engine, outbox, b"1", b"2", key="k")
     add(engine, outbox, b"poison", to="nowhere")
     permit(engine, outbox, 1)
@@ -84,5 +81,3 @@ def test_E14_metrics_count_the_rows_that_a_relay_publishes(
         }
     # What waits is said by relays that run.
     assert values(reader) == {"confirmed": 2, "marked": 1, "set_aside": 1, "tenures": 1, "partitions": 0}
-    engine.dispose()
-    provider.shutdown()

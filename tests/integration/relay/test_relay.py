@@ -295,12 +295,10 @@ def test_E14_a_relay_that_cannot_reach_the_database_retries(broker: Broker, tmp_
     engine.dispose()
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 def test_E14_on_sqlite_only_one_relay_is_active_and_another_takes_over_when_it_ends(
-    tmp_path: Path, broker: Broker
+    engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    outbox = Outbox()
-    outbox.metadata.create_all(engine)
     first = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second:
         eventually(lambda: len(second.partitions) == 16)
@@ -317,7 +315,6 @@ def test_E14_on_sqlite_only_one_relay_is_active_and_another_takes_over_when_it_e
             eventually(lambda: len(first.partitions) == 16)
             add(engine, outbox, b"2")
             eventually(lambda: first.counts.confirmed == 1)
-    engine.dispose()
 
 
 FORKING = """
@@ -334,10 +331,10 @@ with OutboxRelay(sys.argv[1], sys.argv[2]) as relay:
 """
 
 
-def test_E14_a_child_process_does_not_keep_the_lock_of_a_killed_relay(tmp_path: Path, broker: Broker) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    outbox = Outbox()
-    outbox.metadata.create_all(engine)
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_E14_a_child_process_does_not_keep_the_lock_of_a_killed_relay(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FORKING, str(engine.url), broker.url],
         stdout=subprocess.PIPE,
@@ -351,7 +348,6 @@ def test_E14_a_child_process_does_not_keep_the_lock_of_a_killed_relay(tmp_path: 
                 eventually(lambda: len(relay.partitions) == 16)
         finally:
             os.kill(child, signal.SIGKILL)
-    engine.dispose()
 
 
 async def add_in_loop(url: str, outbox: Outbox) -> None:

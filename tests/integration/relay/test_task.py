@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from qflow_client import SettingsError
@@ -15,14 +14,9 @@ from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 from qflow_client.testing.proxy import FaultProxy
 
-from .support import FAST, PATIENCE, add, bodies, depth, eventually, permitted
+from .support import FAST, PATIENCE, add, bodies, depth, eventually, permitted, sqlite_engine
 
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
-    yield engine
-    engine.dispose()
+engine = sqlite_engine
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from qflow_client.sqlalchemy.postgresql import AHEAD, PostgresqlSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
 from qflow_client.testing.proxy import FaultProxy
 
-from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks, permit, permitted
-
-ROOT = Path(__file__).parents[3]
+from .support import FAST, PATIENCE, add, bodies, depth, environment, eventually, marks, permit, permitted
 
 # A relay in a process of its own, which may be killed or suspended.
 RELAY = """
@@ -43,7 +39,7 @@ def relay_process(
     with subprocess.Popen(
         [sys.executable, "-c", RELAY, url, broker.url, str(lease), str(capacity)],
         stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=environment(),
     ) as process:
         try:
             yield process
