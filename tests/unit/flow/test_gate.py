@@ -10,14 +10,6 @@ from qflow_client.flow import Gate, Hold
 from tests.interrupting import each_interrupt
 
 
-def test_a_new_gate_without_holds_is_open() -> None:
-    gate = Gate()
-    assert gate.is_open
-    assert gate.holds == ()
-    assert gate.closed_since is None
-    assert gate.times_closed == 0
-
-
 def test_raising_a_hold_closes_the_gate_and_lifting_the_hold_opens_the_gate() -> None:
     gate = Gate()
     assert gate.hold("paused", now=3.0, source="operator", detail="stock-taking")
@@ -42,18 +34,6 @@ def test_the_gate_stays_closed_until_the_last_hold_is_lifted() -> None:
     assert gate.is_open
 
 
-def test_two_holds_of_the_same_kind_from_different_sources_are_lifted_separately() -> None:
-    gate = Gate()
-    gate.hold("paused", now=1.0, source="a")
-    gate.hold("paused", now=1.0, source="b")
-    gate.lift("paused", now=2.0, source="a")
-    assert not gate.is_open
-    assert gate.is_held_by("paused")
-    gate.lift("paused", now=2.0, source="b")
-    assert gate.is_open
-    assert not gate.is_held_by("paused")
-
-
 def test_raising_an_existing_hold_again_changes_nothing() -> None:
     gate = Gate()
     gate.hold("paused", now=1.0, detail="first")
@@ -61,26 +41,6 @@ def test_raising_an_existing_hold_again_changes_nothing() -> None:
     assert gate.holds == (Hold("paused", 1.0, "", "first"),)
     gate.lift("paused", now=3.0)
     assert gate.is_open, "holding twice needs no lifting twice"
-
-
-def test_lifting_a_hold_that_does_not_exist_changes_nothing() -> None:
-    gate = Gate()
-    gate.hold("paused", now=1.0, source="a")
-    assert gate.lift("paused", now=2.0, source="b") is None
-    assert gate.lift("rate", now=2.0, source="a") is None
-    assert not gate.is_open
-    assert gate.seconds_held(2.0) == {"paused": 1.0}
-
-
-def test_seconds_held_adds_up_the_times_of_ended_and_current_holds() -> None:
-    gate = Gate()
-    gate.hold("rate", now=0.0)
-    gate.lift("rate", now=2.0)
-    gate.hold("rate", now=10.0)
-    gate.hold("paused", now=11.0)
-    assert gate.seconds_held(12.0) == {"rate": 4.0, "paused": 1.0}
-    gate.lift("rate", now=13.0)
-    assert gate.seconds_held(20.0) == {"rate": 5.0, "paused": 9.0}
 
 
 def test_forget_past_forgets_the_times_of_ended_holds_but_not_of_current_holds() -> None:

@@ -36,16 +36,6 @@ def test_F2_a_window_limits_the_number_of_elements_and_not_their_size() -> None:
     assert window.ready_at(1, 5.0) == 5.0
 
 
-def test_F3_adding_the_first_element_beyond_the_capacity_of_a_window_reports_an_overflow() -> None:
-    window = WindowLimiter(1)
-    assert not window.add(1, 0.0)
-    assert window.resumable
-    assert window.add(1, 0.0)
-    assert not window.resumable
-    window.remove(1)
-    assert window.resumable
-
-
 def test_C6_after_the_capacity_of_a_window_is_lowered_nothing_is_admitted_until_there_is_room() -> None:
     window = WindowLimiter(3)
     for _ in range(3):
