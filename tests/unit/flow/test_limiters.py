@@ -100,16 +100,6 @@ def test_C6_a_size_limiter_admits_an_element_larger_than_the_capacity_only_if_no
     assert limiter.refusal(11, 0.0) == "capacity", "and it does not enter beside others"
 
 
-def test_F3_adding_the_first_unit_beyond_the_capacity_of_a_size_limiter_reports_an_overflow() -> None:
-    limiter = SizeLimiter(10)
-    assert not limiter.add(10, 0.0)
-    assert limiter.resumable
-    assert limiter.add(1, 0.0)
-    assert not limiter.resumable
-    limiter.remove(1)
-    assert limiter.resumable
-
-
 def test_removing_more_than_a_size_limiter_contains_raises_an_error() -> None:
     limiter = SizeLimiter(10)
     limiter.add(3, 0.0)

@@ -44,25 +44,6 @@ def line(request: pytest.FixtureRequest) -> Line:
     return lines[request.param]
 
 
-def test_the_head_of_an_empty_waiting_line_is_none(line: Line) -> None:
-    assert line.head() is None
-    ticket = Ticket(1, "a")
-    line.push(ticket)
-    assert line.head() is ticket
-    assert line.head() is ticket, "looking serves nobody"
-    line.pop()
-    assert line.head() is None
-
-
-def test_a_cancelled_ticket_is_never_the_head_of_a_waiting_line(line: Line) -> None:
-    tickets = [Ticket(1, "a") for _ in range(5)]
-    for ticket in tickets:
-        line.push(ticket)
-    for at in (0, 2, 4):
-        tickets[at].cancelled = True
-    assert [serve(line) for _ in range(3)] == [tickets[1], tickets[3], None]
-
-
 def test_cancelled_tickets_behind_a_waiting_ticket_do_not_pile_up(line: Line) -> None:
     patient = Ticket(1, "a")
     line.push(patient)
