@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,6 +85,8 @@ def test_python_snippets_are_found_on_the_quickstart_page() -> None:
 def test_the_python_blocks_of_each_documentation_page_run_and_print_the_shown_output(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # By default, Celery adds a task also to all applications that the process creates later, here those of other tests.
+    monkeypatch.setattr(Celery, "task", partialmethod(Celery.task, shared=False))
     with Broker() as broker:
         if page.name != "README.md":
             # The first program of the page runs unchanged with an empty broker.
