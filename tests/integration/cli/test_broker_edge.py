@@ -18,6 +18,17 @@ from qflow_client.cli import main
 from tests.certificates import certify
 from tests.integration.producer.tools import eventually
 
+# From Python 3.13 on, a server verifies certificates strictly, so the authority and the client need the extensions that
+# RFC 5280 requires.
+_AUTHORITY = "keyUsage=critical,keyCertSign"
+_CLIENT = """\
+basicConstraints=critical,CA:false
+keyUsage=critical,digitalSignature
+extendedKeyUsage=clientAuth
+subjectKeyIdentifier=hash
+authorityKeyIdentifier=keyid
+"""
+
 
 def _certificates(folder: Path) -> None:
     """Create a server's certificate, an authority for clients, and a client's certificate with its key in one file."""
@@ -27,9 +38,11 @@ def _certificates(folder: Path) -> None:
 
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     certify(folder, "server")
-    certify(folder, "ca", "DNS:ca")
+    certify(folder, "ca", "DNS:ca", _AUTHORITY)
+    (folder / "client.ext").write_text(_CLIENT)
     openssl("req", *new, "-keyout", "client.key", "-out", "client.csr", "-subj", "/CN=client")
-    openssl("x509", "-req", "-in", "client.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "client.crt")
+    authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-extfile", "client.ext"]
+    openssl("x509", "-req", "-in", "client.csr", *authority, "-out", "client.crt")
     (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
 
 
