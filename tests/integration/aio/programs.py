@@ -33,7 +33,8 @@ from .tools import held, in_line, soon
 
 
 def _say(word: str) -> None:
-    print(word, flush=True)
+    # Write once. With PYTHONUNBUFFERED, `print` writes the line end separately, and another thread may log in between.
+    print(f"{word}\n", end="", flush=True)
 
 
 def interrupted(*calls: str) -> None:
