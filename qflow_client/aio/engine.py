@@ -64,8 +64,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Maximum seconds to end the channel and the outbox after the deadline of a close. After a cancel, this limit applies
-# only to the end, or to the opening, of the outbox.
+# Maximum seconds for the end of the channel and the outbox after the deadline of a close. After a cancel: the maximum
+# seconds for the end of the outbox, or for its opening.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.
@@ -94,8 +94,8 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 class _Drop:
     """Ends a producer that the application has dropped.
 
-    Only the loop refers to this object, until the producer has ended. If the loop is closed earlier, it deletes this
-    object.
+    Only the loop refers to this object, until the producer has ended. If the loop is closed earlier, this object is
+    deleted, and `__del__` ends the producer.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -548,7 +548,7 @@ class Engine(BaseEngine):
                 start_new_thread(self._end_without_loop, (DROPPED,))
 
     def drop(self, *, is_first: bool) -> bool:
-        """Begin to end the dropped producer in its loop, with the first call. Return False if it has ended."""
+        """In the first call, start a task that ends the dropped producer. Return False if the producer has ended."""
         if is_first:
             assert self.loop is not None
             self._ending = self.loop.create_task(self._end_dropped())

@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more than this number of bytes are unwritten, they are written before the woken tasks run.
+# If more bytes are unwritten after an event, they are written before the tasks run that the event has woken.
 _ENOUGH = 1 << 13
 
 
@@ -494,7 +494,7 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Report changes. Return True if the output must be written before the woken tasks run."""
+        """Report changes, which wakes tasks. Return True if the output must be written before these tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()

@@ -114,7 +114,7 @@ class AsyncReceipt(Receipt):
         return future
 
     def _forget(self, future: asyncio.Future[None]) -> None:
-        """Drop a future, which may be pending if the wait was closed by hand. A cancelled future is already done."""
+        """Drop a future. It is still pending if the application has closed the waiting coroutine or generator."""
         with _registering:
             if self._waiter is future:
                 self._waiter = None

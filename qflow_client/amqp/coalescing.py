@@ -13,8 +13,8 @@ __all__ = ["delay"]
 _MIN_IN_FLIGHT = 256
 # The delay of the next read in seconds.
 _DELAY = 0.001
-# If a read returns more bytes than this, the next read is not delayed. Acks are small, so a large read probably has
-# returned messages. Returned messages would soon fill the buffer of the socket.
+# If a read gets more bytes than this, the next read is not delayed. Acks are small, so a large read probably contains
+# messages that the broker returns. Such messages would soon fill the buffer of the socket.
 _LARGE_READ = 1 << 13
 
 

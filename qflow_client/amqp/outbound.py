@@ -3,7 +3,7 @@
 Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages and the ends
 of its frames. Another channel can write at the end of a frame. A message of a batch can be withdrawn if none of its
 bytes is written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the
-reply is written, and then nothing more.
+reply is written, and no further message begins.
 """
 
 from __future__ import annotations

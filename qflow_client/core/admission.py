@@ -6,10 +6,10 @@ message to `unsent`. If an interrupt comes before these two changes, the message
 preparations. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the
 unwritten bytes.
 
-Without an outbox, `send_at_once` admits nearly every message. It takes no lock and is not a `step`. The limits that it
-checks are plain attributes, so it calls no function between its first check and its last assignment. CPython runs no
-other thread, signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy,
-builds without the GIL) do not guarantee this, so `send_at_once` admits nothing there.
+`send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
+is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
+its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
+function. Other interpreters (PyPy, builds without the GIL) do not guarantee this, so it admits nothing there.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For

@@ -34,15 +34,15 @@ broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
-3. The next channel lifts the hold ``disconnected``, and restarts the clock. The message is encoded for this channel.
+3. The next channel lifts the hold ``disconnected``, and restarts the clock. The message's properties are encoded.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
-5. When the pause is over, the message moves into `flight` as a probe. No other message is sent before the broker's
-   answer.
+5. When the pause is over, frames of the message are made, and it moves into `flight` as a probe. No other message is
+   sent before the broker's answer.
 6. The confirm of the probe lifts the hold ``refused``. Then the rest of `again` is sent, and finally `unsent`.
 
 While there is a hold, calls of `send` wait. `flush` waits until the message of the example is settled. If the
-connection is lost while the probe is in flight, the message moves back into `again`. If `retry_for` seconds then pass
-before the broker answers the next copy, the message is settled as *unknown*. Its outcome is not *nacked*, because the
+connection is lost while the probe is in flight, the message moves back into `again`. If the clock then reaches
+`retry_for` before the next copy is sent, the message is settled as *unknown*. Its outcome is not *nacked*, because the
 probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
 The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens another.
@@ -381,7 +381,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Write a control frame, such as a probe of the broker, after the frames that are already made."""
+        """Write a control frame, such as the check that the broker is alive, after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.

@@ -292,7 +292,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer. First, report the differences from the holds that it has reported.
+        """Continue the reports of another producer. First, report how the present holds differ from its reported holds.
 
         Args:
             other: the reports of the other producer, which stay unchanged.

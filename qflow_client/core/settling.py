@@ -72,7 +72,7 @@ class Settling:
         # The batch that is being settled; ``None`` if there is none. The batch has the receipts, one outcome for all or
         # one for each, the reply for receipts without a reply, and the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
-        # The next stage of `_finish`: 0 sets outcomes, 1 adds the receipts to the reports, 2 calls the observer.
+        # The next stage of `_finish`: 0 sets outcomes, 1 adds to the reports, 2 calls the observer, 3 does the rest.
         self._stage = 0
 
     # Settling.
@@ -232,7 +232,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record in a receipt that the broker has returned the message. The message is settled later."""
+        """Record in a receipt that its message was returned. The ack settles it, or `give_up_refused` after a nack."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:

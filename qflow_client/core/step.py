@@ -1,8 +1,8 @@
 """Keeps a producer's state correct, even if ``KeyboardInterrupt`` interrupts a change of the state.
 
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
-a signal may interrupt a step on the main thread, for example in an asyncio loop. Any other exception has the same
-effect. The changes before the interrupt are not undone. An interrupted step leaves `Steps.is_unfinished` set. The next
+a signal may interrupt a step on the main thread, for example in an asyncio loop. Any other exception that ends a step
+early has the same effect. The changes before the interrupt are not undone. `Steps.is_unfinished` stays set. The next
 step of the same producer first repairs the state (`Consequences._heal`). Two rules make that possible:
 
 1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move

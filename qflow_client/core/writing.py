@@ -81,7 +81,7 @@ class Writing:
         self.move_back()
 
     def move_back(self) -> None:
-        """Return the messages whose frames were removed from `outbound` to the collections that they came from."""
+        """Move messages back to the collections that they came from, if their frames were removed from `outbound`."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
         # `beyond` returns the last message first, so each message belongs before the messages moved so far.
         while (receipt := unconfirmed.beyond()) is not None:

@@ -88,7 +88,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on every resource, and until `start_all` on every new resource too.
+        """Stop all producers (D5): raise a hold on every resource, and on those that register before `start_all`.
 
         Args:
             reason: text for people, used as the detail of the hold.
