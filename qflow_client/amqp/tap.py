@@ -227,7 +227,7 @@ class Tap:
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Report frames of the open channel `number` to `channel`. A channel with confirms is already in confirm mode."""
+        """Report frames of the open channel `number` to `channel`. A channel with confirms must be in confirm mode."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel

@@ -381,7 +381,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Write a control frame, such as the check that the broker is alive, after the frames that are already made."""
+        """Add a control frame, such as a check that the broker is alive, after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.

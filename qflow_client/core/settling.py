@@ -2,8 +2,8 @@
 
 `ProducerProtocol` passes the broker's answers to `Settling`. `Channel` uses `Settling` when a channel ends. Every
 receipt is settled exactly once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome,
-the batch is reported, and the room of the messages is freed. After an interrupt, `heal` continues with the stored
-batch.
+the batch is reported, and the room of the messages is freed. After an interrupt (see `step`), `heal` continues with
+the stored batch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Writing:
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
-        """Return the bytes for `ProducerProtocol.data_to_write`."""
+        """Return the next bytes to write, see `ProducerProtocol.data_to_write`."""
         outbound = self._unconfirmed.outbound
         data = outbound.data(limit)
         if data or outbound.stopped or self._channel.number is None:
@@ -70,7 +70,7 @@ class Writing:
         return data
 
     def put_control(self, frame: bytes) -> None:
-        """Write a control frame, such as a reply to the broker, after the frames that are already made."""
+        """Add a control frame, such as a reply to the broker, after the frames that are already made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size

@@ -284,7 +284,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """If all messages of a waiter have left the backlog, let it wait for those in the window; if none, wake it."""
+        """Find the waiters whose messages have left the backlog. Let them wait for the window; wake them if it is empty."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

@@ -63,7 +63,7 @@ class Noted:
         self._deleting: list[tuple[int, int]] = []
         #: The number of messages in `_settled`. A message that is settled twice may count twice.
         self.settled_count = 0
-        #: The number of messages and their bytes: those in the file, even if settled, and those in `rows`.
+        #: The number of messages and their bytes: in the file, even if settled, and in `rows` and `inserting`.
         self.count, self.size = outboxfile.totals(file)
         # Whether `count` and `size` may be wrong after a failure or an interrupt.
         self._is_unsure = False
@@ -112,7 +112,7 @@ class Noted:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
                     return 0
-                # The order matters: Ctrl-C may leave a sequence unused, but the same sequence is never assigned twice.
+                # Increase `last` before the row is added: Ctrl-C may leave a sequence unused, but none is assigned twice.
                 self.last = sequence = self.last + 1
                 if position is not None:
                     put_with, self._positions[sequence] = sequence, position

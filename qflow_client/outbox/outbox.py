@@ -9,7 +9,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
    `Outbox.commit` on another thread instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes the messages. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
-4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
+4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is held: put with
    ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
    `Outbox.permit` for the last of these messages, and `commit`, before it writes them to the broker. So after a crash
    the file shows which messages may have been written. Only these messages may be second copies.
@@ -164,7 +164,7 @@ class Outbox:
 
         Args:
             size: bytes of the body.
-            if_empty: whether to return if the body would fit into the empty outbox.
+            if_empty: whether to check the room of an empty outbox instead, to find a body that never fits.
         """
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 

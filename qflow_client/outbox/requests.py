@@ -45,7 +45,7 @@ class Requests:
             ends_wait: whether to end the wait in `Writer._gather`, because a message waits for the commit.
         """
         if not self.commit or ends_wait:
-            # The order matters: Ctrl-C may cause a second wake-up, but no wake-up is lost.
+            # Set `commit` after the wake-up: Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)
             self.commit = True
 

@@ -113,7 +113,7 @@ class Storage:
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def begin_searches(self) -> None:
-        """Settle messages that are too old from now on. If the producer does not connect, they stay in the outbox."""
+        """From now on, settle messages that are too old. Until this call, such messages stay in the outbox."""
         self.writer.begin_searches()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
@@ -145,7 +145,7 @@ class Storage:
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
         if self.store.waits_for_disk:
-            # Write the messages to the broker that waited for this commit.
+            # Let the messages that waited for this commit be written to the broker.
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
