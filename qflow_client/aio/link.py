@@ -52,12 +52,12 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more bytes are unwritten after an event, they are written before the tasks run that the event has woken.
+# If more bytes than this are unwritten after an event, they are written before the woken tasks add messages.
 _ENOUGH = 1 << 13
 
 
 class Link:
-    """The publishing channel, and the connection if the producer owns it. The link replaces both when they are lost.
+    """The publishing channel, and the connection if the producer owns it. If one of them is lost, the link replaces it.
 
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 

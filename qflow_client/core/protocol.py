@@ -34,7 +34,7 @@ broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
-3. The next channel lifts the hold ``disconnected``, and restarts the clock. The message's properties are encoded.
+3. The next channel lifts the hold ``disconnected``, and restarts the clock. Properties are encoded for this channel.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
 5. When the pause is over, frames of the message are made, and it moves into `flight` as a probe. No other message is
    sent before the broker's answer.

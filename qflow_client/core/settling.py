@@ -87,7 +87,7 @@ class Settling:
         """Settle admitted messages. The caller then removes the messages from their collection.
 
         Args:
-            receipts: the receipts of the messages, in the order of admission.
+            receipts: the receipts of the messages.
             outcome: one outcome for all messages, or one for each message. For a returned message, ``CONFIRMED``
                 becomes ``RETURNED``.
             reply: the reply to store in receipts that have no reply yet.

@@ -224,7 +224,7 @@ class FlowSource:
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when the source becomes blocked. From now on the source must keep its elements."""
+        """Called when the source becomes blocked. From now on the source should offer no elements."""
 
     def on_unblocked(self) -> None:
         """Called when no controller blocks the source any more. The source can offer elements inside this call."""

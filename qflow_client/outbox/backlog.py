@@ -284,7 +284,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Find the waiters whose messages have left the backlog. Let them wait for the window; wake them if it is empty."""
+        """Let waiters whose messages have left the backlog wait for the window. Wake them if the window is empty."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

@@ -112,7 +112,7 @@ class Noted:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
                     return 0
-                # Increase `last` before the row is added: Ctrl-C may leave a sequence unused, but none is assigned twice.
+                # Increase `last` before adding the row: Ctrl-C may leave a sequence unused, but none is assigned twice.
                 self.last = sequence = self.last + 1
                 if position is not None:
                     put_with, self._positions[sequence] = sequence, position

@@ -5,8 +5,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
 
 1. The producer calls `Outbox.put` under its own lock, in the order of admission, to note a message and its sequence.
 2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
-   disk, together with all messages that other threads have put meanwhile. A producer on an event loop calls
-   `Outbox.commit` on another thread instead, once for many messages.
+   disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
+   deadline, another thread calls `Outbox.commit` instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes the messages. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is held: put with

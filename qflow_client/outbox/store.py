@@ -335,7 +335,7 @@ class OutboxStore:
         self.requests.request_commit()
 
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
-        """Keep the receipt of a *stored* message until the message is on disk, because `report_unwritten` may need it."""
+        """Keep the receipt of a *stored* message until the message is on disk. `report_unwritten` may need it."""
         stored, durable = self._stored, self.outbox.durable
         while stored and (first := next(iter(stored))) <= durable:
             del stored[first]
