@@ -33,7 +33,7 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# If more than this number of the library's bytes are unwritten, the library waits until only a quarter of them is left.
+# If more than this number of the library's bytes are unwritten, the library waits until a quarter of this is left.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)

@@ -78,7 +78,7 @@ class Channel:
         self.number: int | None = None
         # The number and the maximum frame size of a channel whose `open` is not complete; otherwise ``None``.
         self._opening: tuple[int, int] | None = None
-        #: Whether a channel was ever open.
+        #: Whether a channel was ever open. A drop-in may reset this with its `forget_past`.
         self.was_open = False
         #: True while declarations of the program are being repeated. No message is written meanwhile.
         self.is_restoring = False

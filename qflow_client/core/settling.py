@@ -261,7 +261,7 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Send messages with tags in ``range(first, stop)`` again later. Settle those that are refused for too long."""
+        """Send messages with tags in ``range(first, stop)`` again later. Settle those that cannot be sent again."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)

@@ -23,7 +23,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Unconfirmed"]
 
-# A heap with fewer elements than this is not worth rebuilding.
+# A heap with fewer outdated elements than this is not worth rebuilding.
 _SWEEP_FROM = 64
 
 # With fewer messages, `_make_run` takes longer than `_make_each`.

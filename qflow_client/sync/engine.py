@@ -479,8 +479,8 @@ class Engine(BaseEngine):
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
         if self.storage is None:
-            # Only the I/O thread settles messages, because only this thread knows which bytes are written. So messages
-            # may be unsettled here if the I/O thread is stuck, or has stopped because the process is ending.
+            # Only the I/O thread settles the messages that are left, because only it knows which bytes are written. So
+            # messages may be unsettled here if the I/O thread is stuck, or has stopped because the process is ending.
             failures += [receipt for receipt in self._left if not receipt.done]
         return failures, dropped
 
