@@ -113,7 +113,7 @@ class Storage:
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def begin_searches(self) -> None:
-        """From now on, settle messages that are too old. Until this call, such messages stay in the outbox."""
+        """Begin to search for and settle messages that are too old. Not called if the producer cannot open."""
         self.writer.begin_searches()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
