@@ -21,7 +21,7 @@ from typing import Any, Self
 from qflow_client.amqp.frames import FRAME_MIN_SIZE
 from qflow_client.broker.core.passwords import check_hash, is_hash
 from qflow_client.broker.core.profiles import DIALECTS, Dialect, OnAlarm, Profile
-from qflow_client.flow import Capacity, StopResume
+from qflow_client.flow import Capacity
 from qflow_client.flowlog import FlowLog
 from qflow_client.redaction import shown
 
@@ -254,10 +254,12 @@ class Settings:
             raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
         object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
-        # `from_limits` refuses a stop threshold below its resume threshold, with both values in the text.
-        StopResume.from_limits(
-            stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
-        )
+        stop, resume = self.default_flow_stop_threshold, self.default_flow_resume_threshold
+        if stop < resume:
+            raise ValueError(
+                f"default_flow_stop_threshold={stop} and default_flow_resume_threshold={resume}: the stop must not be "
+                "below the resume"
+            )
         Capacity(self.capacity, self.flow_resume_capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
