@@ -21,9 +21,9 @@ MESSAGES = 20_000
 #: Approximate maximum number of round trips in a replay. If a replay needs more, its round trips are made longer.
 ROUNDS = 20_000
 
-# The maximum depth divided by each of these numbers is a sum of all capacities to test.
+# For each of these numbers, test settings whose capacities add up to the maximum depth divided by the number.
 _CAPACITY_PARTS = (16, 8, 4, 2)
-# Each of these fractions (numerator, denominator) of the stop threshold is a resume threshold to test.
+# For each of these fractions (numerator, denominator), test this fraction of the stop threshold as resume threshold.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
@@ -151,7 +151,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """Return the samples in order of time. If there are too many, drop the samples far from the greatest depth."""
+    """Return the samples in order of time. If there are too many, keep those nearest in time to the greatest depth."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))

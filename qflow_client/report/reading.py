@@ -94,7 +94,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # A line of the kind `only` contains this text. Other lines are not parsed, in order to save time.
+        # A line of the kind `only` contains this text. Lines without it are not parsed, in order to save time.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:

@@ -52,7 +52,7 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder for the files, which is created if it is missing. Files of an earlier report are removed.
+            folder: folder for the files, created if missing. Earlier files of the same tables are replaced or removed.
 
         Returns:
             The paths of the written files. The first path is that of ``report.html``.

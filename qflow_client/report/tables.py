@@ -2,7 +2,7 @@
 
 All values are sums, minima, maxima and histograms of whole numbers, so the order of the lines does not matter. Several
 `Tables` can be filled with `Tables.add`, and then be combined with `Tables.facts` and `Tables.merge`. The used memory
-grows with the number of producers and queues, not with the number of lines.
+grows with the number of producers, connections and queues, not with the number of lines.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Fact:
 
     Attributes:
         table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.
-        keys: key of the totals to which the fact is added, such as the parts of a `HoldKey`.
+        keys: key of the totals to which the fact is added, such as a `HoldKey`. For ``marks``, also the thresholds.
         bucket: bucket of a histogram, or start of a bin in microseconds since 1970; 0 if there is neither.
         total: first sum, such as microseconds.
         most: first maximum, such as a depth.
@@ -261,7 +261,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield all totals as facts, in any order. Pass the facts to `merge` of other `Tables`."""
+        """Yield all totals as facts. Pass them, in any order, to `merge` of other `Tables`."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -474,7 +474,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each queue and bin. `seconds_held` counts the holds with the reason ``channel_flow``."""
+        """Yield a row for each queue and bin. `seconds_held` sums the broker's holds of the kind ``channel_flow``."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":

@@ -33,12 +33,12 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Receive buffer of each client's socket in bytes. It is small, so a client is soon blocked if the proxy does not read.
+# Receive buffer in bytes of the proxy's socket to each client. If the proxy stops reading, it soon blocks the client.
 _RECEIVE_BUFFER = 1 << 18
 
 
 class Schedule:
-    """Functions that a proxy calls at given times (steps). `FaultProxy.schedule` creates a schedule."""
+    """Functions (steps) that a proxy calls at given times. `FaultProxy.schedule` creates a schedule."""
 
     def __init__(self, proxy: FaultProxy, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> None:
         self._proxy = proxy

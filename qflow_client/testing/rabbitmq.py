@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# Each node registers this name in its own epmd. RabbitMQ cannot use the data in a folder under another node name.
+# Each node registers this name in its own epmd. A node with another name could not use the data in a kept folder.
 _NODE_NAME = "qflow@localhost"
 
 # Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.

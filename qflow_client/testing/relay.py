@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# Maximum bytes that the proxy keeps for a direction with a delay. A small maximum would also limit the bandwidth.
+# The same for a direction with a delay and no limited rate. A small maximum would also limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
 # is late, the proxy catches up for at most this number of seconds.

@@ -1,8 +1,8 @@
 """Streams the changes of a broker as server-sent events.
 
 All streams share one `Watch`, which checks the broker. A check compares each object with the object's last snapshot,
-and runs in slices between other work (see `Turns`). Checks are numbered. A stream that requests changes starts a new
-check if the broker has changed and the last check is old enough. `Watch` stores, for each object, the number of the
+and runs in slices between other work (see `Turns`). Checks are numbered. When a stream looks for changes, it starts a
+new check if the broker has changed and the last check is old enough. `Watch` stores, for each object, the number of the
 check that found the last change, and keeps the objects in the order of these numbers. So a stream reads only the
 objects that have changed since the stream's previous event. The checks use at most `Watch.SHARE` of the time.
 """
@@ -39,7 +39,7 @@ class EventsRequest:
     """A client's request for events.
 
     Attributes:
-        period: seconds after which the stream requests changes again.
+        period: seconds that the stream waits before it looks for changes again.
     """
 
     period: float
@@ -99,7 +99,7 @@ class Watch:
         If an object changes several times between two events, the client gets only the last state.
 
         Args:
-            period: seconds after which the stream requests changes again.
+            period: seconds that the stream waits before it looks for changes again.
             is_gone: function that returns True if the client has disconnected. The function is called after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()

@@ -27,14 +27,14 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse changes for a page of another origin. If the API needs no token, refuse each request for a foreign host.
+    """Refuse changes for a page of another origin. If the API needs no token, refuse requests with a foreign ``Host``.
 
     Raises:
         Problem: 403 if the request is refused.
     """
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
-        # DNS rebinding: the name of an attacker's page resolves to this machine, so the page has the broker's origin.
+        # DNS rebinding: the host name of an attacker's page resolves to this machine, so the page has the API's origin.
         raise Problem(
             HTTPStatus.FORBIDDEN,
             f"Host: {host!r} does not name this machine; use localhost or a loopback address, or set http_token",

@@ -56,7 +56,7 @@ _FIELDS = {
     "drop_transient": DROP_TRANSIENT,
 }
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
-# The policies that Qpid C++ also has, with the same names.
+# The allowed values of `POLICY_TYPE`. Qpid C++ has these policies under the same names.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
 # Prefixes of the arguments in `_OURS`. Any other argument with one of these prefixes is refused as misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")

@@ -138,7 +138,7 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
     """Yield exchanges, queues and bindings. The virtual host can change while the caller iterates.
 
-    Bindings come last, and only those whose destinations were yielded or are predeclared. So a new broker can load all.
+    Bindings come last, and only those whose destinations were yielded or are predeclared. A new broker can load them.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -166,7 +166,7 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 
 
 class Loading:
-    """Loads all of some `Definitions`, or none. An object that exists with the same settings is not changed.
+    """Loads all objects of a `Definitions`, or none. An object that exists with the same settings is not changed.
 
     Loading can take several iterations of the loop. If a definition is refused, the objects that were declared earlier
     are deleted again. Until then, clients can use these objects.
@@ -180,7 +180,7 @@ class Loading:
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
-        """Declare one object, or update one queue for a new policy, in each step.
+        """Declare one object, or do one step of `PolicyRules.set_policy_in_steps`, in each step.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.

@@ -26,7 +26,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     Args:
         marks: new values. The keys are names in `MARKS`. A mark that is not in this mapping keeps its value. ``None``
             for a resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark
-            of 0 is turned off, with its resume mark.
+            or capacity of 0 turns off its pair.
 
     Raises:
         ChannelException: 406 if a value is not allowed, or if the marks contradict each other or the queue's maximum.
@@ -42,13 +42,13 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # A resume mark without its stop mark would be refused, so it is left out.
+        # If the stop mark is 0, a resume mark above 0 would be refused, so it is left out.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
     maximum = limits.overflow
     try:
-        # Marks count all messages. RabbitMQ's maximum counts only ready messages, so it is not compared with marks.
+        # Marks limit ready and unacked messages. RabbitMQ's maximum limits only ready messages, so do not compare them.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

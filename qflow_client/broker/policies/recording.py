@@ -2,8 +2,8 @@
 
 A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
 line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
-current hold, and one line for each queue that has messages or has changed. From its second line on, a line of a hold
-divides the time since the hold's previous line among the publishers that filled the queue, by their message counts.
+current hold, and one line for each queue that has messages or has changed. Each line of a hold but the first divides
+the time since the hold's previous line among the publishers that filled the queue, by their message counts.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ __all__ = ["FlowRecorder"]
 _MAX_CAUSES = 16
 _OTHERS = "(others)"
 
-# The key of a hold: the channel, the name of the queue, and the reason.
+# The key of a hold: the channel, the queue's name (empty if something else blocks the channel), and the reason.
 _Key = tuple[FlowSource, str, str]
 
 
 class _Record:
-    """The activity of one queue that the recorder has not written yet, and what its next lines need."""
+    """The activity of one queue since its previous ``depth`` line, and other values for the queue's next lines."""
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
         # Number of arrived messages for each publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the previous line with the queue's depth.
+        # Number of arrived messages for each publisher since the previous ``depth`` line, without `arrivals`.
         self.pending: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the queue last turned OFF, or since the first message.
+        # The same since the queue last turned OFF, or since the creation of this record.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
         self.on_since: int | None = None
         # Maximum depth and bytes since the queue turned ON.
         self.on_peak = self.on_peak_bytes = 0
-        # Depth and bytes in the previous line with the queue's depth.
+        # Depth and bytes in the previous ``depth`` line, or at the creation of this record.
         self.told = (depth, size)
-        # Start of the time that the next such line will cover, in microseconds since 1970.
+        # Start of the time that the next ``depth`` line will cover, in microseconds since 1970.
         self.told_at = -1
 
 
 class _Hold:
-    """A current hold: it began at `since`, its lines cover the time up to `begun`, and `count` controllers cause it."""
+    """A current hold. It began at `since`, its next line begins at `begun`, and `count` controllers cause it."""
 
     __slots__ = ("begun", "count", "since")
 

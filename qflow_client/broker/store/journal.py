@@ -34,7 +34,7 @@ class Put(NamedTuple):
     """A message to write.
 
     Attributes:
-        queues: numbers of the durable queues that have the message. Empty if it is on disk only to evict its body.
+        queues: numbers of the durable queues that have the message. Empty if it is written only to evict the body.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key, each encoded as an AMQP short string.
         header: payload of the message's content header frame.
@@ -126,7 +126,7 @@ class Journal:
     SMALL_HEADER = 128
     #: Approximate bytes that a message needs in memory for each further queue that it is in.
     ENTRY = 160
-    #: Default of `max_backlog`. If more body bytes wait to be written, the broker does not read from publishers.
+    #: Maximum of `max_backlog`. If more than `max_backlog` body bytes wait for the disk, publishers are not read.
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
@@ -284,7 +284,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead. A limit allows `limit` / 8 in total (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. Together they may read 1/8 of `limit` (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)

@@ -125,7 +125,7 @@ _PORTION = 128
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
-# Maximum number of messages that one statement reads.
+# Maximum number of messages that one statement of `Store.messages` reads.
 _PAGE = 100
 
 
