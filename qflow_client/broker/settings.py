@@ -92,7 +92,7 @@ class BrokerSettings(Settings):
         http_host: address on which the HTTP API listens.
         http_port: port of the HTTP API; 0 for a free port. With ``None`` there is no HTTP API, and its modules are not
             imported.
-        http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, `http_host` must be a
+        http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, the API must use a
             loopback address. The `repr` of the settings does not show the token.
         policies: policies that the broker has at the start (D3). The names of the policies must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,

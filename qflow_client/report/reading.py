@@ -55,7 +55,7 @@ class FlowLogs:
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         #: The files in the order of `paths`. The files of one folder are sorted by name.
         self.files: list[Path] = []
-        #: Number of invalid lines that `lines` has skipped so far. A killed process may leave an incomplete line.
+        #: Number of invalid lines that `lines` has parsed so far. A killed process may leave an incomplete line.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():

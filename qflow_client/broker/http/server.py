@@ -59,7 +59,7 @@ class HttpServer:
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of strangers: connections that have not sent the token. If there are more, the oldest is closed.
+    #: Maximum number of strangers: connections that have not sent the token. A further connection closes the oldest.
     MAX_STRANGERS = 100
     #: Maximum number of open event streams of all clients together.
     MAX_STREAMS = 100
@@ -346,7 +346,7 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Add a connection. If there are `MAX_STRANGERS`, first close the oldest. Return False at `MAX_CONNECTIONS`."""
+        """Add a connection. At `MAX_STRANGERS`, first close the oldest stranger. Return False at `MAX_CONNECTIONS`."""
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))

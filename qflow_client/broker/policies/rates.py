@@ -90,7 +90,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate. The rate unblocks channels as soon as the messages so far are within the new rate."""
+        """Change the rate. Unblock the channels now if the new rate allows this, otherwise at a later `tick`."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)

@@ -121,7 +121,7 @@ _MIN_FILE_SIZE = 512
 # Maximum number of messages in one statement.
 _PORTION = 128
 # Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 caches one
-# prepared statement for each number of messages. Until its next use, each one keeps a copy of its values in memory.
+# prepared statement for each number of messages. Until its next use, a statement keeps its values in memory.
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")

@@ -152,7 +152,7 @@ new ResizeObserver(([rows]) => {
   byId("sparks").style.height = `${rows.contentRect.height}px`;
 }).observe(byId("queue-rows"));
 
-// The graph and the chart are drawn only while they are visible. `content-visibility` also draws what is just outside.
+// Draw the graph and the chart only while they are visible. The browser alone (`content-visibility`) would draw more.
 const seen = new Set();
 const watcher = new IntersectionObserver(
   (all) => {
