@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Receive buffer in bytes of the proxy's socket to each client. If the proxy stops reading, it soon blocks the client.
+# Receive buffer in bytes of the proxy's socket to each client. A small buffer soon blocks an unread client.
 _RECEIVE_BUFFER = 1 << 18
 
 

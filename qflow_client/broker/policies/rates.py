@@ -41,7 +41,7 @@ class RateLimit:
         messages: maximum messages per second; ``None`` for no limit.
         bytes: maximum body bytes per second; ``None`` for no limit.
         burst: size of a burst in seconds. After a pause, a burst is accepted without blocking the channel. A burst has
-            as many messages and bytes as the rate allows in `burst` seconds, but at least one message or one byte.
+            as many messages and bytes as the rate allows in `burst` seconds, but at least one message and one byte.
 
     Raises:
         TypeError: a value has the wrong type.
