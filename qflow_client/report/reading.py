@@ -46,7 +46,8 @@ class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. A folder stands for all flow logs in it, including files that are still being written.
+        paths: folders and files. A folder stands for all flow logs in it, including files that are still being written,
+            except those of `to_parquet`.
 
     Raises:
         FlowLogError: a path does not exist, a file name has an unknown ending, or `paths` contain no flow log at all.
@@ -59,7 +60,8 @@ class FlowLogs:
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():
-                self.files += sorted(each for each in path.iterdir() if each.name.endswith(_KINDS))
+                unfinished = set(path.glob("_*.parquet"))
+                self.files += sorted({each for each in path.iterdir() if each.name.endswith(_KINDS)} - unfinished)
             elif not path.exists():
                 raise FlowLogError(f"{path}: there is no such file or folder")
             elif not path.name.endswith(_KINDS):

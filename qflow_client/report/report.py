@@ -52,7 +52,7 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder for the files, created if missing. Earlier files of the same tables are replaced or removed.
+            folder: folder for the files, created if missing. Files of an earlier report are replaced or removed.
 
         Returns:
             The paths of the written files. The first path is that of ``report.html``.
@@ -64,7 +64,8 @@ class FlowReport:
         path.mkdir(parents=True, exist_ok=True)
         written = [path / "report.html"]
         written[0].write_text(self.page(), encoding="utf-8")
-        for name, rows in self.tables.items():
+        # An earlier report in the folder may have tables that this report does not have.
+        for name, rows in {"advice": [], "capacities": [], "replays": [], **self.tables}.items():
             table = path / f"{name}.parquet"
             if rows and find_spec("pyarrow") is not None:
                 import pyarrow

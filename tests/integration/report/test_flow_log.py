@@ -154,7 +154,8 @@ def test_the_report_shows_that_the_flow_logs_of_producers_and_broker_agree(
     monkeypatch.setattr("qflow_client.report.report.find_spec", lambda _name: None)
     output = tmp_path / "report"
     output.mkdir()
-    (output / "holds.parquet").touch()
+    for table in ("holds", "advice"):
+        (output / f"{table}.parquet").touch()
     assert main(["report", str(tmp_path), "--output", str(output)]) == 0
     assert "needs pyarrow" in capsys.readouterr().out
     assert [path.name for path in output.iterdir()] == ["report.html"]

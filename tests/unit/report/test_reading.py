@@ -41,6 +41,8 @@ def test_a_flow_log_folder_is_read_including_unfinished_and_compressed_files(
     _write(folder / "flow-2.jsonl", lines[700:1500])
     _write(folder / "_flow-3.jsonl", lines[1500:])
     (folder / "notes.txt").write_text("not a log")
+    # A Parquet file can be read only when it is finished.
+    (folder / "_all.parquet").write_bytes(b"PAR1")
     assert flow_report(folder) == flow_report(whole)
     assert flow_report([folder / "flow-1.jsonl.gz", folder / "flow-2.jsonl", folder / "_flow-3.jsonl"]) == flow_report(
         whole
