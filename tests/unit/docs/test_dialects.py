@@ -31,7 +31,7 @@ def test_the_documentation_describes_every_kind_of_hold(page: str) -> None:
 def test_every_row_on_the_page_of_dialects_names_existing_tests() -> None:
     there = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        there |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+        there |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     for hold, told in rows().items():
         named = re.findall(r"`(\w+)`", told)
         assert named, hold
