@@ -28,10 +28,10 @@ class BackgroundCall(Generic[_Answer]):
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
-        """Begin a call of the function. If a call is running, wait for its result instead. Return immediately.
+        """Begin a call of the function, or use the result of the running call. Return without waiting for the result.
 
         Args:
-            done: called with the result, on any thread. If `ask` is called again before, its `done` is called instead.
+            done: called with the result, on any thread. A later call of `ask`, before the result, replaces this `done`.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done

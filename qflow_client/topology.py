@@ -45,7 +45,7 @@ class Declaration(NamedTuple):
 
     @staticmethod
     def is_final(code: int) -> bool:
-        """Return True if a broker with this reply code would always refuse the declaration."""
+        """Return True if a broker that refuses a declaration with this reply code would refuse each further try."""
         return code in _FINAL
 
 

@@ -73,7 +73,7 @@ class Channel(_aio_pika.Channel):
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
+        """Close the channel like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
         `max_producer_flow_control_wait` seconds for the answer. If an exception has ended the channel's ``async with``

@@ -39,7 +39,7 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # If aio-pika's connection has a name, which the broker's management shows, flow events and logs use its beginning.
+    # If aio-pika's connection has a name, which the broker's management shows, use it in flow events and logs too.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -87,7 +87,7 @@ class Connection(TappedConnection):
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """Close the connection like aio-pika. Tasks that wait to publish get the error that ends the connection."""
+        """Close the connection like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`."""
         flows = tuple(self.flows)
         for flow in flows:
             flow.left = True

@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more than this number of bytes are unwritten, they are written before the woken tasks run.
+# If more than this number of bytes are unwritten after I/O, they do not wait for the messages of tasks that it wakes.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -195,8 +195,8 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # In newer versions of aiormq, `closing` is a new future each time, and aiormq ends the channel's other
-            # futures before it. So use such a future.
+            # In newer versions of aiormq, `closing` is a new future each time, and aiormq ends this future after the
+            # other futures of the channel. So add `ended` to one of the other futures.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -527,7 +527,7 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Call `after` after I/O. Return True if the output must be written before the woken tasks run."""
+        """Call `after`, which wakes tasks. Return True if the output must not wait for the messages of these tasks."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
@@ -542,7 +542,7 @@ class ChannelFlow(DropInFlow):
         if self._loop.is_closed():
             self.after()
         elif not self._passes_on:
-            # Do not call `after` directly: an interrupt of the direct call would lose wake-ups and log lines.
+            # Do not call `after` directly: an interrupt of the direct call would lose log lines and delay wake-ups.
             self._loop.call_soon(self.after)
             self._passes_on = True
 

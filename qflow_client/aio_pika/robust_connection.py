@@ -35,7 +35,7 @@ class RobustConnection(Connection, TappedRobustConnection):
         super().__init__(url, loop=loop, **kwargs)
 
     async def close(self, exc: Any = asyncio.CancelledError) -> None:
-        """Close the connection like aio-pika. Tasks that wait to publish get the error that ends the connection."""
+        """Close the connection like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`."""
         await super().close(exc)
 
 

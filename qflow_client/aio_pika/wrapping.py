@@ -306,7 +306,7 @@ def wrap(target: Any) -> Any:
     """Add flow control to a connection or a channel of aio-pika.
 
     From now on, `publish` of the channel's exchanges waits like `publish` of `qflow_client.aio_pika`, even after a
-    robust connection has restored the channel. If you wrap a connection, the channels that it opens later get flow
+    robust connection has restored the channel. If you wrap a connection, only the channels that it opens later get flow
     control. So wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
     - After an error, a message may still be sent, even if no byte of it was written when the error was raised. If the

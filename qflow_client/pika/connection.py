@@ -91,7 +91,7 @@ class FlowedConnection:
 
 
 def follow(connection: Any) -> None:
-    """Make all channels of a connection have flow control. pika has just created the connection (internal)."""
+    """Add flow control to all channels that a connection of pika opens from now on (internal)."""
     ConnectionFlow.of(connection)
     connection._create_channel = partial(Channel, connection)
 

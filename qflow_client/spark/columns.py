@@ -82,9 +82,9 @@ class Rows:
         schema: schema of the rows.
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
             all columns that are neither routing nor properties.
-        message_id: with ``"column"`` the message id is the column ``message_id``. With ``"hash"`` it is a digest of all
-            data to send. With ``"position"`` it contains the row's number. With ``"producer"``, or if the column is
-            missing, the producer assigns the message id.
+        message_id: with ``"column"`` the message id is the value of the column ``message_id``, if there is one. With
+            ``"hash"`` it is a digest of all data to send. With ``"position"`` it contains the row's number. Otherwise
+            the producer assigns the message id.
 
     Raises:
         SchemaError: a column has the wrong type or is not allowed, or no column can be the body.

@@ -113,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
-            # RabbitMQ refuses the argument ``x-priority`` for streams. For queues 0 is the default, so the argument has
-            # no effect. A consumer of a stream would get only new messages, so a restarted query would lose messages.
+            # With ``x-priority`` RabbitMQ refuses to consume a stream. This is wanted, because a restarted query of a
+            # stream would get only new messages. For queues the argument has no effect, because 0 is the default.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:

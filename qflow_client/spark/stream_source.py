@@ -43,7 +43,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The next two fields are None until Spark requests an offset. They stay None in tasks, which only call `read`.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The end of the spool at the start, or the greatest offset for Spark. No valid checkpoint is beyond it.
+        # The end of the spool at the start, or a later offset that Spark got. No valid checkpoint is beyond it.
         self._greatest = 0
         # Whether the trigger is ``availableNow``, so that the query ends by itself.
         self._ends = False
@@ -54,8 +54,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. The consumer is not started. Its messages would get
-                offsets of the checkpoint, so the next attempt would read wrong messages without an error.
+            SpoolError: the offset does not belong to this spool. The consumer is not started, because its messages
+                would get offsets up to `offset`. The next attempt would then read wrong messages without an error.
         """
         options = self._options
         assert options.most is not None

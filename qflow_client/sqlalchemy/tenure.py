@@ -395,8 +395,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # Check the producer again soon. A flow event comes before the producer is unflowed, and no event comes when the
-        # rate or the socket allows more messages.
+        # Check the producer again soon. When a flow event wakes this thread, the producer may still be flowed for a
+        # moment, and no event comes when the rate or the socket allows more messages.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)

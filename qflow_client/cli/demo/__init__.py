@@ -44,7 +44,7 @@ _FAIL_AFTER = 30.0
 
 @dataclass(slots=True)
 class _Actor:
-    """A process of the demonstration, and the pipe through which the process sends its reports."""
+    """A process of the demonstration, and the pipe for reports from the process and for commands to the consumer."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection

@@ -271,8 +271,8 @@ class BlockingConnection(_pika.BlockingConnection):
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
         """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
-        Both the wait for the confirms and the wait for the broker's answer to the close are limited to
-        `max_producer_flow_control_wait` seconds. If the broker does not read then, the connection is aborted.
+        The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. If the broker has not answered
+        the close after the same time, and blocks the connection or takes no bytes, the connection is aborted.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
@@ -314,7 +314,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if the ``with`` block does not end within `max_producer_flow_control_wait` seconds."""
+    """Abort the connection if it is stuck `max_producer_flow_control_wait` seconds after the start of the block."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -654,7 +654,7 @@ class BlockingChannel(_pika.BlockingChannel):
             failures = self._flow.protocol.reports.take_failures()
             error = exceptions.NackError([_published(each) for each in failures])
             others = [each for each in failures if each._outcome is not Outcome.NACKED]
-            # pika's error cannot contain the number of dropped messages. A warning in the log has the number.
+            # pika's error cannot contain the number of failures that `max_failed_bytes` has dropped. The log has it.
             self._flow.protocol.reports.take_dropped()
         elif self._flow.returned:
             returned, self._flow.returned = self._flow.returned, []
