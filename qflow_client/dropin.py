@@ -224,7 +224,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Channel 0 marks frames that must not be sent: `frames_on` sees another channel, and creates new frames for it.
+        # No message is sent on channel 0. So `frames_on` always creates new frames, for the channel that it gets.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -289,7 +289,7 @@ class EncodedProtocol(ProducerProtocol):
     def forget_past(self) -> None:
         """Treat the next channel as the first one. So the time until that channel does not count as flow control.
 
-        The drop-ins call this method if the end of the channel affects no message, such as a close by the program.
+        The drop-ins call this method if the program has closed the channel, or if the end affects no message.
         """
         self.channel.was_open = False
 
@@ -343,7 +343,7 @@ class DropInFlow:
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold. It takes effect before the connection's thread or loop sends the next message."""
+        """Request a hold. The connection's thread or loop raises it, and may send a few messages before that."""
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:

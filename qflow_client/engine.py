@@ -223,7 +223,7 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether the caller is `on_delivery` or a flow callback. Always False if there is no `on_delivery`."""
+        """Whether there is an `on_delivery`, and the caller is `on_delivery` or a flow callback."""
 
     def admit(
         self,

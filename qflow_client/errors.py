@@ -42,7 +42,7 @@ def _remade(kind: type[QflowError], arguments: tuple[object, ...]) -> QflowError
 
 
 class QflowError(Exception):
-    """The base class of all errors that this package raises."""
+    """The base class of the errors in this module, and of most other errors of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Process pools pickle errors. `Exception.__reduce__` would pass only the text to `__init__`.

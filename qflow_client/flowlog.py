@@ -172,7 +172,7 @@ class FlowLog:
     file is finished, it is renamed. So programs that ignore such names see only finished files. If a crash leaves an
     unfinished file, the next log in the folder finishes it.
 
-    Publishing threads, and a broker's loop, put lines into a queue. A separate thread encodes and writes the lines. If
+    Callbacks of the producers, and a broker's loop, fill a queue. A separate thread encodes and writes the lines. If
     the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost lines. A forked
     child process needs its own log.
 

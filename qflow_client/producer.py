@@ -303,7 +303,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             source: name of the source.
 
         Returns:
-            The value of the `Position`; ``None`` if no message of the source had a position.
+            The value of the `Position`; ``None`` if the outbox has no position of the source.
 
         Raises:
             SettingsError: there is no outbox.

@@ -301,8 +301,8 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
-        reconnect_delay_max: maximum pause in seconds between two tries. If a connection is lost within this time after
-            its opening, the pauses continue to grow. A message that may cause the losses is sent only after this time.
+        reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
+            pauses continue to grow. A message that may cause losses is sent only when a connection has lasted so long.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The jitter
             prevents that all clients reconnect at the same time. It also extends pauses after refusals. No pause is
             longer than its maximum.

@@ -40,7 +40,7 @@ def store_many(
         timeout: seconds that each message may wait while the producer is blocked (flowed); ``None`` for no limit.
         options: the arguments of `send` except the message, its position and the timeout.
         at_once: number of messages that are put into the outbox between two waits for the disk.
-        wait_durable: waits until the message of a receipt is on disk, or until a deadline of `time.monotonic`.
+        wait_durable: waits until the message of a receipt is on disk, or raises `NotDurable` soon after a deadline.
         run: returns an iterator that calls the given function with the given arguments; see the module.
     """
     try:

@@ -137,8 +137,8 @@ class Channel(_aio_pika.Channel):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ChannelInvalidStateError: the channel is closed, so it will never send again. If the channel is closed
-                during the call, the call raises the error that closed the channel.
+            ChannelInvalidStateError: the channel is closed. If the channel is closed during the call, the call raises
+                the error that closed the channel.
             TypeError, ValueError: `timeout` is not a number.
         """
         return await self.flow_control.wait_unflowed(timeout)

@@ -116,7 +116,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
 
 
 async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
-    """Check the settings, and then call a `connect` function of aio-pika. Errors show no password.
+    """Check the settings in the keywords, and then call a `connect` function of aio-pika. Errors show no password.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

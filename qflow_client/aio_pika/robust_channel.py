@@ -52,7 +52,7 @@ class _Exchange(aio_pika.RobustExchange):
 class RobustChannel(Channel, _aio_pika.RobustChannel):
     """aio-pika's `RobustChannel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    If the connection is lost, publishing tasks wait until aio-pika has restored the channel, or until their timeout.
+    With ``on_disconnect="republish"``, `publish` waits after a lost connection until aio-pika has restored the channel.
     Holds that the lost channel has caused are lifted. Flow control of the new channel starts before its first message.
     """
 

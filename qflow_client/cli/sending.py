@@ -318,7 +318,7 @@ class Sending:
         with self._closing:
             if self.producer.closed:
                 return
-            # Read the flow state before closing, because closing the producer adds a hold.
+            # Read the flow state before closing, so that the holds during the close do not count.
             state = self.producer.flow_state
             self.tally.times_flowed = state.times_flowed
             self.tally.seconds_flowed = dict(state.seconds_flowed)

@@ -220,7 +220,7 @@ class ChannelFlow(DropInFlow):
         self.closing_reason = reason
         is_refusal = isinstance(reason, exceptions.ChannelClosedByBroker)
         if isinstance(reason, _BY_PROGRAM) or (is_refusal and self.protocol.is_idle):
-            # The close affects no message. If the broker refused a method, the call of this method raises the error.
+            # The program knows the reason: it has closed the channel, or its call of a refused method raises the error.
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not is_refusal
         # If other channels have published, their messages may have caused the loss of the connection.

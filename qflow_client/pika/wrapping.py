@@ -21,9 +21,9 @@ def wrap(channel: pika.channel.Channel) -> Channel: ...
 def wrap(channel: Any) -> Any:
     """Add flow control to a channel of pika, for all code that uses the channel.
 
-    From now on the channel answers ``Channel.Flow``. `BlockingChannel.basic_publish` waits, and `Channel.basic_publish`
-    raises an error, as on a connection of `qflow_client.pika`. A wrapped channel differs from a channel of
-    `qflow_client.pika`:
+    From now on the channel answers ``Channel.Flow``. While the channel is blocked (flowed),
+    `BlockingChannel.basic_publish` waits, and `Channel.basic_publish` raises an error, as on a connection of
+    `qflow_client.pika`. A wrapped channel differs from a channel of `qflow_client.pika`:
 
     - A wrapped channel does not know whether the broker had stopped the channel or blocked the connection before this
       call. So wrap a channel as soon as it is open.

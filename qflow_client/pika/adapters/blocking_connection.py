@@ -639,7 +639,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
-        """The messages that were published in confirm mode and are not confirmed, in the order of publishing.
+        """The messages that were published in confirm mode and have no answer, in the order of publishing.
 
         The messages of a closed channel stay unconfirmed. Each message has its ``Basic.Publish``, properties and body.
         """
