@@ -218,7 +218,7 @@ class MessageStored(DeliveryError):
     """The message is still in the outbox. The next producer with this outbox sends the message, unless it is damaged.
 
     The text contains the reason: the producer was closed, or the message was not delivered and
-    ``outbox_keep_undelivered`` is on, or the message is damaged. Only ``qflow outbox drop`` removes a damaged message.
+    ``outbox_keep_undelivered`` is on, or the message is damaged. ``qflow outbox drop`` removes a damaged message.
     """
 
 

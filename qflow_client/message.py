@@ -28,7 +28,7 @@ __all__ = [
     "with_position",
 ]
 
-#: Header of a message that is sent again because the producer does not know whether it has arrived.
+#: Header of a message that is sent again although an earlier copy may have arrived.
 REPUBLISHED = "x-qflow-republished"
 
 

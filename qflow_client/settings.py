@@ -71,7 +71,7 @@ class OnDisconnect(StrEnum):
     #: The messages are sent again, in order and before new messages. Messages that may have arrived have the header
     #: ``x-qflow-republished``.
     REPUBLISH = "republish"
-    #: The messages are settled. The outcome is *unknown* for a message that was written, and otherwise *failed*.
+    #: The messages are settled: as *unknown* if they were written at least in part, and otherwise as *failed*.
     FAIL = "fail"
 
 

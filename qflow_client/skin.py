@@ -248,7 +248,7 @@ class Losses:
 class Subscription:
     """The flow events that wait for one callback.
 
-    For each event, the callback is called once. Calls of `put` and `take` must not run at the same time.
+    The callback is called once for each event that is not dropped. Calls of `put` and `take` must not overlap.
 
     Args:
         kinds: the hold kinds of the callback's events; ``None`` for all kinds.

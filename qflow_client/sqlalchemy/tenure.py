@@ -55,7 +55,7 @@ _SHORTEST_POLL = 0.01
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# If a message has one of these outcomes, the broker will never accept it.
+# Messages with these outcomes are set aside, because the broker would usually not accept them at a second try either.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic
