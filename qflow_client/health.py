@@ -40,7 +40,7 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `send` accepts messages, perhaps after the wait of a short hold, or at least into the outbox."""
+        """Whether `send` accepts messages: immediately, after a short hold such as ``capacity``, or into the outbox."""
         return self.state == "ready" or (self.spills and self.state != "closed")
 
     @classmethod

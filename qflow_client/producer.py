@@ -390,7 +390,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 a fast producer reports a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that unregisters the callback. Events that happened before still reach the callback.
+            A function that unregisters the callback. Events that happened before may still reach the callback.
 
         Raises:
             TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or

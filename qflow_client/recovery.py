@@ -34,7 +34,7 @@ _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Return True if a try to connect that the broker refused with this reply code and text would always fail."""
+    """Return True if each further try to connect would fail after a refusal with this reply code and text."""
     # RabbitMQ also uses 530 for a reached limit of connections, which is not final: another client may disconnect.
     return code in _REFUSALS and "limit" not in text
 
@@ -198,7 +198,7 @@ class Reconnection:
             settled: number of messages that were settled so far.
 
         Returns:
-            Seconds until the next channel is opened; 0 in the first call, or if messages were settled since the last.
+            Seconds until the next channel is opened; 0 at first, or if messages were settled since the last call.
         """
         if settled > self._settled:
             self._settled = settled

@@ -262,8 +262,8 @@ class ProducerSettings:
             that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
         exchange: exchange of a message if `send` names no exchange. ``""`` is the default exchange of the broker.
         routing_key: routing key of a message if `send` names no routing key.
-        capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
-            confirms, and finds the smallest window with maximum throughput.
+        capacity: maximum number of unsettled messages, without those that wait on disk (C6). With ``"auto"`` the
+            producer measures the latency of confirms, and finds the smallest window with maximum throughput.
         capacity_max: maximum window of ``capacity="auto"`` (C6). This setting has no effect on a fixed capacity.
         capacity_bytes: maximum body bytes of unsettled messages. A message above this limit is admitted only while no
             other message is unsettled. ``None`` for no limit.

@@ -66,7 +66,7 @@ __all__ = [
 
 
 class _Default:
-    """The default of `timeout` arguments: a setting has the value. ``None`` is no default, as it means no limit."""
+    """The default of `timeout` arguments: a setting has the value. ``None`` is not used, because it means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"
@@ -162,7 +162,7 @@ def deadline_of(timeout: float | None) -> float:
 
 
 def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
-    """Return the deadline of a close that begins now. If `timeout` is `DEFAULT`, the settings are used.
+    """Return the deadline of a close that begins now. For `DEFAULT`, see the setting `close_timeout`.
 
     Raises:
         TypeError, ValueError: `timeout` is not a number.
@@ -197,8 +197,8 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
 class Losses:
     """Counts the flow events that were dropped because their reader is slow, and logs warnings.
 
-    A warning is logged when the reader takes its next event, because the number of dropped events is known by then. If
-    the reader stays too slow, the next warning follows after `limit` more dropped events.
+    A warning is logged when the reader takes its next event, because more events may be dropped until then. If the
+    reader stays too slow, the next warning follows after `limit` more dropped events.
 
     Args:
         limit: maximum number of events that wait for the reader.

@@ -279,7 +279,7 @@ class Tracer:
         """Create the span of a message that the ``with`` block passes to the producer. An error of the block ends it.
 
         Yields:
-            The message with its span. The headers of this message contain the context of the span.
+            The message with its span. Its headers contain the context of the span, unless they had another context.
         """
         headers: Mapping[str, Any] = payload.headers or {} if isinstance(payload, Message) else {}
         observer, trace = self._observer, self._trace
@@ -543,7 +543,7 @@ class RelayMetrics:
     """The metrics of one outbox relay.
 
     Args:
-        backlog: function that returns the number of waiting rows and the age of the oldest row in seconds, or ``None``.
+        backlog: returns the number of waiting rows and the age of the oldest in seconds; ``None`` if it is unknown.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:

@@ -45,7 +45,7 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# The holds that the broker, the socket and the manager of all producers cause. In `take_over`, a channel keeps its own
+# The kinds of holds that the broker, the socket and `flow_manager` cause. In `take_over`, a channel keeps its own
 # holds of these kinds. Holds of all other kinds move with the messages.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 

@@ -96,7 +96,7 @@ class Purse:
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # Number of the oldest credits that have to be returned, and the sum of their units.
+        # How many of the oldest credits have to be returned, and the sum of their units.
         self._due = self._due_units = 0
         #: Sum of the units of all held credits, including the credits that have to be returned.
         self.units = 0

@@ -1,6 +1,6 @@
 """A durable spool, which stores messages in the order of their arrival. Each message has an offset.
 
-A queue delivers each message once, but Spark may request the same rows again. So Spark reads the rows from the spool.
+A queue forgets acknowledged messages, but Spark may request the same rows again. So Spark reads rows from the spool.
 The spool is a folder of Arrow files. Each file is complete or does not exist. The spool does not depend on AMQP or
 Spark.
 """
