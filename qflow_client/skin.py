@@ -76,7 +76,7 @@ DEFAULT: Any = _Default()
 
 # Maximum seconds of each of two waits of `close`: for the broker's answer to the close, and for running callbacks.
 GOOD_BYE = 3.0
-# Maximum seconds of each of these waits after the timeout of `close` has expired. Also for waits at other closes.
+# Maximum seconds of each of these waits after the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker

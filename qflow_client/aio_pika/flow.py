@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more than this number of bytes are unwritten after I/O, they do not wait for the messages of tasks that it wakes.
+# If more than this number of bytes are unwritten after I/O, write them before the tasks that it wakes publish more.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic

@@ -739,7 +739,7 @@ class BlockingChannel(_pika.BlockingChannel):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ChannelClosed, ConnectionClosed: as for pika's methods.
+            ChannelClosed, ChannelWrongStateError, ConnectionClosed: as for pika's methods.
             TypeError, ValueError: `timeout` is not a number.
         """
         _, deadline = self._deadline(timeout)
