@@ -7,10 +7,10 @@ the process is killed. The inbox recognizes the second copies that a producer wi
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, overload
 
-from sqlalchemy import Column, Connection, DateTime, Index, MetaData, Table, Text, delete
+from sqlalchemy import Column, Connection, DateTime, Index, MetaData, Table, Text, delete, select
 from sqlalchemy import func as sql
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -92,7 +92,8 @@ class Inbox:
         Args:
             older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.
         """
-        before = datetime.now(UTC) - timedelta(seconds=older_than)
+        # Use the clock of the database, because the stored times are from this clock.
+        before = connection.execute(select(sql.now())).scalar_one() - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))
         return int(gone.rowcount)
 
