@@ -32,9 +32,9 @@ At the end of the event loop's iteration, `Server._end_turn` sends the frames: `
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
    releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. The
    package `qflow_client.flow` has these two classes. Producers use this package too. `FlowController.offer` adds a
-   message to the limiter, and blocks the channel if a threshold is exceeded. `FlowController.release` subtracts a
-   message from the limiter. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one
-   at a time with pauses.
+   message to the limiter, and blocks the channel if the limiter is then ON (with a capacity: above this capacity).
+   `FlowController.release` subtracts a message from the limiter. If the limiter is then OFF, `QueueFlow.resume`
+   unblocks the channels, all together or one at a time with pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
    controller blocks the channel any more.
@@ -46,18 +46,18 @@ gives the messages of a queue to consumers. You can read the other files later:
 
 - For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
   channels.
-- For a channel, `confirms.py` has its confirms, `transaction.py` its transaction, and `methods.py` handles the topology
-  methods of clients.
-- For a queue, `dropping.py` and `expiry.py` remove messages that no consumer acked, `deadletter.py` publishes dropped
+- For a channel, `confirms.py` has its confirms, `transaction.py` its transaction, and `methods.py` handles the methods
+  for topology and consuming.
+- For a queue, `expiry.py` finds expired messages, `dropping.py` drops messages, `deadletter.py` publishes dropped
   messages again, `storage.py` connects the queue to the journal.
-- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has queue timers.
+- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has its timers.
 
 All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` starts and stops
 it, `inspection.py` shows its state, `broker.py` changes its state.
 
-Memory: the optional `Journal` counts the bytes of all messages (`Journal.held`). After each iteration of the event loop
-that changes the broker, `Server._check_memory` compares `Journal.held` with the memory limit. While `Journal.held`
-exceeds the limit, the server does not read from publishing connections.
+Memory: the optional `Journal` counts the bytes of messages in memory (`Journal.held`). After each iteration of the
+event loop that changes the broker, `Server._check_memory` compares `Journal.held` with the memory limit. Above the
+limit, the server stops reading from publishing connections, until `Journal.held` is at most 7/8 of the limit.
 
 Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). `EmbeddedBroker` gets three plug-ins as
 arguments: the `Rules` for thresholds and overflow policies (`limits.py`), a `Journal` (`ports.py`), and a function that

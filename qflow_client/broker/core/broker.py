@@ -35,7 +35,7 @@ _Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the objects with this name; all objects if `name` is ``None``. If there is none, raise `LookupError`."""
+    """Return the objects with this name, or raise `LookupError` if there is none. ``None`` returns all objects."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -279,11 +279,11 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
-        """Inform clients of an alarm of the operator, as the profile does.
+        """Raise an alarm of the operator, and inform clients of it. The profile defines how clients are informed.
 
         In the profile ``qflow``, each client that announced the capability gets ``Connection.Blocked``. This is only a
-        notice: the broker still accepts published messages. In the other profiles, the broker sends ``Channel.Flow`` on
-        channels that publish, or closes these channels.
+        notice: the broker still accepts published messages. In the other profiles, the broker sends ``Channel.Flow`` to
+        producers, or closes each channel that publishes, or declares a new queue, during the alarm.
 
         Args:
             reason: the text for the client.
@@ -315,7 +315,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def raise_alarm(self, name: str, reason: str) -> None:
-        """Inform clients of an alarm as the profile does, see `block`. RabbitMQ does so when memory or disk runs low.
+        """Raise an alarm, and inform clients as `block` does. RabbitMQ raises alarms when memory or disk runs low.
 
         A client is informed when the first alarm is raised, and not of further alarms. In the profile ``qflow``, the
         client gets ``Connection.Unblocked`` when the last alarm is cleared.
@@ -360,7 +360,7 @@ class Broker(InspectableBroker):
         """Undo `withhold_confirms`, and send the withheld acks.
 
         Args:
-            queue: name of the queue whose acks are sent; ``None`` for all acks, including the acks of single queues.
+            queue: name of the queue whose acks are sent; ``None`` for all withheld acks, also those of single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -378,9 +378,9 @@ class Broker(InspectableBroker):
         """Refuse published messages: in confirm mode with ``Basic.Nack``, otherwise by closing the channel with 506.
 
         Args:
-            on: whether to refuse published messages, and commits of messages (with 406); ``False`` accepts them again.
+            on: whether to refuse published messages, and commits with messages (406); ``False`` accepts them again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
-                also ends the refusals of single queues. A queue with ``reject-publish`` does not close channels.
+                also ends single refusals. A queue with ``reject-publish`` drops messages instead of closing channels.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

@@ -31,7 +31,7 @@ class Discipline(Protocol):
     limiter: ThresholdLimiter
     #: Blocks the publishing channels of the connection while the backlog is too large.
     backlog: FlowController
-    #: Number of messages that came on blocked (flowed) channels after the grace time.
+    #: Number of messages that came on blocked (flowed) channels after the grace time (setting `flow_grace`).
     past_flow: int
     #: Number of tarpits so far: periods in which the broker does not read from the connection (D8).
     tarpits: int
@@ -156,7 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, new messages are not owed, because the backlog must be able to shrink.
+        If only the backlog blocks the channel, this makes no message owed. Otherwise the backlog could never shrink.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

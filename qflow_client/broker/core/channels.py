@@ -56,7 +56,7 @@ class Channels(dict[int, Channel]):
 class Blocks(dict[str, str]):
     """The alarms that block a client: the name and the reason of each.
 
-    The client is informed when the first alarm is added, and when the last alarm is removed.
+    The client is informed of the first alarm and of the end of the last one, if the dialect does not close channels.
 
     Args:
         handshake: has the capabilities of the client.

@@ -419,7 +419,7 @@ class Consuming:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver unsettled messages to their consumers again. Requeue messages that a consumer cannot take now.
+        """Deliver unsettled messages to their consumers again. Requeue messages that their consumers cannot take now.
 
         With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller has to call this again.
         """

@@ -77,7 +77,7 @@ class LastValueMap(EntryObserver, ABC):
 class Contents:
     """The entries of one queue."""
 
-    #: `ready` is built again if more than this number of its entries, and more than half of them, are gone.
+    #: `ready` is built again if more than this number, and also more than half, of its entries are gone.
     MAX_GAPS = 64
     #: Maximum number of entries that leave in one slice.
     AT_ONCE = 1000

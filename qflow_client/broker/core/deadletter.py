@@ -10,7 +10,7 @@ The second rule is not from RabbitMQ. If several copies of one message die in a 
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
 target.
 
-After a rejection by a consumer, both rules ignore earlier deaths. After a restart, the second rule ignores them too.
+After a rejection by a consumer, both rules ignore earlier deaths. The second rule also ignores deaths before a restart.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class DropReason(StrEnum):
     CONFLATED = "conflated"
     #: Memory exceeded its limit, and the policy of the queue drops messages (A1).
     MEMORY = "memory"
-    #: The body of the message was only on disk, and is damaged there (E10).
+    #: The body of the message was only on disk, and is damaged there.
     DAMAGED = "damaged"
     #: The queue refused the message, and no publisher was informed: for example, the message was a dead letter.
     REFUSED = "refused"
@@ -203,7 +203,7 @@ class QueueEntry:
         self.redelivered = False
         # Whether the message was delivered, and is not settled yet.
         self.is_unacked = False
-        # Whether the entry has left the queue or is leaving. If so, an ack of the entry changes nothing.
+        # Whether the entry has left, or was marked when it began to leave. If so, an ack of it changes nothing.
         self.is_gone = False
 
 
@@ -271,7 +271,7 @@ class DroppableEntries(Protocol):
         """Yield the droppable entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Return all entries of the message of `entry` if all can be dropped together; otherwise an empty sequence."""
+        """Return all entries of the message if they can be dropped together. If not, move `entry` to `Record.aside`."""
 
 
 class QueueContents(Protocol):

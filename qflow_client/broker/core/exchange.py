@@ -5,7 +5,7 @@ second binding with the same source, destination, routing key and arguments is i
 headers of each message. For other types, destinations depend only on the routing key, so a `Target` can cache them.
 
 A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the binding keys. So
-neither exchange looks at all bindings for each message (E7).
+neither exchange looks at all bindings for each message.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Branch:
     """A branch of the tree of a topic exchange. Binding keys with the same first words share branches.
 
     Args:
-        words: the words of this branch. A binding key has the words of all branches on its path from the root.
+        words: the words of this branch. The path from the root to a binding's branch has all words of its binding key.
     """
 
     __slots__ = ("bindings", "next", "words")
@@ -211,7 +211,7 @@ class _Branch:
         return first
 
     def path(self, words: list[str]) -> list[_Branch]:
-        """Return this branch, and the branches below it along these words, which must be a binding key in the tree."""
+        """Return the branches on the path with these words, beginning with this branch. The path must exist."""
         path = [self]
         while words:
             path.append(path[-1].next[words[0]])
@@ -281,7 +281,7 @@ class TopicExchange(Exchange):
 
 
 def _reach(branch: _Branch, at: int, places: _Places) -> None:
-    """Add a position to `places`. Also add the positions behind it that are reached if each ``#`` matches no word."""
+    """Add a position. If ``#`` comes next, also add the position after it, and so on: ``#`` may match no word."""
     while (branch, at) not in places:
         places[branch, at] = None
         if at < len(branch.words):

@@ -1,8 +1,8 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
 The session checks the order of the methods, and passes the methods to the `Handshake`. A login is delayed if several
-logins from the same address have failed. A hashed password is checked on another thread. Because of both, a callback
-gets the result of a login.
+logins from the same address have failed. A hashed password is checked on another thread. So the result of a login can
+come later, and a callback gets it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels. A snapshot shows what blocks (flows) the channel, and for how long so far."""
+        """Snapshots of all open channels. They show what blocks (flows) a channel now, and its flowed time so far."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:

@@ -98,7 +98,7 @@ class Inheritance:
 
     Attributes:
         bindings: the exchanges that the queue is bound to, each with the routing key.
-        exchanges: all exchanges from which messages can reach the queue, directly or through other exchanges.
+        exchanges: all exchanges from which bindings lead to the queue, directly or through other exchanges.
     """
 
     bindings: tuple[tuple[str, str], ...]

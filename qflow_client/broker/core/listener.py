@@ -44,7 +44,7 @@ class Listener:
     PAUSE = 1.0
     #: Minimum seconds between two log lines about missing file descriptors.
     LOG_INTERVAL = 60.0
-    #: Maximum number of connections accepted in one iteration of the loop.
+    #: Maximum number of connections that each listening socket accepts in one iteration of the loop.
     MOST = 100
     BACKLOG = 1024
 

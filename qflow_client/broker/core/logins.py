@@ -3,9 +3,9 @@
 A login of an unknown user takes as long as a login with a wrong password. A blank password is always refused.
 
 `Logins` checks passwords. If the settings have only a hash of the password, `Logins.run` runs the check; the server
-runs it on a thread. A right password is remembered as a keyed digest, with a new key for each broker. So a client that
-reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot have many
-checks at the same time.
+replaces `run`, to use a thread. A right password is remembered as a keyed digest, with a new key for each broker. So a
+client that reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot
+have many checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
 delayed to about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.

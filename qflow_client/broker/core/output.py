@@ -127,8 +127,8 @@ class Output:
         """Append whole frames that do not wait for the promises of their channel.
 
         Used for Channel.Flow, which answers no method. Channel.Flow does not wait for the disk, because the grace time
-        (D8) starts when the channel is blocked. `on_output` is called each time, so that this connection writes after
-        all connections that have output now. Then clients get their Channel.Flow in the order of blocking (F4).
+        (`flow_grace`, D8) starts when the channel is blocked. `on_output` is called each time, so that this connection
+        writes after all connections that have output now. So clients get Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
         self._frames.append(data)
@@ -152,7 +152,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output`, unless it was called since the last `take`. A session that ends also calls this method."""
+        """Call `on_output`, unless it was called since the last `take`. Also called when a session ends."""
         if not self._announced:
             self._announced = True
             self._on_output()

@@ -1,9 +1,9 @@
 """The interface of an overflow policy, which decides what a queue does at its maximum.
 
 For each message, a queue calls three methods of its policy. `Overflow.refusal` is called before the message enters any
-queue. If one queue refuses the message, no queue gets it. `Overflow.make_room` is called just before the message enters
-this queue, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue only through
-`QueueView`. The policies are in `qflow_client.broker.policies`.
+queue. If one queue refuses a published message, no queue gets it. `Overflow.make_room` is called just before the
+message enters this queue, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue
+only through `QueueView`. The policies are in `qflow_client.broker.policies`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Overflow:
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if all may enter.
 
-        Messages that a committed transaction acks or rejects are already subtracted from `count` and `size`. `largest`
-        is the body size of the largest new message in bytes.
+        If a transaction publishes the messages, those that it acks or rejects are already subtracted from `count` and
+        `size`. `largest` is the body size of the largest new message in bytes.
         """
         return None
 

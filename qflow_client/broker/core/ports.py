@@ -73,7 +73,7 @@ class TopologyJournal(Protocol):
 
 
 class Journal(Protocol):
-    """Counts the messages in memory, and decides which messages and which topology are written to disk."""
+    """Counts the bytes of messages in memory, and decides which messages and which topology are written to disk."""
 
     #: Whether records are written to disk. If not, the journal only counts memory.
     has_store: bool
@@ -180,16 +180,16 @@ class FlowObserver(Protocol):
         """Record that the queue holds the confirm of a message (C5)."""
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Record that the queue holds no confirms any more, because it is overdue or its limits have changed."""
+        """Record that the queue holds no confirms any more."""
 
     def deleted(self, queue: QueueView) -> None:
         """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue, or a controller with the name `reason` (`queue` is then empty), now blocks a channel."""
+        """Record that a queue blocks a channel. If `queue` is empty, the controller named `reason` does so."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue, or a controller with the name `reason` (`queue` is then empty), unblocks a channel."""
+        """Record that a queue unblocks a channel. If `queue` is empty, the controller named `reason` does so."""
 
     def gone(self, source: FlowSource) -> None:
         """Record that a channel has ended."""
