@@ -45,7 +45,7 @@ class DropReason(StrEnum):
     MAXLEN = "maxlen"
     #: The queue has a later message with the same key.
     CONFLATED = "conflated"
-    #: Memory exceeded its limit, and the policy of the queue drops messages (A1).
+    #: Memory exceeded its limit, and the queue has the option `drop_transient` (A1).
     MEMORY = "memory"
     #: The body of the message was only on disk, and is damaged there.
     DAMAGED = "damaged"

@@ -8,7 +8,7 @@ __all__ = ["AmqpError", "ChannelException", "ConnectionException", "FrameWaitsEr
 
 
 class ReplyCode(IntEnum):
-    """The reply codes of AMQP 0-9-1, section 1.1 of its XML."""
+    """The reply codes of AMQP 0-9-1."""
 
     SUCCESS = 200
     CONTENT_TOO_LARGE = 311

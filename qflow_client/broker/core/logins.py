@@ -86,7 +86,7 @@ class Logins:
 
     Args:
         users: passwords or their hashes, by user name.
-        authenticate: called for each login, and `users` are ignored; ``None`` to use `users`.
+        authenticate: called for each login instead of using `users`; ``None`` to use `users`.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """`Queue` is one queue, sans-I/O: enqueueing, delivery, limits and timers. Channels and the virtual host call `Queue`.
 
-A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
+A message is ready, unacked (delivered), leaving, or gone; `contents.py` has the entries and their order.
 
 A queue is watched (`Queue.is_watched`) if a published message needs more than an append. This is the case if the queue
-can refuse messages, or has any of the observers below. So every queue of a broker with a journal is watched.
-`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. If none of its queues is watched, each queue can deliver the message before the message enters the
-next queue.
+has an overflow policy, refuses every message for an operator, or has any of the observers below. So every queue of a
+broker with a journal is watched. `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message
+enters all of them before a consumer gets it. If none of its queues is watched, each queue can deliver the message
+before the message enters the next queue.
 
 The queue calls its plug-ins. The overflow policy is called before and after a message enters, and changes the queue
 only through `QueueView`. `Contents.observers` has the observers of the entries, which are called in this order:

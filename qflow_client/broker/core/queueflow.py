@@ -1,9 +1,9 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
 A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON. While it is ON,
-the `QueueFlow` blocks publishing channels, holds confirms of messages, or does both. When the depth falls to the resume
-thresholds, the state turns OFF. The `QueueFlow` then releases all held confirms, and unblocks the channels together or
-one after the other (F4). `QueueFlows` has all flow states of a queue, and handles each message that enters or leaves.
+the `QueueFlow` blocks publishing channels, holds confirms of messages, or does both. Below the resume thresholds, or at
+the resume capacity, the state turns OFF. The `QueueFlow` then releases all held confirms, and unblocks the channels
+together or one after the other (F4). `QueueFlows` has all flow states of a queue, and observes its messages.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class QueueFlows(EntryObserver):
         self.times_overdue = 0
         # Time of the last message of each publishing channel; None if the scope is not PUBLISHERS (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
-        # Whether the queue blocks channels that publish above a stop threshold, and whether it holds their confirms.
+        # Whether the queue blocks publishing channels while it is ON, and whether it then holds confirms.
         self._flows_channels = self._delays_completion = False
         self._read_enforcement()
 
@@ -341,7 +341,7 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Stop holding back producers whose time has come.
+        """Do what is due now: release all producers, or unblock the next channel.
 
         If the queue has been ON for longer than `max_flow_wait`, stop holding back all producers (D10). If the queue is
         OFF and `resume_interval` has passed, unblock the next channel (F4).

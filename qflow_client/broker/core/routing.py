@@ -86,7 +86,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If the queues depend on headers, they are not known before a message arrives.
+        # If the queues depend on headers, it is not known before a message arrives whether they are watched.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES

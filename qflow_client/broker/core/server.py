@@ -329,11 +329,11 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Close connections that do not read, and while memory is full also connections with large first messages.
+        """If unread output or waiting first messages take too much memory, close the connections with the most of it.
 
         Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. First
-        messages that wait may use 1/32 of the limit. `Journal.held` does not count held input. If it did, memory could
-        stay full forever, because held input is not handled while memory is full.
+        messages that wait because memory is full may use 1/32 of the limit. `Journal.held` does not count held input.
+        If it did, memory could stay full forever, because held input is not handled while memory is full.
         """
         cut: list[Connection] = []
         why = []

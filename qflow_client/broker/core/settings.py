@@ -39,7 +39,7 @@ class Enforcement(StrEnum):
 
     #: As in Qpid Java: ``Channel.Flow(active=False)`` (J3).
     CHANNEL_FLOW = "channel_flow"
-    #: As in Qpid C++: the confirm is delayed until the queue is OFF (C5).
+    #: As in Qpid C++: the confirm is delayed until the queue is OFF, or until the message leaves the queue (C5).
     COMPLETION = "completion"
     #: Both: the channel gets ``Channel.Flow``, and confirms are delayed.
     BOTH = "both"
@@ -58,7 +58,7 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is ON, or (with a capacity, J1) while it is above its capacity.
+    #: Only channels that publish while the queue is ON. A capacity (J1) blocks only channels that publish above it.
     OFFENDER = "offender"
     #: All channels that have published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -115,7 +115,7 @@ class Settings:
         heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
-        max_connections: maximum number of open connections. The ``Connection.Open`` of another one is refused with 530.
+        max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
         max_unauthenticated: maximum number of connections that are not open yet; if there are more, the oldest is
             closed.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
@@ -133,15 +133,15 @@ class Settings:
             until fewer than 7/8 of the maximum remain (D7).
         backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. After
-            each such number, the broker stops reading from the connection for `tarpit_time` seconds (D8).
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. Each
+            time so many have come, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.
         close_connection_after: maximum number of messages that one connection sends on blocked (flowed) channels after
             the grace time, in total; 0 for no limit. If there are more, the connection is closed with 506.
-        flow_log: log of the channels that queues block, and of the depths of queues at every `period` of the log. The
-            broker does not close the log. ``None`` for no log.
+        flow_log: log of blocked (flowed) channels, of held confirms, of flow states, and of the depths of queues at
+            every `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
             its body. Above 3/4 of this limit, bodies are evicted from queues with the policy ``flow_to_disk`` (A2).
             Above the limit, clients get ``Connection.Blocked``, and publishing clients are not read.

@@ -121,7 +121,7 @@ class QueueSnapshot:
         peak_bytes: maximum body bytes so far.
         flow_stopped: whether any flow state of the queue is ON (C7).
         flow_stopped_count: how often a flow state of the queue turned from OFF to ON (C7).
-        held_confirms: number of messages whose confirms wait until the queue is OFF (C5).
+        held_confirms: number of messages whose confirms the queue holds (delays) while it is ON (C5).
         published: number of messages enqueued so far.
         delivered: number of deliveries so far, including redeliveries.
         acked: number of messages acked so far.
@@ -241,7 +241,7 @@ class ChannelSnapshot:
         targets: pairs of exchange and routing key to which the channel published, at most the 8 newest pairs.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
-        nacked: number of published messages that were refused so far.
+        nacked: number of published messages that were refused with ``Basic.Nack`` so far.
         unconfirmed: number of messages published in confirm mode that are neither acked nor nacked yet.
         waiting: number of published messages that wait for room in a queue (A4).
         delivered: number of deliveries on the channel so far.
@@ -296,7 +296,7 @@ class ConnectionSnapshot:
         backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
             if no backlog limit and no sanction is set.
         backlog_bytes: body bytes of the messages in `backlog`.
-        past_flow: number of messages that came on blocked (flowed) channels after the grace time so far (D8). 0 if no
+        past_flow: number of messages so far that came on blocked (flowed) channels after the grace time (D8). 0 if no
             backlog limit and no sanction is set.
         tarpits: how often the broker stopped reading from the connection for a while (D8).
         channels_closed: number of channels that were closed because their client ignored ``Channel.Flow`` (D8).

@@ -1,10 +1,10 @@
 """`refusal` decides whether queues accept a message. `WaitingRoom` has the messages that wait for room. Sans-I/O.
 
-A message waits if the policy of the full queue is ``wait`` (A4). Channels call `refusal` before they enqueue a message,
-and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every destination queue. The
-message is admitted when it is the first in all of these lines and all queues have room. So a message never overtakes an
-earlier one in any queue. The commit of a transaction never waits: if a queue has no room, the commit is refused. Dead
-letters and messages of the program that embeds the broker do not wait.
+A message waits if the policy of the full queue is ``wait`` (A4). A channel calls `refusal` before it enqueues a message
+for a watched queue, and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every
+destination queue. The message is admitted when it is the first in all of these lines and all queues have room. So no
+message of a client overtakes an earlier one in any queue. The commit of a transaction never waits: if a queue has no
+room, the commit is refused. Dead letters and messages of the embedding program never wait, and can overtake others.
 
 A queue itself has only the number of its waiting messages. `WaitingRoom.admit` checks the line of a queue, for example
 after a message has left the queue, and at the deadline of the first message in the line.
@@ -54,7 +54,7 @@ class Publisher(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WaitingPublish:
-    """A message that waits in the lines of all its destination queues, so that no later message can overtake it.
+    """A message that waits in the lines of all its destination queues, so that no client's later message overtakes it.
 
     Attributes:
         tag: publish sequence number of the message; 0 without confirms.
