@@ -75,7 +75,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 class Channel:
     """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
-    #: Maximum number of remembered pairs of exchange and routing key.
+    #: Maximum number of pairs of exchange and routing key in `targets`, which only snapshots show.
     MAX_TARGETS = 8
 
     __slots__ = (

@@ -114,7 +114,7 @@ class StoredMessage:
 
     Args:
         target: the exchange and routing key with which the message was published.
-        header: the payload of its content header frame, as received.
+        header: the payload of its content header frame.
     """
 
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")

@@ -35,7 +35,7 @@ class Expiry(EntryObserver):
         self._clock = clock
         self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
-        # The expiry times of all entries in this object, including unacked entries, which are not in `_heap`.
+        # The expiry times of all entries in this object, including unacked entries that are no longer in `_heap`.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
         # Whether the last `take_due` left expired entries in the queue. If so, the queue delivers no messages.

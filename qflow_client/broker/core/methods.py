@@ -55,7 +55,7 @@ class MethodChannel(Protocol):
         """The channel's connection."""
 
     def reply(self, method: pamqp.base.Frame) -> None:
-        """Send the answer to a method, without waiting for the disk."""
+        """Send an answer that does not itself have to wait for the disk."""
 
     def check_alarm(self, so: str = "") -> None:
         """Raise an exception if the dialect forbids the method during the present alarm, see `Channel.check_alarm`."""

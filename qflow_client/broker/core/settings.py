@@ -123,7 +123,7 @@ class Settings:
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
-        close_timeout: maximum seconds for the answer to ``Connection.Close``.
+        close_timeout: maximum seconds for the answer to ``Connection.Close``, and for the client to close the socket.
         trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
             policy ``wait`` (A4).
