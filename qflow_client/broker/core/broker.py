@@ -233,7 +233,7 @@ class Broker(InspectableBroker):
         """Publish a message from inside the broker. Flow control does not delay the message.
 
         When the method returns, all destination queues have the message. With a store, `wait_until_durable_async` waits
-        until the message is on disk.
+        until the message, if it is persistent, is on disk.
 
         Args:
             routing_key: the routing key; for the default exchange, the name of the queue.

@@ -139,7 +139,7 @@ class Rules(Protocol):
 
 
 class PlainRules:
-    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect."""
+    """The same limits for every queue: the broker's capacity (J1 J2), and no maximum. Arguments have no effect."""
 
     are_inherited = False
     options = QueueOptions()

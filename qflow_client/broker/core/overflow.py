@@ -28,7 +28,7 @@ class Overflow:
 
     #: Whether a refused message of a channel without confirms is only counted. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
-    #: Whether the maximum applies only to ready messages. If so, a requeue can exceed the maximum.
+    #: Whether the policy drops messages, and its maximum applies only to ready ones. If so, a requeue can exceed it.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class Overflow:
         """Make room for an accepted message with `size` body bytes."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop the messages that exceed the maximum, or evict their bodies. Also called after a requeue."""
+        """Drop the messages that exceed the maximum, or evict their bodies. With `counts_ready`, also called after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
         """Return the numbers of messages and body bytes beyond the maximum; 0 or less means that all of them fit."""

@@ -303,7 +303,7 @@ class Queue:
             can_nack: whether the publisher is in confirm mode. If so, a ``Basic.Nack`` can inform it.
 
         Returns:
-            False if the caller has to inform the publisher; True if the publisher is not informed.
+            False if the caller has to inform the publisher; True if the message is dropped silently and only counted.
         """
         overflow = self.overflow
         if overflow is None:
@@ -382,9 +382,9 @@ class Queue:
         self.touch()
 
     def trim(self) -> None:
-        """After a requeue, drop the messages beyond the maximum if the overflow policy counts only ready messages.
+        """After a requeue, drop the messages beyond the maximum if `Overflow.counts_ready` is true.
 
-        With other policies unacked messages count too, so a requeue adds nothing.
+        Other policies either count unacked messages too, so that a requeue adds nothing, or drop no messages.
         """
         overflow = self.overflow
         if overflow is not None and overflow.counts_ready:

@@ -43,7 +43,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
-        # Only set for a loop on its own thread: the thread, and a future whose result ends the thread.
+        # The thread, and a future that ends the thread when its result is set. None if the loop has no own thread.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
         # Number of changes. The condition protects this number.

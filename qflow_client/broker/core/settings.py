@@ -110,8 +110,8 @@ class Settings:
             turns ON.
         default_flow_resume_threshold: default resume threshold (C4), in percent. Below it, the queue turns OFF. If both
             defaults are 0, there are no default thresholds.
-        capacity: default of ``x-qpid-capacity``, in body bytes (J2); 0 for no capacity.
-        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes; ``None`` means `capacity`.
+        capacity: default of ``x-qpid-capacity``, in body bytes (J1); 0 for no capacity.
+        flow_resume_capacity: default of ``x-qpid-flow-resume-capacity``, in body bytes (J2); ``None`` means `capacity`.
         heartbeat: interval in seconds that is proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.

@@ -1,4 +1,4 @@
-"""`Storage` observes the entries of one queue for the `Journal` and for the queue's `BodyPager`, sans-I/O.
+"""`Storage` observes the entries of one queue for its `Journal`, `BodyPager` and `DroppableEntries`, sans-I/O.
 
 The journal has each message of the queue. A dropped message that is dead-lettered stays in the journal until its dead
 letter has arrived (`Storage.letter_done`). So the journal always has the message or its dead letter.
@@ -28,7 +28,7 @@ _WITH_LETTER = (DropReason.EXPIRED, DropReason.MAXLEN, DropReason.REJECTED)
 
 
 class Storage(EntryObserver):
-    """Links one queue to the journal, and to the pager that decides which bodies stay in memory.
+    """Links one queue to the journal, to its pager, and to its droppable entries.
 
     Args:
         journal: counts the messages, and records them for the disk.
