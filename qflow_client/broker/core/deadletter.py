@@ -1,7 +1,7 @@
 """Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
-`VirtualHost.died` passes dropped messages to `DeadLetters`. A dead letter can die again in its next queue, and so on.
-Two rules limit the number of dead letters.
+`VirtualHost.died` passes dropped and refused messages to `DeadLetters`. A dead letter can die again in its next queue,
+and so on. Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
 ``x-death``. The first rule alone allows every path that visits no queue twice. So n queues can have over n! paths.
@@ -111,7 +111,7 @@ class DeadLetters:
             self._send_all()
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
+        """Dead-letter a message that a queue with a dead-letter exchange has dropped or refused."""
         self._dead.append((queue, message, reason))
         if not self._pauses:
             self._send_all()

@@ -107,7 +107,7 @@ class Output:
         self._delivery_bytes = 0
         # Whether consumers may get more messages.
         self.takes_deliveries = True
-        # Time of the last `take` that returned data.
+        # Time of the last `take` that returned data, or of the last heartbeat.
         self.last_sent = now
         # Number of bytes that `take` has returned so far.
         self.sent = 0

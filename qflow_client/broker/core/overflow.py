@@ -66,7 +66,7 @@ class Overflow:
         """Make room for an accepted message with `size` body bytes."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop the messages that exceed the maximum, or evict their bodies. With `counts_ready`, also called after a requeue."""
+        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also used after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
         """Return the numbers of messages and body bytes beyond the maximum; 0 or less means that all of them fit."""

@@ -71,7 +71,7 @@ class Surroundings(Protocol):
         """Call `Queue.tick` at the time `at`."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
+        """Dead-letter a message that a queue with a dead-letter exchange has dropped or refused."""
 
     def unused(self, queue: Queue) -> None:
         """Delete the queue, because it was unused for the time in its argument ``x-expires``."""

@@ -148,7 +148,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    The message waits if each queue that does not accept it has the policy ``wait``, or has messages that already wait.
+    The message waits if each queue that does not accept it has the policy ``wait``, or has room but also a line.
 
     Args:
         queues: destination queues.
