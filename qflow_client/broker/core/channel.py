@@ -128,7 +128,7 @@ class Channel:
         self._header: bytes | None = None
         self._parts: list[bytes] = []
         self._missing = 0
-        #: Header and body bytes received of the incoming message, if it has more than one body frame; otherwise 0.
+        #: Received bytes of the incoming message (header and body) if its body has several frames; otherwise 0.
         self.incoming = 0
         # The keys are the newest pairs of exchange and routing key that the channel has published to.
         self.targets: dict[tuple[str, str], None] = {}

@@ -117,7 +117,7 @@ class DeadLetters:
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send all dead messages. Messages that die during this call only enter `_dead`, so no calls are nested."""
+        """Send all dead messages. Messages that die meanwhile are only added to `_dead`, so calls are not nested."""
         self._pauses += 1
         try:
             while self._dead:

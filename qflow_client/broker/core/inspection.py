@@ -179,7 +179,7 @@ class InspectableBroker(EmbeddedBroker):
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task or on the broker's loop, which it would block. Use `wait_until_async` there.
+            RuntimeError: called in a task or on the broker's loop, so it would block. Use `wait_until_async` there.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 

@@ -98,7 +98,7 @@ class Server:
         # Time of the next call of `Timers.tick`, and the loop's timer for this call.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether too many bytes wait for the disk, and whether memory is full. Either stops reading from publishers.
+        # Whether too many bytes wait for the disk, and whether memory is full. If one is true, publishers are not read.
         self._waits_for_disk = False
         self._waits_for_memory = False
         # Whether the server itself has raised the memory alarm. It does not clear an alarm that an operator raised.
@@ -190,7 +190,7 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Record that a connection has output. It will write after all other connections that have output now."""
+        """Record that a connection has output. The connection writes after all others that have output now."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
