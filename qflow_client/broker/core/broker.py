@@ -380,7 +380,7 @@ class Broker(InspectableBroker):
         Args:
             on: whether to refuse published messages, and commits with messages (406); ``False`` accepts them again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
-                also ends single refusals. A queue with ``reject-publish`` drops messages instead of closing channels.
+                also ends refusals by single queues. A queue with ``reject-publish`` drops instead of closing channels.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
