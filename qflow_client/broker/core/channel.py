@@ -308,7 +308,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # A queue that sends no dead letters does not need `with`, see `DeadLetters`. Without it this is 5 % faster.
+            # A queue that sends no dead letters does not need `with`, see `DeadLetters`. Publishing is then 5 % faster.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:

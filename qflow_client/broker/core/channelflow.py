@@ -156,7 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, this makes no message owed. Otherwise the backlog could never shrink.
+        A block by the backlog alone makes no message owed. Otherwise the backlog could never shrink.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

@@ -52,7 +52,7 @@ class Dispatcher:
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
-        # Number of closed channels that still return deliveries to the queue. The queue delivers only if this is 0.
+        # Number of closed channels that still return deliveries to the queue. The queue delivers only if it is 0.
         self._pauses = 0
         # Number of deliveries so far, and number of messages acked so far.
         self.delivered = 0

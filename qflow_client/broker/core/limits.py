@@ -41,7 +41,7 @@ class QueueOptions:
 class QueueLimits:
     """The limits of a queue, which come from its arguments, its policies and the broker's defaults.
 
-    When you add thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
+    When you add thresholds, also change `to_json`, `thresholds`, `ThresholdsSnapshot` and `_thresholds_snapshot`.
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
