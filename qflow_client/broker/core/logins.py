@@ -1,6 +1,6 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-A login of an unknown user takes as long as a login with a wrong password. A blank password is always refused.
+A login of an unknown user takes as long as one with a wrong password. Only `authenticate` can accept a blank password.
 
 `Logins` checks passwords. If the settings have only a hash of the password, `Logins.run` runs the check; the server
 replaces `run`, to use a thread. A right password is remembered as a keyed digest, with a new key for each broker. So a

@@ -1,7 +1,7 @@
-"""RabbitMQ features that this broker does not have. The broker refuses requests for these features.
+"""Refuses features of RabbitMQ that this broker does not have: priorities, and copies for the headers ``CC``, ``BCC``.
 
-The broker never ignores such a request. It closes the channel with 406, as RabbitMQ does for arguments that it cannot
-use. The connection stays open. `docs/dialects.md` lists the features.
+A request for such a feature closes the channel with 406, as in RabbitMQ if it cannot use an argument. The connection
+stays open. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations
