@@ -437,13 +437,14 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated: its consumer can take a message now, and the entry is not gone."""
+        """Whether a delivery can be repeated: its consumer can take a message, and the message is there, in memory."""
         consumer = delivery.consumer
         return (
             consumer is not None
             and self.consumers.get(consumer.tag) is consumer
             and consumer.can_take
             and not delivery.entry.is_gone
+            and delivery.entry.message.body is not None
         )
 
     def end(self) -> None:

@@ -83,6 +83,8 @@ class Expiry(EntryObserver):
         """
         now = self._clock()
         if self.next_at > now:
+            # `_add` may have removed the last expired entries, if a purge took them out of the queue.
+            self.is_behind = False
             return []
         # A dict, because a requeued entry can be in the heap twice.
         due: dict[QueueEntry, None] = {}

@@ -195,6 +195,22 @@ def test_timer_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
     assert (queue.contents.dropped, queue.depth) == (0, 0)
 
 
+def test_after_a_purge_of_the_expired_messages_that_a_call_left_behind_new_messages_are_delivered():
+    queue = make_queue()
+    for _ in range(2 * Contents.AT_ONCE):
+        queue.enqueue(expiring(1, 100))
+    queue._surroundings.now = 1.0
+    queue.dropping.expire()
+    assert queue.purge() == Contents.AT_ONCE
+    # Enough messages that their expiry times replace those of the purged messages.
+    for _ in range(4 * Contents.AT_ONCE):
+        queue.enqueue(expiring(2, 86_400_000))
+    taker = Taker()
+    queue.dispatcher.add(taker, exclusive=False)
+    queue.dispatcher.dispatch()
+    assert taker.entries
+
+
 @pytest.mark.parametrize(("used", "now", "is_unused"), [(0.0, 0.99, False), (0.0, 1.0, True), (0.5, 1.49, False)])
 def test_a_queue_that_is_unused_for_x_expires_is_deleted(used, now, is_unused):
     queue = make_queue({"x-expires": 1000})

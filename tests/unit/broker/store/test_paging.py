@@ -135,7 +135,10 @@ def test_A2_a_message_delivered_before_its_body_is_written_to_disk_is_never_writ
     assert it.journal.memory == 0
 
 
-def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_if_the_messages_are_requeued():
+@pytest.mark.parametrize(
+    "again", [commands.Basic.Nack(0, multiple=True, requeue=True), commands.Basic.Recover(requeue=False)]
+)
+def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_for_the_next_delivery(again):
     it = Evicting(40, "q")
     it.client.declare("elsewhere")
     it.client.publish_each(*map(body, range(3)))
@@ -148,10 +151,10 @@ def test_A2_bodies_of_unacked_messages_are_evicted_first_and_read_again_if_the_m
     assert it.journal.memory <= 30
     assert not any(it.resident())
     it.client.received()
-    it.client.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
+    it.client.send(1, again)
     it.turn()
     it.turn()
-    assert [(content, again) for _, content, again in it.client.deliveries()] == [
+    assert [(content, is_again) for _, content, is_again in it.client.deliveries_after_ok()] == [
         (body(number), True) for number in range(3)
     ]
 
