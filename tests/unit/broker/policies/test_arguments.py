@@ -197,7 +197,7 @@ def test_a_queue_uses_the_enforcement_of_the_broker_unless_its_arguments_set_ano
         (
             {"default_flow_stop_threshold": 60, "default_flow_resume_threshold": 70},
             ValueError,
-            ("stop_percent=60", "resume_percent=70"),
+            ("default_flow_stop_threshold=60", "default_flow_resume_threshold=70"),
         ),
         ({"capacity": 1, "flow_resume_capacity": 2}, ValueError, ("capacity=1", "flow_resume_capacity=2")),
         ({"users": {}}, ValueError, ("users",)),
