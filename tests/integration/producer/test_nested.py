@@ -346,7 +346,10 @@ def begun(coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         yield from first
         return (yield from coroutine) if first else value
 
-    return rest()
+    async def complete() -> Any:
+        return await rest()
+
+    return complete()
 
 
 @pytest.mark.parametrize("call", ASYNC_CALLS)
