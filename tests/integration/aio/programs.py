@@ -170,7 +170,7 @@ def forked(url: str, count: str) -> None:
 
             working = asyncio.create_task(work())
             for turn in range(int(count)):
-                await soon(lambda turn=turn: len(receipts) > 200 * turn)  # type: ignore[misc]
+                await soon(lambda turn=turn: len(receipts) > 200 * turn)  # type: ignore[misc]  # mypy infers no type
                 pid = os.fork()
                 if pid == 0:
                     if connected_to(url):

@@ -130,7 +130,7 @@ async def test_a_cancelled_close_withdraws_unsent_messages_and_reports_them(brok
     with pytest.raises(asyncio.CancelledError) as caught:
         await closing
     assert receipt.outcome is Outcome.UNKNOWN
-    assert caught.value.undelivered.receipts == (receipt,)  # type: ignore[attr-defined]  # for whoever looks
+    assert caught.value.undelivered.receipts == (receipt,)  # type: ignore[attr-defined]  # set on the exception
     await second
     await soon(lambda: not broker.connections())
 

@@ -190,7 +190,7 @@ async def test_leaving_the_async_with_block_by_an_exception_reports_lost_message
     with pytest.raises(KeyError) as caught:
         await leave()
     assert "1 admitted messages were not delivered" in caught.value.__notes__[0]
-    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
+    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # set on the exception
     assert isinstance(undelivered, UndeliveredMessages)
     assert [message.body for message in undelivered.unknown] == [b"1"]
 

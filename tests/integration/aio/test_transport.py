@@ -81,7 +81,7 @@ async def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(br
         await fill()
     with Stopwatch() as watch:
         await connection.close()
-    # The good-bye of aiormq and ours have some seconds each.
+    # aiormq and this package each wait some seconds for the end of the connection.
     assert watch.within(10)
     with pytest.raises(ProducerClosed):
         await producer.send(b"")
@@ -119,7 +119,7 @@ async def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(b
         assert tapped._socket.fileno() >= 0
         if end == "drop":
             broker.drop_connections()
-            await soon(lambda tapped=tapped: tapped._socket.fileno() == -1)  # type: ignore[misc]
+            await soon(lambda tapped=tapped: tapped._socket.fileno() == -1)  # type: ignore[misc]  # mypy infers no type
         await producer.close()
         assert tapped._socket.fileno() == -1
 

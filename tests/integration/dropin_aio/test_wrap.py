@@ -238,7 +238,7 @@ async def test_wrap_rejects_objects_that_cannot_be_wrapped_safely(broker: Broker
         with pytest.raises(TypeError, match="a connection or a channel of aio-pika's"):
             aio_pika.wrap(Other(connection))
         with pytest.raises(TypeError, match="a connection or a channel of aio-pika's"):
-            aio_pika.wrap(broker)  # type: ignore[call-overload]
+            aio_pika.wrap(broker)  # type: ignore[call-overload]  # a wrong type on purpose
         with pytest.raises(RuntimeError, match="no running event loop"):
             await asyncio.to_thread(aio_pika.wrap, connection)
     with pytest.raises(ValueError, match="is not open"):

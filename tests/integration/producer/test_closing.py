@@ -262,7 +262,7 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_holds_and_repo
     (note,) = caught.value.__notes__
     assert "qflow_client" in note
     assert "1 admitted messages were not delivered" in note
-    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
+    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # set on the exception
     assert [message.body for message in undelivered.unknown] == [b"1"]
     assert producer.closed
 
@@ -298,7 +298,7 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_withheld_confi
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="capacity") as caught, producer:
         producer.send(b"no", timeout=0)
     assert watch.within(2.0)
-    assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # put there for whoever looks
+    assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # set on the exception
 
 
 @pytest.mark.parametrize("how", ["flow", "alarm"])

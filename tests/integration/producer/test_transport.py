@@ -138,7 +138,7 @@ def test_leaving_the_with_block_by_an_exception_does_not_wait_for_a_peer_that_do
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, stuck:
         raise KeyError
     assert watch.within(2.0)
-    assert caught.value.undelivered.unsent  # type: ignore[attr-defined]  # put there for whoever looks
+    assert caught.value.undelivered.unsent  # type: ignore[attr-defined]  # set on the exception
 
 
 def test_leaving_the_with_block_by_an_exception_waits_for_a_peer_that_still_reads(

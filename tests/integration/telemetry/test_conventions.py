@@ -28,7 +28,7 @@ from qflow_client.broker import Broker
 #: The newest release of the conventions' package that these tests know. It has the schema `SCHEMA_URL`.
 KNOWN = (0, 66)
 PACKAGE = "opentelemetry-semantic-conventions"
-INSTALLED = tuple(int(re.match(r"\d+", part)[0]) for part in version(PACKAGE).split(".")[:2])  # type: ignore[index]
+INSTALLED = tuple(int(re.findall(r"\d+", part)[0]) for part in version(PACKAGE).split(".")[:2])
 
 ATTRIBUTES = {
     value

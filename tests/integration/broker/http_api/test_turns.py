@@ -39,7 +39,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             self._skipped += timeout or 0.0
             return select(timeout and 0)
 
-        selector.select = skip  # type: ignore[method-assign]
+        selector.select = skip  # type: ignore[method-assign]  # simulated time
 
     def time(self) -> float:
         return super().time() + self._skipped
