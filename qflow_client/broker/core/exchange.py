@@ -55,13 +55,14 @@ class ExchangeType(StrEnum):
 class Binding:
     """A binding of a queue or an exchange to an exchange. Only headers exchanges route by the arguments."""
 
-    __slots__ = ("arguments", "destination", "key", "routing_key")
+    __slots__ = ("arguments", "destination", "key", "routing_key", "source")
 
-    def __init__(self, destination: Queue | Exchange, routing_key: str, arguments: Headers) -> None:
+    def __init__(self, source: Exchange, destination: Queue | Exchange, routing_key: str, arguments: Headers) -> None:
+        self.source = source
         self.destination = destination
         self.routing_key = routing_key
         self.arguments = arguments
-        # Two bindings with equal keys are the same binding.
+        # Two bindings of an exchange with equal keys are the same binding.
         self.key = (destination, routing_key, repr(sorted(arguments.items())))
 
 
@@ -108,21 +109,11 @@ class Exchange(ABC):
                 self.next_exchanges[binding.key] = binding.destination
             self._added(binding)
 
-    def unbind(self, binding: Binding) -> bool:
-        """Remove the binding that is equal to this one. Return True if the binding existed."""
-        removed = self.bindings.pop(binding.key, None)
-        if removed is None:
-            return False
+    def unbind(self, binding: Binding) -> None:
+        """Remove a binding of this exchange."""
+        del self.bindings[binding.key]
         self.next_exchanges.pop(binding.key, None)
-        self._removed(removed)
-        return True
-
-    def unbind_all(self, destination: Queue | Exchange) -> bool:
-        """Remove all bindings to a destination. Return True if there was such a binding."""
-        gone = [binding for binding in self.bindings.values() if binding.destination is destination]
-        for binding in gone:
-            self.unbind(binding)
-        return bool(gone)
+        self._removed(binding)
 
     def _added(self, binding: Binding) -> None:  # noqa: B027  # most types have no index
         """Update the subclass's index of bindings after a binding was added."""

@@ -12,6 +12,7 @@ from typing import Any
 from qflow_client.amqp.fields import MAX_DEPTH
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
+from qflow_client.broker.core.limits import Inheritance
 from qflow_client.broker.core.ports import TopologyJournal
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.quotas import Quota
@@ -34,8 +35,8 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        on_bindings: called after a `bind`, with the destination of the binding. Also called with ``None`` after an
-            `unbind` or the deletion of an exchange.
+        on_bindings: called after a `bind` or `unbind`, with the destination of the binding. Also called with ``None``
+            if an exchange is deleted, or declared with an alternate exchange.
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class Topology:
             self.exchanges[name] = make_exchange(name, kind, durable=True)
         self.router = Router(settings, self.exchanges, queues)
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
+        # For each destination, its bindings.
+        self._bound: dict[Queue | Exchange, dict[Binding, None]] = {}
+        # By the name of an alternate exchange, the exchanges that have it.
+        self._with_alternate: dict[object, dict[Exchange, None]] = {}
         # Whether objects are being restored from the message store.
         self.is_recovering = False
 
@@ -108,6 +113,9 @@ class Topology:
             )
         self.exchanges[name] = exchange
         self.router.version += 1
+        if ALTERNATE_EXCHANGE in exchange.arguments:
+            self._with_alternate.setdefault(exchange.arguments[ALTERNATE_EXCHANGE], {})[exchange] = None
+            self._on_bindings(None)
         return exchange
 
     def delete_exchange(self, name: str, *, if_unused: bool = False) -> None:
@@ -128,6 +136,9 @@ class Topology:
         del self.exchanges[name]
         if self._journal is not None and exchange.durable:
             self._journal.exchange_gone(name)
+        for binding in exchange.bindings.values():
+            self._forget(binding)
+        self._with_alternate.get(exchange.arguments.get(ALTERNATE_EXCHANGE), {}).pop(exchange, None)
         self.unbind_everywhere(exchange)
         self._changed()
 
@@ -144,31 +155,42 @@ class Topology:
         """
         exchange = self.bindable_exchange(source)
         check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
-        binding = Binding(destination, routing_key, dict(arguments or {}))
+        binding = Binding(exchange, destination, routing_key, dict(arguments or {}))
         if binding.key not in exchange.bindings:
             self._binding_quota.take(is_there=self.is_recovering)
             exchange.bind(binding)
-            if self._survives(exchange, binding):
+            self._bound.setdefault(destination, {})[binding] = None
+            if self._survives(binding):
                 try:
-                    self._note_binding(exchange, binding)
+                    self._note_binding(binding)
                 except ChannelException:
-                    exchange.unbind(binding)
+                    self._remove(binding)
                     raise
         self._changed(destination)
 
-    def _survives(self, exchange: Exchange, binding: Binding) -> bool:
+    def _remove(self, binding: Binding) -> None:
+        binding.source.unbind(binding)
+        self._forget(binding)
+
+    def _forget(self, binding: Binding) -> None:
+        bound = self._bound[binding.destination]
+        del bound[binding]
+        if not bound:
+            del self._bound[binding.destination]
+
+    def _survives(self, binding: Binding) -> bool:
         """Whether the journal has to record a binding, because its source and destination survive a restart."""
-        if self._journal is None or self.is_recovering or not exchange.durable:
+        if self._journal is None or self.is_recovering or not binding.source.durable:
             return False
         destination = binding.destination
         return destination.number > 0 if isinstance(destination, Queue) else destination.durable
 
-    def _note_binding(self, exchange: Exchange, binding: Binding, *, gone: bool = False) -> None:
+    def _note_binding(self, binding: Binding, *, gone: bool = False) -> None:
         assert self._journal is not None
         destination = binding.destination
         kind = "queue" if isinstance(destination, Queue) else "exchange"
         self._journal.binding(
-            exchange.name, kind, destination.name, binding.routing_key, dict(binding.arguments), gone=gone
+            binding.source.name, kind, destination.name, binding.routing_key, dict(binding.arguments), gone=gone
         )
 
     def unbind(
@@ -189,16 +211,18 @@ class Topology:
             ChannelException: 405 if the binding exists and its queue belongs to another connection.
         """
         exchange = self.exchanges.get(source)
-        binding = Binding(destination, routing_key, dict(arguments or {}))
-        if exchange is None or binding.key not in exchange.bindings:
+        if exchange is None:
+            return
+        binding = exchange.bindings.get(Binding(exchange, destination, routing_key, dict(arguments or {})).key)
+        if binding is None:
             return
         if isinstance(destination, Queue):
             check_owner(destination, owner)
-        exchange.unbind(binding)
-        if self._survives(exchange, binding):
-            self._note_binding(exchange, binding, gone=True)
+        self._remove(binding)
+        if self._survives(binding):
+            self._note_binding(binding, gone=True)
         self._after_unbind(exchange)
-        self._changed()
+        self._changed(destination)
 
     def bindable_exchange(self, name: str) -> Exchange:
         """Return an exchange that may be the source or destination of a binding.
@@ -223,9 +247,23 @@ class Topology:
 
     def unbind_everywhere(self, destination: Queue | Exchange) -> None:
         """Remove all bindings to a deleted queue or exchange."""
-        for exchange in tuple(self.exchanges.values()):
-            if exchange.unbind_all(destination):
-                self._after_unbind(exchange)
+        for binding in tuple(self._bound.get(destination, ())):
+            self._remove(binding)
+            self._after_unbind(binding.source)
+
+    def inheritance(self, queue: Queue) -> Inheritance:
+        """Return the exchanges from which messages can come to a queue."""
+        found: dict[Exchange, None] = {}
+        todo: list[Queue | Exchange] = [queue]
+        while todo:
+            end = todo.pop()
+            sources = {binding.source: None for binding in self._bound.get(end, ())}
+            if isinstance(end, Exchange):
+                sources.update(self._with_alternate.get(end.name, {}))
+            todo += sources.keys() - found.keys()
+            found.update(sources)
+        bindings = [(binding.source.name, binding.routing_key) for binding in self._bound.get(queue, ())]
+        return Inheritance((("", queue.name), *bindings), ("", *(exchange.name for exchange in found)))
 
     def _after_unbind(self, exchange: Exchange) -> None:
         if exchange.auto_delete and not exchange.bindings and exchange.name in self.exchanges:

@@ -1,14 +1,15 @@
 """The virtual host, sans-I/O: it declares and deletes queues, and has the state that all connections share.
 
 Channels and `Broker` call `VirtualHost`. Exchanges and bindings are in `topology.py`, routing in `routing.py`, and
-timers in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes all limits again.
+timers in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes them again.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pamqp.commands
 
@@ -72,6 +73,7 @@ class VirtualHost:
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
+        self._inheriting = _Inheriting(self)
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.
         self.meter: PublishMeter | None = None
@@ -239,46 +241,30 @@ class VirtualHost:
 
     # Rules.
 
-    def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
-        """Compute the limits of all queues again (D4). If `changed` is a queue, compute only its limits again."""
-        for _ in self.apply_rules_in_steps(changed):
-            pass
+    def apply_rules(self, queue: Queue) -> None:
+        """Compute the limits of a queue again (D4).
 
-    def apply_rules_in_steps(self, changed: Queue | Exchange | None = None) -> Iterator[None]:
-        """Do the work of `apply_rules`: one queue or exchange in each step. Other work can run between two steps."""
-        bindings: dict[Queue, list[tuple[str, str]]] = {}
-        leads_to: dict[Queue | Exchange, list[Exchange]] = {}
-        for exchange in tuple(self.topology.exchanges.values()) if self.rules.are_inherited else ():
-            for binding in exchange.bindings.values():
-                destination = binding.destination
-                leads_to.setdefault(destination, []).append(exchange)
-                if isinstance(destination, Queue):
-                    bindings.setdefault(destination, []).append((exchange.name, binding.routing_key))
-            yield
-
-        def inheritance(queue: Queue) -> Inheritance:
-            found: dict[Exchange, None] = {}
-            todo: list[Queue | Exchange] = [queue]
-            while todo:
-                for exchange in leads_to.get(todo.pop(), ()):
-                    if exchange not in found:
-                        found[exchange] = None
-                        todo.append(exchange)
-            ways = ("", queue.name), *bindings.get(queue, ())
-            return Inheritance(ways, ("", *(exchange.name for exchange in found)))
-
-        for queue in (changed,) if isinstance(changed, Queue) else tuple(self.queues.values()):
-            if queue.is_deleted:
-                continue
-            assert queue.rule is not None
-            queue.change(queue.rule.limits(lambda: inheritance(queue)))  # noqa: B023
-            self.router.version += 1
-            yield
+        Raises:
+            ChannelException: 406 if the arguments and the policies of the queue contradict each other.
+        """
+        assert queue.rule is not None
+        queue.change(queue.rule.limits(lambda: self.topology.inheritance(queue)))
         self.router.version += 1
 
+    def apply_rules_in_steps(self) -> Iterator[None]:
+        """Compute the limits of all queues again, one queue in each step. Other work can run between two steps."""
+        for queue in tuple(self.queues.values()):
+            if not queue.is_deleted:
+                self.apply_rules(queue)
+                yield
+
     def _bindings_changed(self, destination: Queue | Exchange | None) -> None:
-        if self.rules.are_inherited:
+        if not self.rules.are_inherited:
+            return
+        if isinstance(destination, Queue):
             self.apply_rules(destination)
+        else:
+            self._inheriting.start(self.queues.values())
 
     # Publishing.
 
@@ -350,6 +336,36 @@ class VirtualHost:
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
     """Call the callback immediately. Used without a journal, because every body is then in memory."""
     callback()
+
+
+class _Inheriting:
+    """Computes the limits of all queues again after a change of exchanges, in slices."""
+
+    #: Number of queues in a slice.
+    AT_ONCE = 200
+
+    def __init__(self, host: VirtualHost) -> None:
+        self._host = host
+        # The queues whose limits have to be computed again.
+        self._queues: OrderedDict[Queue, None] = OrderedDict()
+
+    def start(self, queues: Iterable[Queue]) -> None:
+        is_running = bool(self._queues)
+        # A queue that is still to come keeps its place, so frequent changes cannot keep a queue from its turn.
+        self._queues.update(dict.fromkeys(queues))
+        if not is_running:
+            self.tick(self._host.clock())
+
+    def tick(self, now: float) -> None:
+        for _ in range(min(self.AT_ONCE, len(self._queues))):
+            queue, _ = self._queues.popitem(last=False)
+            if not queue.is_deleted:
+                try:
+                    self._host.apply_rules(queue)
+                except ChannelException as error:
+                    _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
+        if self._queues:
+            self._host.wake_at(self, now)
 
 
 class _Sampling:

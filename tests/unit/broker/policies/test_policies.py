@@ -8,6 +8,7 @@ from pamqp import commands
 
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.settings import Enforcement
+from qflow_client.broker.core.virtualhost import _Inheriting
 from qflow_client.broker.policies.arguments import QueueArguments, resolve_limits
 from qflow_client.broker.policies.overflow import Conflate, Reject, Ring, Wait
 from qflow_client.broker.policies.policy import ApplyTo, Policy, PolicyDefinition, QueuePolicy
@@ -344,6 +345,35 @@ def test_D3_queues_inherit_the_policies_of_exchanges_that_are_bound_to_their_exc
     assert in_force(world) == (5, ("far",))
     client.call(1, commands.Exchange.Delete(exchange="far"), commands.Exchange.DeleteOk)
     assert in_force(world) == (None, ())
+
+
+def test_D3_queues_inherit_the_policies_of_exchanges_whose_alternate_exchange_is_their_exchange(world, client):
+    world.set_policy(policy("far", "^far$", "exchanges", max_count=5))
+    arguments: Any = {"alternate-exchange": "amq.topic"}
+    declare = commands.Exchange.Declare(exchange="far", exchange_type="fanout", arguments=arguments)
+    client.call(1, declare, commands.Exchange.DeclareOk)
+    assert in_force(world) == (5, ("far",))
+    client.call(1, commands.Exchange.Delete(exchange="far"), commands.Exchange.DeleteOk)
+    assert in_force(world) == (None, ())
+
+
+def test_E9_a_deleted_exchange_changes_the_limits_of_many_queues_in_slices(world, client, monkeypatch):
+    monkeypatch.setattr(_Inheriting, "AT_ONCE", 2)
+    world.set_policy(policy("far", "^far", "exchanges", max_count=5))
+    for name in ("far1", "far2"):
+        client.call(1, commands.Exchange.Declare(exchange=name, exchange_type="fanout"), commands.Exchange.DeclareOk)
+    queues = ["q", "q2", "q3", "q4"]
+    for queue in queues:
+        if queue != "q":
+            client.declare(queue)
+        bind(client, queue, "far1" if queue == "q3" else "far2")
+    client.send(1, commands.Exchange.Delete(exchange="far2"))
+    assert [in_force(world, queue)[0] for queue in queues] == [None, None, 5, 5]
+    # The next change does not begin again at the first queue.
+    client.send(1, commands.Exchange.Delete(exchange="far1"))
+    assert [in_force(world, queue)[0] for queue in queues] == [None, None, 5, 5]
+    world.tick(0)
+    assert [in_force(world, queue)[0] for queue in queues] == [None] * 4
 
 
 def test_D3_a_queue_gets_the_strictest_policy_of_the_exchanges_to_which_it_is_currently_bound(world, client):
