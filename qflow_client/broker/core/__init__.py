@@ -4,11 +4,9 @@ To follow a published message to the ``Channel.Flow`` that it causes, read the f
 numbers. They have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a class of
 A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
 
-`server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
-``Basic.Publish``, which `Channel.on_method` handles. `Channel.on_header` handles the content header, and
-`Channel.on_body` the body. A message without a body is complete after its header. `Channel._finish` calls
-`Router.resolve` if the cached queues of the message are outdated. `Channel._publish_watched` calls `refusal` in
-`waiting.py`. If all queues accept the message, these calls lead from the body to the ``Channel.Flow``::
+`server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. `Channel.on_method` handles the
+``Basic.Publish`` of a message, `Channel.on_header` its content header, and `Channel.on_body` its body. If the message
+turns a flow state ON (step 6), these calls lead from the body to the ``Channel.Flow``::
 
     Session.receive_data > Channel.on_body > Channel._finish > Channel._publish_watched > Channel._enqueue
     > Queue.enqueue > QueueFlows.entered > FlowController.offer > ChannelFlow.block > ChannelFlow.on_blocked
@@ -20,21 +18,20 @@ These calls lead from an ack of a consumer to the ``Channel.Flow`` that unblocks
     > QueueFlows.left > FlowController.release > QueueFlow.resume > ChannelFlow.unblock > ChannelFlow.on_unblocked
     > Output.write_past_promises
 
-At the end of the event loop's iteration, `Server._end_turn` sends the frames: `Connection.send` calls `Output.take`.
+After this iteration of the event loop, `Server._end_turn` sends the frames: `Connection.send` calls `Output.take`.
 
 1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
-2. `channel.py` makes a message of its method, header and bodies. `Channel._finish` handles the complete message.
+2. `channel.py` joins the method, header and bodies of a message. `Channel._finish` handles the complete message.
 3. `routing.py` finds the queues of the message. A `Target` caches them, unless they depend on the message's headers.
 4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses,
    no queue gets it. A channel calls `refusal` only if `Target.watched` or `Controls.watches_publishes` is true.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
-   releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`. The
-   package `qflow_client.flow` has these two classes. Producers use this package too. `FlowController.offer` adds a
-   message to the limiter, and blocks the channel if the limiter is then ON (with a capacity: above this capacity).
-   `FlowController.release` subtracts a message from the limiter. If the limiter is then OFF, `QueueFlow.resume`
-   unblocks the channels, all together or one at a time with pauses.
+   releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`, both
+   from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter, and blocks the channel if the limiter
+   is then ON (with a capacity: above this capacity). `FlowController.release` subtracts a message from the limiter. If
+   the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
    controller blocks the channel any more.
@@ -44,16 +41,15 @@ Two more files are used by many files: `entries.py` has the classes of messages 
 exchanges and `Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which
 gives the messages of a queue to consumers. You can read the other files later:
 
-- For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` adds up the counts of its
-  channels.
+- For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` its channels and alarms.
 - For a channel, `confirms.py` has its confirms, `transaction.py` its transaction, and `methods.py` handles the methods
   for topology and consuming.
 - For a queue, `expiry.py` finds expired messages, `dropping.py` drops messages, `deadletter.py` publishes dropped
   messages again, `storage.py` connects the queue to the journal.
 - For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has its timers.
 
-All of this code runs on one event loop, see `server.py`. An application uses `Broker`: `embedding.py` starts and stops
-it, `inspection.py` shows its state, `broker.py` changes its state.
+A broker runs on one event loop. An application uses the class `Broker`: `embedding.py` starts and stops the broker,
+`inspection.py` shows its state, and `broker.py` changes its state.
 
 Memory: the optional `Journal` counts the bytes of messages in memory (`Journal.held`). After each iteration of the
 event loop that changes the broker, `Server._check_memory` compares `Journal.held` with the memory limit. Above the

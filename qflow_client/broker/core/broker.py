@@ -65,16 +65,13 @@ class Broker(InspectableBroker):
         durable: bool = False,
         auto_delete: bool = False,
     ) -> QueueSnapshot:
-        """Declare a queue. If the queue exists with the same settings, return it.
+        """Declare a queue, unless it exists with the same settings, and return a snapshot of it.
 
         Args:
             name: name of the queue; empty to let the broker choose a name.
             arguments: arguments of the declaration, such as thresholds.
             durable: as in ``Queue.Declare``.
             auto_delete: as in ``Queue.Declare``.
-
-        Returns:
-            A snapshot of the queue.
 
         Raises:
             ChannelException: 403 if the name is reserved. 406 if the queue exists with other settings, if the broker
@@ -85,10 +82,7 @@ class Broker(InspectableBroker):
 
     @on_loop(lasts=True)
     def delete_queue(self, name: str) -> int:
-        """Delete a queue.
-
-        Returns:
-            The number of messages that were ready in the queue.
+        """Delete a queue, and return the number of messages that were ready in it.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -106,7 +100,7 @@ class Broker(InspectableBroker):
         auto_delete: bool = False,
         internal: bool = False,
     ) -> ExchangeSnapshot:
-        """Declare an exchange. If the exchange exists with the same settings, return it.
+        """Declare an exchange, unless it exists with the same settings, and return a snapshot of it.
 
         Args:
             name: name of the exchange.
@@ -115,9 +109,6 @@ class Broker(InspectableBroker):
             durable: as in ``Exchange.Declare``.
             auto_delete: as in ``Exchange.Declare``.
             internal: as in ``Exchange.Declare``.
-
-        Returns:
-            A snapshot of the exchange.
 
         Raises:
             ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings, or if the
@@ -193,10 +184,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def purge(self, queue: str) -> int:
-        """Remove the ready messages of a queue.
-
-        Returns:
-            The number of messages that were removed.
+        """Remove the ready messages of a queue, and return their number.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -230,18 +218,15 @@ class Broker(InspectableBroker):
         exchange: str = "",
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message from inside the broker. Flow control does not delay the message.
+        """Publish a message from inside the broker, and return the number of queues that the message is in.
 
-        When the method returns, all destination queues have the message. With a store, `wait_until_durable_async` waits
-        until the message, if it is persistent, is on disk.
+        Flow control does not delay the message. When the method returns, all destination queues have the message. With
+        a store, `wait_until_durable_async` waits until a persistent message is on disk.
 
         Args:
             routing_key: the routing key; for the default exchange, the name of the queue.
             exchange: name of the exchange.
             properties: the basic properties; ``None`` for a message without properties.
-
-        Returns:
-            The number of queues that the message is in.
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
@@ -283,7 +268,7 @@ class Broker(InspectableBroker):
 
         In the profile ``qflow``, each client that announced the capability gets ``Connection.Blocked``. This is only a
         notice: the broker still accepts published messages. In the other profiles, the broker sends ``Channel.Flow`` to
-        producers, or closes each channel that publishes, or declares a new queue, during the alarm.
+        producers, or closes each channel that publishes or declares a new queue during the alarm.
 
         Args:
             reason: the text for the client.
@@ -317,12 +302,12 @@ class Broker(InspectableBroker):
     def raise_alarm(self, name: str, reason: str) -> None:
         """Raise an alarm, and inform clients as `block` does. RabbitMQ raises alarms when memory or disk runs low.
 
-        A client is informed when the first alarm is raised, and not of further alarms. In the profile ``qflow``, the
-        client gets ``Connection.Unblocked`` when the last alarm is cleared.
+        A blocked client is not informed of further alarms. In the profile ``qflow``, the client gets
+        ``Connection.Unblocked`` when the last alarm is cleared.
 
         Args:
             name: name of the alarm, such as ``"memory"``. If the alarm is already raised, it gets the new reason.
-            reason: the text for clients. Clients that are already blocked do not get it.
+            reason: the text for clients.
 
         Raises:
             ValueError: the name is empty, or reserved for `block`.
@@ -380,7 +365,8 @@ class Broker(InspectableBroker):
         Args:
             on: whether to refuse published messages, and commits with messages (406); ``False`` accepts them again.
             queue: name of the queue whose messages are refused; ``None`` for all messages. With ``on=False``, ``None``
-                also ends refusals by single queues. A queue with ``reject-publish`` drops instead of closing channels.
+                also ends refusals by single queues. Without confirms, a queue with ``reject-publish`` drops messages
+                instead of closing channels.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

@@ -9,8 +9,6 @@ sure that the message's `Target` is resolved for the current topology. There are
 - In all other cases the message goes into its queues immediately.
 
 In confirm mode every complete message gets a tag, and later exactly one ack or nack unless the channel closes first.
-
-Other parts of a channel are in `channelflow.py` (flow state), `confirms.py`, `transaction.py` and `consuming.py`.
 """
 
 from __future__ import annotations
@@ -59,14 +57,14 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     dialect: Dialect
     controls: Controls
-    #: If True, the session holds the rest of its input until other connections were served. Set by a slow frame.
+    #: If True, the session holds the rest of its input until other connections were served.
     has_done_much: bool
     #: Set when the first message of a channel waits because memory is full or too many bytes wait for the disk.
     waits_to_publish: bool
 
     @property
     def blocks(self) -> Mapping[str, str]:
-        """The alarms that block the client: the name and the reason of each. `Broker.block` also adds an alarm."""
+        """The alarms that block the client: the name and the reason of each."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel that has finished closing."""
@@ -75,7 +73,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 class Channel:
     """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
-    #: Maximum number of pairs of exchange and routing key in `targets`, which only snapshots show.
+    #: Maximum number of pairs in `targets`.
     MAX_TARGETS = 8
 
     __slots__ = (
@@ -119,26 +117,22 @@ class Channel:
         self.is_closing = False
         # Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
         self.last_queue = ""
-        # Name of the queue for direct replies, see `replies.py`; empty if the channel never consumed replies. When its
-        # consumer ends, the queue is deleted, but the name stays here.
+        # Name of the latest queue for direct replies (`replies.py`), even if it is deleted; empty if there was none.
         self.reply_queue = ""
-        # The incoming message: its target, its header if it has arrived, its body so far, and the number of missing
-        # body bytes.
+        # The incoming message: its target, its header, its body so far, and the number of missing body bytes.
         self._target: Target | None = None
         self._header: bytes | None = None
         self._parts: list[bytes] = []
         self._missing = 0
         #: Received bytes of the incoming message (header and body) if its body has several frames; otherwise 0.
         self.incoming = 0
-        # The keys are the newest pairs of exchange and routing key that the channel has published to.
+        # For snapshots: the newest pairs of exchange and routing key that the channel has published to.
         self.targets: dict[tuple[str, str], None] = {}
-        # The target of the latest published message.
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
         # The unconfirmed messages; None without confirm mode.
         self.confirms: Confirms | None = None
-        # Published messages of the channel that wait for room in a queue.
         self.waiting: dict[WaitingPublish, None] = {}
         # The open transaction; None without transaction mode.
         self.transaction: Transaction | None = None
@@ -296,7 +290,6 @@ class Channel:
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
-            # Whether a controller other than `Discipline.backlog` blocked the channel when the message came.
             was_flowed = flow.is_flowed_by_others
             flow.check()
         if self.session.blocks:
@@ -322,8 +315,7 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # The new version makes later messages for these queues use this method too, so they also wait.
-                    # Without the new version, they would overtake this message.
+                    # With a new version, later messages for these queues use this method too, and do not overtake.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, can_nack=confirms is not None):
@@ -374,13 +366,9 @@ class Channel:
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Raise an exception if an alarm blocks the client, and the dialect closes channels during alarms.
+        """Raise `ChannelException` 406 if an alarm blocks the client, and the dialect closes channels during alarms.
 
-        Args:
-            so: end of the error text, which says what the channel cannot do.
-
-        Raises:
-            ChannelException: 406, which closes the channel.
+        `so` is the end of the error text, which says what the channel cannot do.
         """
         dialect = self.session.dialect
         if self.session.blocks and dialect.on_alarm is OnAlarm.CHANNEL_CLOSE:
@@ -416,7 +404,7 @@ class Channel:
         self.become_producer()
 
     def become_producer(self) -> None:
-        """Record that a channel publishes or selects confirm or transaction mode. Block it if producers are blocked."""
+        """Make the channel a producer. Block it if the operator, an alarm or the backlog blocks producers."""
         if self.flow.is_producer:
             return
         self.flow.is_producer = True
@@ -456,8 +444,7 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: there are too many deliveries for one call. This call has settled the oldest deliveries.
-                The session handles the frame again later, for the other deliveries.
+            FrameWaitsError: this call has handled only the oldest deliveries, because there are too many for one call.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -508,7 +495,6 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """Count an answer to ``Channel.Flow``. The count is used only for `ChannelSnapshot.flow_ok`."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

@@ -94,7 +94,6 @@ class ChannelFlow(CountedSource):
         self._discipline = session.discipline
         # Whether the channel has published, or has selected confirm or transaction mode.
         self.is_producer = False
-        # Whether the channel has ended.
         self.is_over = False
         # Start of the current flowed period, number of flowed periods, and seconds of the earlier flowed periods.
         self.since: float | None = None
@@ -104,8 +103,7 @@ class ChannelFlow(CountedSource):
         self.oks_due = 0
         # Number of messages in the current flowed period that came after the grace time (D8).
         self.past_flow = 0
-        # Number and body bytes of the owed messages (D7). The second pair counts the messages that are owed because
-        # they came while the channel was blocked. They are owed until `is_flowed_by_others` is false.
+        # Number and body bytes of the owed messages (D7), and of those that are owed until the channel is unblocked.
         self._owed = [0, 0]
         self._owed_until_unblocked = [0, 0]
 
@@ -129,14 +127,12 @@ class ChannelFlow(CountedSource):
                 self.repay(size, count)
 
     def on_blocked(self) -> None:
-        """Send Channel.Flow with active=False, because a first controller has blocked the channel."""
         if not self.is_over:
             self.times_flowed += 1
             self.since = self._host.clock()
             self._send(active=False)
 
     def on_unblocked(self) -> None:
-        """Send Channel.Flow with active=True, because no controller blocks the channel any more."""
         if not self.is_over:
             self._seconds = self.seconds
             self.since = None
@@ -156,7 +152,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        A block by the backlog alone makes no message owed. Otherwise the backlog could never shrink.
+        A message that comes while only the backlog blocks the channel is not owed. Otherwise the block could never end.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -164,30 +160,19 @@ class ChannelFlow(CountedSource):
     # Owed messages (D7).
 
     def check(self) -> None:
-        """If the channel is blocked (flowed), let the `Discipline` check a published message.
-
-        Raises:
-            ChannelException: the channel has published too many messages after the grace time.
-            ConnectionException: the connection has published too many messages on blocked channels.
-        """
+        """If the channel is blocked (flowed), check a published message, see `Discipline.check`."""
         if self._discipline is not None and self.blocked_by:
             self._discipline.check(self, self._host.clock())
 
     def look_at_backlog(self) -> None:
-        """If the backlog is too large, block the channel. Called when the channel becomes a producer."""
+        """Block the channel if it is a producer and the backlog is too large."""
         if self._discipline is not None:
             self._discipline.look_at(self)
 
     def owe(self, size: int, *, until_unblocked: bool = False) -> bool:
-        """Add a message to the owed messages.
+        """Owe a message of `size` body bytes. Return False if there is no `Discipline`, or if the channel has ended.
 
-        Args:
-            size: body size in bytes.
-            until_unblocked: whether the message is owed only because the channel is blocked. If so, the message is owed
-                until `is_flowed_by_others` is false.
-
-        Returns:
-            Whether the message was added. False if there is no `Discipline`, or if the channel has ended.
+        With `until_unblocked` the message is owed until `is_flowed_by_others` is false.
         """
         if self._discipline is None or self.is_over:
             return False

@@ -15,7 +15,7 @@ __all__ = ["Blocks", "Channels"]
 
 
 class Channels(dict[int, Channel]):
-    """The channels of one connection, by number, and the totals of the closed channels."""
+    """The channels of one connection, by number. The totals also count the closed channels."""
 
     __slots__ = ("_delivered_before", "_published_before", "_times_flowed_before")
 
@@ -33,18 +33,15 @@ class Channels(dict[int, Channel]):
         self._times_flowed_before += channel.flow.times_flowed
 
     def end(self) -> None:
-        """End all channels, because the connection ends."""
         for channel in tuple(self.values()):
             channel.end()
 
     @property
     def published(self) -> int:
-        """Messages published on all channels so far."""
         return self._published_before + sum(channel.flow.published for channel in self.values())
 
     @property
     def delivered(self) -> int:
-        """Messages delivered on all channels so far."""
         return self._delivered_before + sum(channel.consuming.delivered for channel in self.values())
 
     @property
@@ -59,8 +56,6 @@ class Blocks(dict[str, str]):
     The client is informed of the first alarm and of the end of the last one, if the dialect does not close channels.
 
     Args:
-        handshake: has the capabilities of the client.
-        dialect: defines how clients are informed.
         alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
     """
 

@@ -1,9 +1,8 @@
 """Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
-A channel in confirm mode has a `Confirms`. The published messages are numbered from 1, and these numbers are the tags.
-A due tag can be acked. A held tag cannot be acked yet. Either a queue, the disk or an operator holds the confirm, or
-the message waits for room in a queue. `Confirms.flush` acks all due tags below the lowest held tag with one frame. Each
-other due tag gets a separate frame.
+The published messages are numbered from 1, and these numbers are the tags. A due tag can be acked. A held tag cannot be
+acked yet: a queue, the disk or an operator holds the confirm, or the message waits for room in a queue.
+`Confirms.flush` acks all due tags below the lowest held tag with one frame, and each other due tag with its own frame.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ class Confirms:
 
     @property
     def is_due(self) -> bool:
-        """Whether `flush` has a tag to ack."""
         return bool(self._due)
 
     def next_tag(self) -> int:
-        """Return the tag of the next message."""
         self._last_tag += 1
         return self._last_tag
 
@@ -73,11 +70,7 @@ class Confirms:
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """Record that all queues have the message. The tag becomes due now, or when the last hold is released.
-
-        Returns:
-            Whether the tag is still held.
-        """
+        """Record that all queues have the message. Return True if its tag is held until the last hold is released."""
         self._held[completion.tag] = completion
         if completion.arm():
             self._complete(completion.tag)
@@ -122,6 +115,5 @@ class WithheldConfirms(EntryObserver):
             completion.holds += 1
 
     def release(self) -> None:
-        """Release all withheld confirms."""
         for completion in self._completions:
             completion.release()
