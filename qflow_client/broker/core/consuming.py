@@ -1,9 +1,8 @@
-"""`Consuming` has the consumers and the unsettled deliveries of one channel, sans-I/O. `Channel` calls `Consuming`.
+"""`Consuming` has the consumers and the unsettled deliveries of one channel, sans-I/O.
 
-Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
-each delivery. Credit is the number of messages that the prefetch counts still allow. When there is new credit,
-`Consuming.wake` offers messages to the consumers in turn. The consumer with the latest delivery comes last. In a fixed
-order, the first consumer could take all of the credit.
+The consumers share the delivery tags and the prefetch count of the channel. Credit is the number of messages that the
+prefetch counts still allow. A queue asks `ChannelConsumer.can_take` before each delivery to a consumer. When there may
+be new credit, `Consuming.wake` offers messages to the consumers.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class ChannelConsumer:
     """A consumer on a channel.
 
     Args:
-        consuming: the `Consuming` of the consumer's channel.
         no_ack: whether a delivery settles the message.
         prefetch: maximum number of unsettled messages of this consumer; 0 for no limit.
     """
@@ -69,7 +67,6 @@ class ChannelConsumer:
         self.no_ack = no_ack
         self.prefetch = prefetch
         self.is_active = False
-        # Number of messages that the consumer has not settled.
         self.unacked = 0
         # The bytes before the delivery tag in the payload of each Basic.Deliver to this consumer.
         self._prefix = b"\0\x3c\0\x3c" + wire.short(tag)
@@ -114,8 +111,8 @@ class ChannelConsumer:
 class Returning:
     """Returns a large number of deliveries of a closed channel to their queues, in slices.
 
-    The newest deliveries return first, so each slice is put in front of the slices that have already returned. To keep
-    the order, the queues deliver nothing until all deliveries have returned.
+    The newest deliveries return first, so each slice goes in front of the slices before it. To keep the order, the
+    queues deliver nothing until all deliveries have returned.
 
     Args:
         deliveries: the unsettled deliveries, the oldest first.
@@ -191,11 +188,10 @@ class Consuming:
         self.frame_max = session.handshake.frame_max
         self.number = number
         self._host = session.host
-        # Unsettled deliveries by delivery tag.
         self.unacked: dict[int, Delivery] = {}
         # Number of unsettled deliveries to consumers, without those of Basic.Get.
         self.consumer_unacked = 0
-        # Last delivery tag of an ack with tag 0 that is handled in slices; 0 if there is no such ack.
+        # Last delivery tag of an ack, nack or recover of all deliveries that is handled in slices; 0 if there is none.
         self._ack_until = 0
         # The consumer of the latest delivery; None before the first delivery to a consumer.
         self.last_served: ChannelConsumer | None = None
@@ -208,7 +204,6 @@ class Consuming:
         self.consumer_prefetch = 0
         # Whether the client wants deliveries. The client can stop deliveries with Channel.Flow.
         self._wants_deliveries = True
-        # Whether answers on this channel wait for the disk.
         self._waits_for_disk = False
         # Whether consumers can take messages: the client wants deliveries, and no answer waits for the disk.
         self.delivers = True
@@ -286,8 +281,7 @@ class Consuming:
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
         """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body has been read.
 
-        The method frame waits too, because the content must directly follow it on the channel. If the body is damaged
-        on disk, the answer is Basic.Get-Empty.
+        The method frame waits too, because the content must directly follow it on the channel.
         """
         journal = self._host.journal
         assert journal is not None
@@ -323,7 +317,6 @@ class Consuming:
         self._check_delivers()
 
     def wait_for_disk(self, on: bool) -> None:
-        """Stop deliveries, because an answer on the channel waits for the disk. With ``on=False`` start them again."""
         self._waits_for_disk = on
         self._check_delivers()
 
@@ -411,8 +404,7 @@ class Consuming:
         for queue, entries in back.items():
             queue.dispatcher.requeue(entries)
         for queue in back:
-            # The returned messages can exceed the queue's maximum. As in RabbitMQ, the maximum is applied before new
-            # deliveries.
+            # As in RabbitMQ, the queue applies its maximum to the returned messages before it delivers any.
             queue.trim()
         self.wake()
         for queue in back:
@@ -421,11 +413,11 @@ class Consuming:
     def recover(self, *, requeue: bool) -> None:
         """Deliver unsettled messages to their consumers again. Requeue messages that their consumers cannot take now.
 
-        With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller has to call this again.
+        With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller calls `recover` again.
         """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
-            # The credit is checked for each delivery, because the repeated deliveries before it have used credit.
+            # The credit is checked for each delivery, because earlier repeated deliveries have used credit.
             if requeue or not self._is_served(delivery):
                 back.append(delivery)
                 continue
@@ -472,7 +464,6 @@ def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_cou
 
 
 def _cancel(channel: int, consumer_tag: str) -> bytes:
-    """Return a ``Basic.Cancel`` frame."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + wire.short(consumer_tag) + b"\1")
 
 

@@ -1,16 +1,14 @@
 """`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
-The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
-entries in the order of their sequence numbers. If an entry leaves from the middle, it stays in `Contents.ready`, is
-marked as gone, and is skipped later. So its place need not be searched. Depth and size count all entries that have not
-left (D6).
+`Contents.ready` has the ready entries in the order of their sequence numbers. If an entry leaves from the middle, it is
+only marked as gone, and removed from `Contents.ready` later. So its place need not be searched. Depth and size count
+all entries that have not left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
 `Contents.leaving` until they leave. No consumer gets these entries, but depth, size, flow states and the memory limit
 still count them.
 
-Flow states, the journal and other parts observe the entries as an `EntryObserver`, see `queue.py`. An observer is
-called after the counts have changed, and must not change the contents.
+Each `EntryObserver` (see `queue.py`) is called after the counts have changed, and must not change the contents.
 """
 
 from __future__ import annotations
@@ -34,18 +32,12 @@ class EntryObserver:
         """An entry was added.
 
         Args:
-            entry: the new entry, which is ready.
             source: the publishing channel; ``None`` if there is none.
             completion: the confirm of the message, which the observer can delay; ``None`` if there is none.
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        """An entry was restored: it was in the queue when the broker stopped.
-
-        Args:
-            entry: the restored entry, which is ready.
-            age: seconds since the entry was enqueued.
-        """
+        """An entry was restored that was in the queue when the broker stopped. It was enqueued `age` seconds ago."""
         self.entered(entry, None, None)
 
     def lent(self, entry: QueueEntry) -> None:
@@ -67,11 +59,7 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """Make a requeued entry the last entry of its key, unless the queue has a later entry with the same key.
-
-        Returns:
-            Whether the queue has a later entry with the same key.
-        """
+        """Make a requeued entry the last entry of its key. If the queue has a later one, only return True."""
 
 
 class Contents:
@@ -103,14 +91,12 @@ class Contents:
         self.observers: tuple[EntryObserver, ...] = ()
         # The observer that finds the last entry of each key; None if the queue keeps all entries of a key.
         self.values: LastValueMap | None = None
-        # Entries to deliver, in the order of their sequence numbers.
         self.ready: deque[QueueEntry] = deque()
         # Number of entries in `ready` that are gone.
         self.gaps = 0
         # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
-        # Entries that are leaving, and their body bytes.
         self.leaving: deque[QueueEntry] = deque()
         self.leaving_size = 0
         # Totals of ready, unacked and leaving entries: messages and body bytes (D6).
@@ -120,7 +106,6 @@ class Contents:
         self.peak_size = 0
         # Number of messages enqueued so far. It is also the sequence number of the newest entry.
         self.published = 0
-        # Number of messages dropped so far, by reason.
         self.drops: dict[DropReason, int] = {}
 
     # Adding.
@@ -196,7 +181,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Count a removed entry as gone, and call the observers (J6). `reason` is ``None`` if it was not dropped."""
+        """Count a removed entry as gone, and call the observers (J6)."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -218,13 +203,10 @@ class Contents:
                 self.gaps = 0
 
     def purge(self, *, mark: bool) -> int:
-        """Move all ready entries to `leaving`. The caller has to call `let_leave` afterwards.
+        """Move all ready entries to `leaving`, and return their number. The caller has to call `let_leave` afterwards.
 
         Args:
             mark: whether to mark the entries as gone now. This is necessary if other objects also refer to the entries.
-
-        Returns:
-            The number of entries that were moved.
         """
         entries, size = self.ready, self.ready_size
         if self.gaps:

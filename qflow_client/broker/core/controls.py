@@ -8,11 +8,7 @@ __all__ = ["Controls"]
 
 
 class Controls:
-    """The controllers and switches of the operator, the alarms, and the counts of sanctions.
-
-    Args:
-        watches_publishes: whether the broker's settings require a check of every published message.
-    """
+    """The controllers and switches of the operator, the alarms, and the counts of sanctions."""
 
     __slots__ = (
         "_has_rates",
@@ -51,7 +47,6 @@ class Controls:
         self.sanctions = {"tarpits": 0, "channels_closed": 0, "connections_closed": 0}
 
     def refuse_publishes(self, on: bool) -> None:
-        """Start or stop refusing every publish."""
         self.nack_publishes = on
         self._watch()
 

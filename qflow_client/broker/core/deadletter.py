@@ -4,7 +4,7 @@
 and so on. Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
-``x-death``. The first rule alone allows every path that visits no queue twice. So n queues can have over n! paths.
+``x-death``. With this rule alone, the copies of one message can take more than n! paths through n queues.
 
 The second rule is not from RabbitMQ. If several copies of one message die in a queue, the queue dead-letters only the
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
@@ -58,8 +58,7 @@ class DeadLetter(StoredMessage):
     Args:
         target: the dead-letter exchange and the routing key.
         header: the payload of the content header frame, which records the deaths of the message.
-        deaths: the deaths in the header, the latest first. The deaths are cached during one `DeadLetters._send_all`,
-            because decoding a long list takes long.
+        deaths: the deaths in the header, the latest first, cached until the end of `DeadLetters._send_all`.
     """
 
     __slots__ = ("deaths",)
@@ -125,7 +124,7 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # The decoded deaths use far more memory than their bytes. They are decoded again if the letter dies.
+                # The decoded deaths use far more memory than their bytes.
                 letter.deaths = None
             self._letters.clear()
 
@@ -135,7 +134,6 @@ class DeadLetters:
             if queue.storage is not None:
                 queue.storage.letter_done(message)
         elif message.body is None:
-            # The body is only on disk. When it has been read, `died` is called again.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             self._send(queue, message, reason)
@@ -159,7 +157,6 @@ class DeadLetters:
             sent = message.dead_lettered = getattr(message, "dead_lettered", sent)
             way = queue.name, target.exchange, target.routing_key
             if way in sent:
-                # An earlier copy has already gone to the same target.
                 if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
                         "queue '%s': sends one dead letter for all copies of a message; further copies are only "
@@ -199,10 +196,7 @@ def _field(value: Any) -> bytes:
 
 
 def _entry(fields: Mapping[str, Any]) -> bytes:
-    """Encode an entry of ``x-death`` with its type.
-
-    The count has 64 bits, as in RabbitMQ, because clients in typed languages cast the count to a long.
-    """
+    """Encode an entry of ``x-death`` with its type. As in RabbitMQ, the count has 64 bits: clients cast it to long."""
     count = fields.get("count")
     if not isinstance(count, int) or isinstance(count, bool):
         return _field(fields)

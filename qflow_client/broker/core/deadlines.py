@@ -16,7 +16,6 @@ class Deadlines:
     """The deadlines of one connection.
 
     Args:
-        handshake: has the negotiated heartbeat, and the time at which the login expires.
         now: monotonic seconds. All times of this class are monotonic seconds.
     """
 
@@ -59,7 +58,6 @@ class Deadlines:
         """Send a heartbeat if one is due, and compute the time of the next `Session.tick`.
 
         Args:
-            now: monotonic seconds.
             is_silenced: whether no bytes can arrive, because the broker does not read the socket.
             login_at: time at which a delayed login is checked; infinite if no login is delayed.
 

@@ -1,4 +1,4 @@
-"""`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. Queues and channels call the `Dispatcher`.
+"""`Dispatcher` gives the messages of one queue to its consumers, sans-I/O.
 
 The queue delivers only to active consumers. A consumer that cannot take messages becomes inactive. When the consumer
 can perhaps take messages again, its channel calls `Dispatcher.wake`.
@@ -21,7 +21,6 @@ class Dispatcher:
     """Gives the ready messages of one queue to its consumers, in turn.
 
     Args:
-        dropping: drops rejected entries, and drops expired entries before deliveries.
         storage: reads bodies that are only on disk; ``None`` if there is no journal.
         single_active: whether only the oldest consumer gets messages.
     """
@@ -48,20 +47,18 @@ class Dispatcher:
         self.consumers: dict[Consumer, None] = {}
         # Active consumers. The first active consumer gets the next message.
         self.active: deque[Consumer] = deque()
-        # The exclusive consumer; None if there is none.
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
-        # Number of closed channels that still return deliveries to the queue. The queue delivers only if it is 0.
+        # Number of closed channels that still return deliveries to the queue. The queue delivers only if there is none.
         self._pauses = 0
-        # Number of deliveries so far, and number of messages acked so far.
         self.delivered = 0
         self.acked = 0
 
     # Consumers.
 
     def add(self, consumer: Consumer, *, exclusive: bool) -> None:
-        """Add a consumer. This method delivers no messages to it; the caller calls `dispatch` afterwards."""
+        """Add a consumer. The caller calls `dispatch` afterwards."""
         self.consumers[consumer] = None
         self.was_used = True
         if exclusive:
@@ -99,10 +96,7 @@ class Dispatcher:
     # Deliveries.
 
     def pause(self, change: int) -> None:
-        """Change the pause counter by 1 or -1.
-
-        The queue delivers only while the counter is 0. When it is 0 again, the caller calls `dispatch`.
-        """
+        """Change the pause counter by 1 or -1. When the counter is 0 again, the caller calls `dispatch`."""
         self._pauses += change
 
     def dispatch(self) -> None:

@@ -1,4 +1,4 @@
-"""`Dropping` drops messages of a queue, sans-I/O. The queue, its `Dispatcher` and its overflow policy call `Dropping`.
+"""`Dropping` drops messages of a queue, sans-I/O.
 
 A message that expires, is rejected or is dropped to make room is dead-lettered if the queue has a dead-letter exchange.
 A message that is purged, conflated, damaged on disk or dropped to free memory is never dead-lettered.
@@ -56,7 +56,6 @@ class Dropping:
             self._died(message, reason)
 
     def drop(self, entry: QueueEntry, reason: DropReason) -> None:
-        """Drop an entry, and dead-letter its message if the queue has a dead-letter exchange."""
         self._contents.take_out(entry)
         self._contents.left(entry, reason)
         self.dead_letter(entry.message, reason)
@@ -76,7 +75,6 @@ class Dropping:
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
         """Drop a ready entry to free memory (A1). There is no dead letter, because a dead letter needs memory too."""
-        # An entry with `is_gone` has left, or is leaving.
         if not entry.is_gone:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.MEMORY)

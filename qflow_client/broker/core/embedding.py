@@ -1,8 +1,7 @@
 """A broker in this process: starting, stopping, and calls from other threads.
 
-All state of a broker belongs to its event loop. So a method with the decorator `on_loop` runs on this loop. A call from
-another thread waits for the result, and a call on the loop itself runs directly. `inspection.py` adds the methods that
-show the state. `broker.py` adds the methods that change the state.
+The state of a broker belongs to its event loop. So methods with the decorator `on_loop` run on this loop. A call from
+another thread waits for the result, and a call on the loop itself runs directly.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class EmbeddedBroker:
     async def _start(self) -> None:
         if self._port is not None:
             raise RuntimeError("this broker has run already; make a new Broker")
-        # If a part fails to start, the parts that have started are stopped here, in reverse order. Otherwise `_stop`
-        # stops all parts.
+        # If a part fails to start, `started` stops the earlier parts here. Otherwise `_stop` stops all parts.
         async with AsyncExitStack() as started:
             if self._disk is not None:
                 await self._disk.start()
@@ -136,10 +134,7 @@ class EmbeddedBroker:
 
     @property
     def url(self) -> str:
-        """An AMQP URL with the name and password of the first user.
-
-        The URL has no password if the settings have only the password's hash.
-        """
+        """An AMQP URL for the first user. It has no password if the settings have only the password's hash."""
         user, password = next(iter(self.settings.users.items()))
         scheme = "amqp" if self.settings.ssl_context is None else "amqps"
         host = url_host(self.settings.host)

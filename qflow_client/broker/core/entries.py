@@ -1,11 +1,8 @@
 """The objects in queues: messages, their entries in queues, and their confirms.
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
-place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator can
-hold (delay) the confirm. The confirm is sent after the last hold is released.
-
-The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
-pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
+place of the message in the queue. The protocols at the end describe a queue and its parts for the modules that
+`queue.py` imports.
 """
 
 from __future__ import annotations
@@ -110,7 +107,7 @@ class Record:
 
 
 class StoredMessage:
-    """A message. Its queues share this object. The content never changes, but the body can be only on disk.
+    """A message. The content never changes, but the body can be only on disk.
 
     Args:
         target: the exchange and routing key with which the message was published.
@@ -135,7 +132,6 @@ class StoredMessage:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the body was only on disk and is damaged there."""
         return self.record is not None and self.record.is_lost
 
     @property
@@ -172,13 +168,11 @@ class Completion:
     def __init__(self, tag: int, complete: Callable[[int], None]) -> None:
         self.tag = tag
         self._complete = complete
-        # Number of holds. The confirm is not sent while this number is not 0.
         self.holds = 0
         # Whether every destination queue has the message. Until then the confirm is not sent, even without holds.
         self._armed = False
 
     def release(self) -> None:
-        """Release one hold."""
         self.holds -= 1
         if not self.holds and self._armed:
             self._complete(self.tag)
@@ -199,7 +193,6 @@ class QueueEntry:
         self.message = message
         # Place of the entry in the order of the queue. A requeue does not change this number.
         self.sequence = sequence
-        # Whether the message was delivered before.
         self.redelivered = False
         # Whether the message was delivered, and is not settled yet.
         self.is_unacked = False
@@ -210,7 +203,7 @@ class QueueEntry:
 class Consumer(Protocol):
     """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue delivers to the consumer, see `Dispatcher`, which sets this flag.
+    #: Whether the queue delivers to the consumer. The `Dispatcher` sets this flag.
     is_active: bool
 
     @property
@@ -263,7 +256,7 @@ class DroppableEntries(Protocol):
         """Record that an entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """Record that an entry has left the queue, or is now unacked. The entry can no longer be dropped."""
+        """Record that an entry has left the queue, or is now unacked."""
 
     def __len__(self) -> int: ...
 
@@ -312,9 +305,7 @@ class QueueDropping(Protocol):
 class QueueDispatcher(Protocol):
     """Gives the messages of a queue to its consumers."""
 
-    #: All consumers.
     consumers: dict[Consumer, None]
-    #: Deliveries so far.
     delivered: int
 
     def settle(self, entry: QueueEntry, *, acked: bool) -> None:

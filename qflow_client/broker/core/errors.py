@@ -37,12 +37,7 @@ class ReplyCode(IntEnum):
 
 
 class AmqpError(Exception):
-    """An error of a client, or of a caller of `Broker`. For a client, the broker closes the channel or the connection.
-
-    Args:
-        code: the reply code.
-        text: text for people: what went wrong and how to avoid it.
-    """
+    """An error of a client, or of a caller of `Broker`. A client's error closes its channel or connection."""
 
     def __init__(self, code: ReplyCode, text: str) -> None:
         super().__init__(text)

@@ -1,11 +1,8 @@
 """Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
-`topology.py` declares exchanges and bindings. `routing.py` follows matching bindings from exchange to exchange. A
-second binding with the same source, destination, routing key and arguments is ignored. A headers exchange needs the
-headers of each message. For other types, destinations depend only on the routing key, so a `Target` can cache them.
-
-A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words of the binding keys. So
-neither exchange looks at all bindings for each message.
+A headers exchange needs the headers of each message. For other types, destinations depend only on the routing key, so a
+`Target` can cache them. A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words
+of the binding keys. So neither of these two exchanges looks at all bindings for each message.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ class Target(Address):
         self.queues: tuple[Queue, ...] | None = ()
         # The value of `Router.version` for which `queues` and `watched` are valid.
         self.version = -1
-        # Whether any destination is watched (see `queue.py`), there are more than MANY_QUEUES destinations, or the
-        # destinations depend on headers.
+        # Whether messages need `Channel._publish_watched`, see `Router._resolve`.
         self.watched = False
 
 
@@ -165,8 +161,7 @@ class FanoutExchange(Exchange):
 class _Branch:
     """A branch of the tree of a topic exchange. Binding keys with the same first words share branches.
 
-    Args:
-        words: the words of this branch. The path from the root to a binding's branch has all words of its binding key.
+    The path from the root to the branch of a binding has all words of the binding key.
     """
 
     __slots__ = ("bindings", "next", "words")

@@ -16,8 +16,8 @@ __all__ = ["Expiry"]
 class Expiry(EntryObserver):
     """The entries of one queue that expire, ordered by their expiry times.
 
-    An entry that leaves the queue stays in this object until its expiry time or a sweep. A sweep removes such entries.
-    It runs when the number of entries in this object has doubled since the previous sweep.
+    An entry that leaves the queue stays in this object until its expiry time, or until a sweep removes it. A sweep runs
+    when the number of entries in this object has doubled since the previous sweep.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
@@ -50,7 +50,6 @@ class Expiry(EntryObserver):
         self.recovered(entry, 0.0)
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        # The shorter time to live applies: that of the message, or that of the queue.
         seconds, own = self._message_ttl, entry.message.ttl
         if own is not None:
             seconds = own / 1000 if seconds is None else min(own / 1000, seconds)

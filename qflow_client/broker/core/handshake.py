@@ -1,8 +1,8 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
 The session checks the order of the methods, and passes the methods to the `Handshake`. A login is delayed if several
-logins from the same address have failed. A hashed password is checked on another thread. So the result of a login can
-come later, and a callback gets it.
+logins from the same address have failed. A callback gets the result of a login, because a hashed password is checked on
+another thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Handshake:
         return self._capabilities.get(capability) is True and self._dialect.has(capability)
 
     def start(self) -> None:
-        """Answer the protocol header with Connection.Start."""
         start = commands.Connection.Start(
             server_properties=self._dialect.server_properties, mechanisms=MECHANISMS, locales="en_US"
         )
@@ -91,7 +90,7 @@ class Handshake:
             address: address of the client; empty if it has none.
             now: monotonic seconds.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
-                delayed, this call does not lead to `done`, and the caller has to call `check_login` at `login_at`.
+                delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")
@@ -125,7 +124,6 @@ class Handshake:
         self._host.logins.check(login, address, now, checked)
 
     def tune(self) -> None:
-        """Send Connection.Tune after a successful login."""
         settings = self._settings
         tune = commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._output.write(wire.method(0, tune))

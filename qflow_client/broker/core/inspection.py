@@ -167,7 +167,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @property
     def version(self) -> int:
-        """A number that grows with each change of the broker's state."""
+        """A number that grows when the broker's state has changed."""
         return self._runner.version
 
     def wait_until(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
@@ -184,11 +184,7 @@ class InspectableBroker(EmbeddedBroker):
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """Do the work of `wait_until` on any event loop, including the broker's own.
-
-        Args:
-            predicate: takes the broker and returns the condition.
-            timeout: seconds.
+        """Do the work of `wait_until`, with the same arguments, on any event loop, including the broker's own.
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.

@@ -1,8 +1,7 @@
 """The limits of one queue: its flow thresholds, its maximum, and its other options.
 
-`Rules` create a `QueueRule` for each new queue. The `QueueRule` computes the limits of this queue. The core has only
-`PlainRules`, which uses only the broker's settings. `PlainRules` is both `Rules` and `QueueRule`. The package
-`qflow_client.broker.policies` has the rules that read arguments and policies.
+`Rules` create a `QueueRule` for each new queue, which computes the limits of the queue. The core has only `PlainRules`,
+which is both. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class QueueLimits:
         capacity: the thresholds of Qpid Java (J1 J2).
         overflow: the overflow policy with its maximum; ``None`` for no overflow policy.
         enforcement: how the queue holds back producers while it is ON.
-        policy: name of the overflow policy for snapshots and logs. If `overflow` is not ``None``, this is its name.
+        policy: name of the overflow policy, for snapshots and logs; ``"flow"`` if `overflow` is ``None``.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
         overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
         policies: the names of the operator's policies that apply to the queue.

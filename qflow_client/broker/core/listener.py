@@ -2,9 +2,8 @@
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
 free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`
-seconds. The server of asyncio would try again, and write a log line, a thousand times per second. A protocol is created
-before the TLS handshake of its connection, so the handshake counts towards the protocol's time limit. The AMQP server
-and the HTTP server each have a `Listener`.
+seconds. The server of asyncio would write `BACKLOG` log lines per second. A protocol is created before the TLS
+handshake of its connection, so the handshake counts towards the protocol's time limit.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ class Listener:
     """Accepts connections.
 
     Args:
-        make_protocol: makes the protocol of each connection.
         ssl_context: a server-side context; ``None`` for plain TCP.
         handshake_timeout: maximum seconds for a TLS handshake.
-        max_handshakes: maximum number of TLS handshakes at the same time.
     """
 
     #: Seconds in which the listener accepts nothing after the file descriptors ran out.
@@ -66,10 +63,7 @@ class Listener:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Start to listen.
-
-        Returns:
-            The port, which the system has chosen if `port` is 0.
+        """Start to listen, and return the port, which the system has chosen if `port` is 0.
 
         Raises:
             OSError: the address is in use or does not belong to this machine.
@@ -159,10 +153,7 @@ class Listener:
             accepted.close()
 
     async def stop(self) -> None:
-        """Stop accepting.
-
-        Incomplete TLS handshakes are cancelled. This method returns when all other connections have a transport.
-        """
+        """Stop accepting. Cancel incomplete TLS handshakes, and wait until all other connections have a transport."""
         self._accept_off()
         if self._timer is not None:
             self._timer.cancel()

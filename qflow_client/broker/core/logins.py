@@ -2,13 +2,13 @@
 
 A login of an unknown user takes as long as one with a wrong password. Only `authenticate` can accept a blank password.
 
-`Logins` checks passwords. If the settings have only a hash of the password, `Logins.run` runs the check; the server
-replaces `run`, to use a thread. A right password is remembered as a keyed digest, with a new key for each broker. So a
-client that reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot
-have many checks at the same time.
+`Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread. A
+right password is then remembered as a keyed digest, with a new key for each broker. So a client that reconnects does
+not wait for the hash again. A running check counts as a failed login, so one address cannot have many checks at the
+same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
-delayed to about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.
+delayed to about one per second. A right password is delayed as long as a wrong one.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class Logins:
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs the first function, which can take 50 ms, and then calls the second function with the result. This
-        #: default does so on the calling thread. The server replaces it.
+        #: Calls the first function, which can take 50 ms, and then the second with the result. The server replaces it.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -143,8 +142,7 @@ class Logins:
     def renewed_for(self, user: str, secret: bytes) -> float:
         """Return for how many seconds a user's secret is valid from now on; 0 for a wrong secret.
 
-        Without `authenticate` the secret is not checked, because the connection is already open. RabbitMQ does the same
-        with PLAIN.
+        Without `authenticate` the secret is not checked (as in RabbitMQ), because the connection is already open.
         """
         if self._authenticate is None:
             return math.inf
@@ -165,7 +163,6 @@ def login_refusal(login: Login, loopback_users: Collection[str], address: str, *
     Args:
         loopback_users: users that may log in only from this machine.
         address: address of the client; empty if it has none, for example on a Unix socket.
-        is_right: whether user and password are right.
     """
     if not is_right:
         return f"login of user {login.user!r} was refused using {login.mechanism}; check user and password"
@@ -196,7 +193,7 @@ class FailedLogins:
     INTERVAL = 1.0
     #: Maximum delay of a login, in seconds.
     MAX_DELAY = 5.0
-    #: Maximum number of addresses. If there are more, the address with the oldest last failure is forgotten.
+    #: Maximum number of addresses. If there are more, the address whose last failure is the oldest is forgotten.
     MAX_ADDRESSES = 4096
 
     def __init__(self, burst: int) -> None:
@@ -210,7 +207,6 @@ class FailedLogins:
         return 0.0 if clear_at is None else max(0.0, clear_at - now - self._burst * self.INTERVAL)
 
     def failed(self, address: str, now: float) -> None:
-        """Count a failed login from an address."""
         if not self._burst:
             return
         key = _network(address)

@@ -45,9 +45,8 @@ class MethodChannel(Protocol):
     number: int
     host: VirtualHost
     consuming: Consuming
-    #: Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
     last_queue: str
-    #: Name of the queue for direct replies, even if it is deleted; empty if the channel never consumed replies.
+    #: Name of the latest queue for direct replies, even if it is deleted; empty if there was none.
     reply_queue: str
 
     @property
@@ -55,7 +54,7 @@ class MethodChannel(Protocol):
         """The channel's connection."""
 
     def reply(self, method: pamqp.base.Frame) -> None:
-        """Send an answer that does not itself have to wait for the disk."""
+        """Send an answer that reports no change of the topology."""
 
     def check_alarm(self, so: str = "") -> None:
         """Raise an exception if the dialect forbids the method during the present alarm, see `Channel.check_alarm`."""
@@ -136,11 +135,7 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
 
 
 def _queue_name(channel: MethodChannel, name: str) -> str:
-    """Return the queue name of a method. An empty name means the queue that the channel declared last.
-
-    Raises:
-        ChannelException: 404 if the name is empty and the channel has not declared a queue.
-    """
+    """Return the queue name of a method. An empty name means the queue that the channel declared last (404 if none)."""
     if not name:
         name = channel.last_queue
         if not name:
@@ -151,7 +146,7 @@ def _queue_name(channel: MethodChannel, name: str) -> str:
 
 
 def named_queue(channel: MethodChannel, name: str) -> Queue:
-    """Return the queue of a method. An empty name means the queue that the channel declared last.
+    """Return the queue of a method, see `_queue_name`.
 
     Raises:
         ChannelException: 404 if the queue does not exist. 405 if the queue belongs to another connection.
