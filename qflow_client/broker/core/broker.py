@@ -195,8 +195,7 @@ class Broker(InspectableBroker):
     def get(self, queue: str) -> BrokerMessage | None:
         """Remove the first ready message of a queue, and return it.
 
-        Returns:
-            The message; ``None`` if no message is ready, or if the body of the removed message is damaged on disk.
+        The result is ``None`` if no message is ready, or if the body of the removed message is damaged on disk.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

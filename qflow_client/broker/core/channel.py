@@ -73,7 +73,6 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 class Channel:
     """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
-    #: Maximum number of pairs in `targets`.
     MAX_TARGETS = 8
 
     __slots__ = (
@@ -131,10 +130,8 @@ class Channel:
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
-        # The unconfirmed messages; None without confirm mode.
         self.confirms: Confirms | None = None
         self.waiting: dict[WaitingPublish, None] = {}
-        # The open transaction; None without transaction mode.
         self.transaction: Transaction | None = None
         self.consuming = Consuming(session, number)
         self.flow = ChannelFlow(session, number)
@@ -427,7 +424,6 @@ class Channel:
 
     @property
     def unconfirmed(self) -> int:
-        """Number of published messages that are neither acked nor nacked yet."""
         return len(self.confirms) if self.confirms is not None else 0
 
     def _confirm_select(self, method: commands.Confirm.Select) -> None:

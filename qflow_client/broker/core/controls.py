@@ -25,7 +25,6 @@ class Controls:
 
     #: Name of the controller that blocks channels for the operator, and of the alarm that `Broker.block` raises.
     OPERATOR = "operator"
-    #: Name of the controller that blocks channels during an alarm.
     ALARM = "alarm"
 
     def __init__(self, *, watches_publishes: bool = False) -> None:

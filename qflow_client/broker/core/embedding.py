@@ -147,7 +147,6 @@ class EmbeddedBroker:
         """Run a function on the broker's loop. On that loop, or if no loop runs, call the function directly.
 
         Args:
-            changes: whether the function changes the broker.
             lasts: whether the function makes a change that has to be on disk before this method returns. On the loop
                 itself, this method does not wait for the disk.
         """

@@ -61,7 +61,6 @@ class Handshake:
         self.user = ""
         # The time at which the login expires; infinite if it does not expire.
         self.expires_at = math.inf
-        #: The client properties from Connection.Start-Ok.
         self.client_properties: Mapping[str, Any] = {}
         #: The client property `connection_name`; empty if the client does not send one.
         self.client_name = ""

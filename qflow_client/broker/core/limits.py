@@ -47,7 +47,7 @@ class QueueLimits:
         capacity: the thresholds of Qpid Java (J1 J2).
         overflow: the overflow policy with its maximum; ``None`` for no overflow policy.
         enforcement: how the queue holds back producers while it is ON.
-        policy: name of the overflow policy, for snapshots and logs; ``"flow"`` if `overflow` is ``None``.
+        policy: name of the overflow policy, for snapshots and logs. It can be set even if `overflow` is ``None``.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
         overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
         policies: the names of the operator's policies that apply to the queue.
@@ -87,7 +87,6 @@ class QueueLimits:
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
-        """The sets of thresholds that are configured."""
         return tuple(marks for marks in (self.stop_resume, self.capacity) if marks.is_set)
 
 

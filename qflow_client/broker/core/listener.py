@@ -37,9 +37,7 @@ class Listener:
         handshake_timeout: maximum seconds for a TLS handshake.
     """
 
-    #: Seconds in which the listener accepts nothing after the file descriptors ran out.
     PAUSE = 1.0
-    #: Minimum seconds between two log lines about missing file descriptors.
     LOG_INTERVAL = 60.0
     #: Maximum number of connections that each listening socket accepts in one iteration of the loop.
     MOST = 100

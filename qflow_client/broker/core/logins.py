@@ -3,9 +3,8 @@
 A login of an unknown user takes as long as one with a wrong password. Only `authenticate` can accept a blank password.
 
 `Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread. A
-right password is then remembered as a keyed digest, with a new key for each broker. So a client that reconnects does
-not wait for the hash again. A running check counts as a failed login, so one address cannot have many checks at the
-same time.
+right password is then remembered as a keyed digest, so a client that reconnects does not wait for the hash again. A
+running check counts as a failed login, so one address cannot have many checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
 delayed to about one per second. A right password is delayed as long as a wrong one.
