@@ -119,7 +119,7 @@ class Returning:
         queues: the queues of the channel's consumers.
     """
 
-    #: Number of deliveries in a slice.
+    #: Maximum number of deliveries in a slice.
     AT_ONCE = 10_000
 
     def __init__(self, host: VirtualHost, deliveries: list[Delivery], queues: Iterable[Queue]) -> None:

@@ -42,7 +42,6 @@ class Death(NamedTuple):
     Attributes:
         queue: name of the queue, or any value that a client sent.
         reason: the reason, or any value that a client sent.
-        fields: all fields of the entry.
         raw: the entry of ``x-death``, encoded with its type.
     """
 

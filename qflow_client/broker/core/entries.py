@@ -92,7 +92,6 @@ class Record:
         self.number = 0
         # Whether a batch of records for the disk has included the message.
         self.is_taken = False
-        # Whether the message is on disk.
         self.is_written = False
         # The confirm, if it waits for the disk; otherwise None.
         self.completion: Completion | None = None

@@ -43,7 +43,7 @@ class Expiry(EntryObserver):
 
     @property
     def next_at(self) -> float:
-        """The time at which the next entry expires; infinite if no entry expires."""
+        """The earliest expiry time; infinite if no entry expires."""
         return self._heap[0][0] if self._heap else math.inf
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:

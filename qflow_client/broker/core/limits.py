@@ -1,7 +1,7 @@
 """The limits of one queue: its flow thresholds, its maximum, and its other options.
 
 `Rules` create a `QueueRule` for each new queue, which computes the limits of the queue. The core has only `PlainRules`,
-which is both. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
+with the same rule for all queues. `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class QueueLimits:
         capacity: the thresholds of Qpid Java (J1 J2).
         overflow: the overflow policy with its maximum; ``None`` for no overflow policy.
         enforcement: how the queue holds back producers while it is ON.
-        policy: name of the overflow policy, for snapshots and logs. It can be set even if `overflow` is ``None``.
+        policy: name of the overflow policy, for snapshots and logs: `overflow.name` if `overflow` is not ``None``.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
         overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
         policies: the names of the operator's policies that apply to the queue.

@@ -1,6 +1,7 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-A login of an unknown user takes as long as one with a wrong password. Only `authenticate` can accept a blank password.
+Only `authenticate` can accept a blank password. If all passwords are hashed, or none, a login of an unknown user takes
+as long as one with a wrong password.
 
 `Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread. A
 right password is then remembered as a keyed digest, so a client that reconnects does not wait for the hash again. A
@@ -94,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for unknown users, so that their logins take as long as others; empty without hashes.
+        # Hash to check for unknown users, so that their logins take as long as hashed ones; empty without hashes.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
