@@ -95,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash to check for unknown users, so that their logins take as long as hashed ones; empty without hashes.
+        # Hash that wrong logins check if their user has none, so that their time reveals no user; empty without hashes.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
@@ -116,15 +116,17 @@ class Logins:
                 self._failed.failed(address, now)
             done(valid_for)
             return
-        password = self._users.get(login.user, self._nobody)
+        password = self._users.get(login.user, "")
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
-            # Compared even if the user is unknown, so that the time of the check does not reveal which users exist.
+            # Compared even if the user is unknown, for the same reason.
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
-            if not is_right:
-                self._failed.failed(address, now)
-            done(_valid(is_right))
-            return
+            if is_right or not self._nobody:
+                if not is_right:
+                    self._failed.failed(address, now)
+                done(_valid(is_right))
+                return
+            password, is_known = self._nobody, False
         mark = hmac.digest(self._key, login.password, "sha256")
         if is_known and hmac.compare_digest(self._right.get(login.user, b""), mark):
             done(math.inf)

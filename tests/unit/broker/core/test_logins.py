@@ -280,6 +280,20 @@ def test_E9_password_hashes_are_checked_outside_the_event_loop_and_each_right_pa
     assert len(jobs) == 4
 
 
+def test_E9_a_wrong_password_takes_as_long_for_a_user_without_a_hash_as_for_an_unknown_user(make_world):
+    world = make_world(users={"ann": cheap("sesame"), "bob": "plain"})
+    jobs = []
+    world.host.logins.run = lambda function, done: jobs.append((function, done))
+    start(world, FAR, "bob", "plain").only(commands.Connection.Tune, 0)
+    assert jobs == []
+    # The last one is the password of the hash that is checked instead.
+    wrong = [start(world, FAR, "bob", password) for password in ("wrong", "", "sesame")]
+    assert len(jobs) == 3
+    for function, done in jobs:
+        done(function())
+    assert [client.only(CLOSE, 0).reply_code for client in wrong] == [403] * 3
+
+
 def test_E9_an_address_has_at_most_as_many_concurrent_password_checks_as_allowed_failed_logins(make_world):
     world = make_world(users={"ann": cheap("sesame")}, max_failed_logins=3)
     jobs = []
