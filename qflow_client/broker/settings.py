@@ -90,16 +90,14 @@ class BrokerSettings(Settings):
 
     Attributes:
         http_host: address on which the HTTP API listens.
-        http_port: port of the HTTP API; 0 for a free port. With ``None`` there is no HTTP API, and its modules are not
-            imported.
+        http_port: port of the HTTP API; 0 for a free port; ``None`` for no HTTP API.
         http_token: token that HTTP clients have to send; ``None`` for no token. Without a token, the API must use a
             loopback address. The `repr` of the settings does not show the token.
         policies: policies that the broker has at the start (D3). The names of the policies must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
             durable queues, exchanges and bindings survive the end of the broker, and so do persistent messages in
             durable queues.
-        store_synchronous: with ``"normal"``, confirmed messages survive a crash of the process. With ``"full"``, they
-            also survive a crash of the machine.
+        store_synchronous: the failures that confirmed messages survive: ``"normal"`` or ``"full"``, see `Synchronous`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, an alarm
             blocks all connections with ``Connection.Blocked``. The alarm ends when 9/8 of the limit is free.
 

@@ -74,8 +74,7 @@ class Output:
     Args:
         journal: calls back when records are on disk; ``None`` if there is no journal.
         now: monotonic seconds.
-        on_output: called when there is output: at most once before each `take`, and also for each call of
-            `write_past_promises`.
+        on_output: called for the first output after each `take`, and at each call of `write_past_promises`.
     """
 
     #: Maximum bytes of unsent deliveries. If there are more, consumers get no messages.
@@ -101,18 +100,13 @@ class Output:
         self.promises: dict[int, deque[Promise]] = {}
         # Channels with due confirms. `take` adds these confirms to the frames.
         self._confirming: dict[_Channel, None] = {}
-        # Whether the socket accepts bytes.
         self._is_writable = True
-        # Bytes of unsent deliveries.
         self._delivery_bytes = 0
-        # Whether consumers may get more messages.
         self.takes_deliveries = True
         # Time of the last `take` that returned data, or of the last heartbeat.
         self.last_sent = now
         # Number of bytes that `take` has returned so far.
         self.sent = 0
-
-    # Frames.
 
     def write(self, data: bytes) -> None:
         """Append whole frames of one channel. The frames are sent after the promises of that channel."""
@@ -126,9 +120,9 @@ class Output:
     def write_past_promises(self, data: bytes) -> None:
         """Append whole frames that do not wait for the promises of their channel.
 
-        Used for Channel.Flow, which answers no method. Channel.Flow does not wait for the disk, because the grace time
-        (`flow_grace`, D8) starts when the channel is blocked. `on_output` is called each time, so that this connection
-        writes after all connections that have output now. So clients get Channel.Flow in the order of blocking (F4).
+        Only Channel.Flow, which answers no method, is written with this method. It must not wait for the disk, because
+        its grace time (`flow_grace`, D8) starts when the channel is blocked. The server writes to connections in the
+        order of their last `on_output`, so clients get Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
         self._frames.append(data)
@@ -152,7 +146,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Call `on_output`, unless it was called since the last `take`. Also called when a session ends."""
+        """Call `on_output`, unless it was called since the last `take`."""
         if not self._announced:
             self._announced = True
             self._on_output()
@@ -197,8 +191,7 @@ class Output:
     def promise_kept(self, number: int, more: int) -> None:
         """Move the frames of a channel's kept promises, and the frames behind these promises, to the frames for `take`.
 
-        Args:
-            more: the size of the promised frames in bytes, minus `Promise.size`.
+        `more` is the size of the promised frames in bytes, minus `Promise.size`.
         """
         self.unsent += more
         promises = self.promises.get(number)

@@ -76,10 +76,7 @@ class Overflow:
         )
 
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
-        """Return the reason why new messages do not fit; ``None`` if they fit.
-
-        `depth` and `size` are the counted messages and body bytes now. `coming` has both numbers for the new messages.
-        """
+        """Return why `coming` (messages, body bytes) do not fit on top of `depth` and `size`; ``None`` if they fit."""
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:
             return f"queue '{queue.name}' is full: {depth} messages of at most {self.max_count}"

@@ -26,11 +26,7 @@ def is_hash(password: str) -> bool:
 
 
 def hash_password(password: str) -> str:
-    """Return the hash of a password, for a settings file. Each hash has a new salt, so two hashes of a password differ.
-
-    Args:
-        password: the password; it must not be blank.
-    """
+    """Return the hash of a password that is not blank, for a settings file. Each hash has a new salt."""
     salt = token_bytes(16)
     digest = scrypt(password.encode(), salt=salt, n=1 << 14, r=8, p=1, maxmem=_MAX_MEMORY, dklen=32)
     return f"{_PREFIX}ln=14,r=8,p=1${_text(salt)}${_text(digest)}"
@@ -46,7 +42,7 @@ def check_hash(hashed: str) -> None:
 
 
 def matches(hashed: str, password: bytes) -> bool:
-    """Whether a password matches a hash. The check takes about 50 ms and releases the GIL."""
+    """Whether a password matches a hash. The check releases the GIL."""
     n, r, p, salt, digest = _parse(hashed)
     found = scrypt(password, salt=salt, n=n, r=r, p=p, maxmem=2 * _MAX_MEMORY, dklen=len(digest))
     return hmac.compare_digest(found, digest)

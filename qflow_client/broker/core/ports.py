@@ -1,10 +1,7 @@
 """The interfaces of the core for plug-ins: a message store, a flow log, rate limits, and servers of other protocols.
 
-The core calls these interfaces and does not import their implementations. `Journal` records the topology and every
-message in a queue, and reads bodies that are not in memory. `Disk` writes these records. The core reports messages,
-flow states, blocked (flowed) channels and held confirms to `FlowObserver`. `PublishMeter` counts the messages of
-clients. `qflow_client.broker.core.overflow` has the interface of overflow policies, and
-`qflow_client.broker.core.limits` the interface of the rules for queues.
+The core calls these interfaces and does not import their implementations. `qflow_client.broker.core.overflow` has the
+interface of overflow policies, and `qflow_client.broker.core.limits` the interface of the rules for queues.
 """
 
 from __future__ import annotations
@@ -140,8 +137,7 @@ class Journal(Protocol):
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records so far (with `topology_only` only those of the topology) are on disk.
 
-        Returns:
-            Whether the function will be called. If not, these records are already on disk.
+        Return False, without a call, if all of them are on disk already.
         """
 
     @property
@@ -156,7 +152,7 @@ class Journal(Protocol):
 
 
 class FlowObserver(Protocol):
-    """Observes the flow control of queues and channels."""
+    """Observes messages, flow states, blocked (flowed) channels and held confirms."""
 
     #: Seconds between two calls of `tick`.
     period: float

@@ -1,4 +1,4 @@
-"""The brokers that this broker can imitate, as data (docs/dialects.md). Sessions and channels read the data."""
+"""The brokers that this broker can imitate, as data (docs/dialects.md)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _EXTENSIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The properties and the behaviour of a broker.
+    """The properties and the behaviour of an imitated broker.
 
     Attributes:
         properties: server properties in ``Connection.Start``, without the capabilities.
@@ -112,7 +112,6 @@ class Dialect:
 
 _PLAYED = "played by the broker of qflow_client"
 
-#: Dialects by profile.
 DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
     {
         Profile.QFLOW: Dialect(

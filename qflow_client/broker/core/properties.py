@@ -100,11 +100,7 @@ def with_reply_to(header: bytes, name: str) -> bytes:
 
 
 def is_persistent(header: bytes) -> bool:
-    """Whether the property ``delivery_mode`` is 2 (persistent).
-
-    Args:
-        header: the payload of a well-formed content header frame.
-    """
+    """Whether the property ``delivery_mode`` of a well-formed content header is 2 (persistent)."""
     flags = header[12]
     if not flags & DELIVERY_MODE_FLAG >> 8:
         return False

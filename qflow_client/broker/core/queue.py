@@ -8,8 +8,7 @@ broker with a journal is watched. `Queue.enqueue` delivers nothing. If any of a 
 enters all of them before a consumer gets it. If none of its queues is watched, each queue can deliver the message
 before the message enters the next queue.
 
-The queue calls its plug-ins. The overflow policy is called before and after a message enters, and changes the queue
-only through `QueueView`. `Contents.observers` has the observers of the entries, which are called in this order:
+`Contents.observers` has the observers of the entries, which are called in this order:
 
 1. `Storage`, for the journal, the pager and the droppable entries
 2. `Expiry`, if the queue or a message has a time to live
@@ -171,7 +170,6 @@ class Queue:
         self._tick_at = math.inf
         self.contents = contents = Contents()
         has_letters = options.dead_letter_exchange is not None
-        # Links the queue to the journal; None if there is no journal.
         self.storage: Storage | None = None
         if journal is not None:
             self.storage = Storage(journal, number, has_letters, contents, lambda: surroundings.window)
@@ -184,22 +182,16 @@ class Queue:
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0
-        # Whether the queue refuses every message for an operator, see `refuse`.
         self.is_refusing = False
-        # Confirms that an operator withholds; None if no confirms are withheld.
         self._withheld: WithheldConfirms | None = None
         # The overflow policy that applies now; None if the queue has no overflow policy.
         self.overflow: Overflow | None = None
-        # Whether a message for this queue needs more than an append.
         self.is_watched = False
-        # Whether this queue can refuse a message.
         self.may_refuse = False
-        # Whether messages wait for room in this queue.
         self.has_line = False
         if options.message_ttl is not None:
             self._make_expiry()
         self._apply_limits()
-        # Time of the last use: a declare, a get or the end of a consumer.
         self._used_at = 0.0
         self.touch()
 
@@ -297,13 +289,9 @@ class Queue:
         return self.overflow.refusal(self, size, count, size if largest is None else largest)
 
     def turn_away(self, message: StoredMessage, *, can_nack: bool) -> bool:
-        """Handle a message that this queue refuses.
+        """Handle a message that this queue refuses. Return True if the message is dropped silently and only counted.
 
-        Args:
-            can_nack: whether the publisher is in confirm mode. If so, a ``Basic.Nack`` can inform it.
-
-        Returns:
-            False if the caller has to inform the publisher; True if the message is dropped silently and only counted.
+        If the result is False, the caller has to inform the publisher. `can_nack` is True in confirm mode.
         """
         overflow = self.overflow
         if overflow is None:
@@ -346,14 +334,7 @@ class Queue:
                 observer.entered(entry, source, completion)
 
     def recover(self, message: StoredMessage, age: float) -> None:
-        """Restore a message that was in the queue when the broker stopped.
-
-        This method delivers no messages and blocks no channel.
-
-        Args:
-            message: the message, which the store already has.
-            age: seconds since the message was enqueued.
-        """
+        """Restore a message of the store that was enqueued `age` seconds ago. Deliver nothing, and block no channel."""
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
         entry = self.contents.append(self, message)
@@ -401,10 +382,7 @@ class Queue:
         return count
 
     def delete(self) -> int:
-        """Remove all messages, and return the number of messages that were ready.
-
-        The caller has to call `Dispatcher.cancel_all` afterwards.
-        """
+        """Remove all messages, and return how many were ready. The caller calls `Dispatcher.cancel_all` afterwards."""
         self.is_deleted = True
         count = self.purge()
         self.release_withheld()
@@ -436,12 +414,7 @@ class Queue:
     # Time.
 
     def note_waiting(self, until: float, change: int = 0) -> None:
-        """Change the number of messages that wait for room in this queue, and schedule a check of these messages.
-
-        Args:
-            until: latest time of the check, in monotonic seconds.
-            change: 1 if a message starts to wait, -1 if a message stops waiting, 0 for no change.
-        """
+        """Add `change` to the number of messages that wait for room. Check these messages at the latest at `until`."""
         self.waiting += change
         self._tick_by(until)
         self._watch()

@@ -100,7 +100,6 @@ class QueueFlow(FlowController):
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
-        """Release all held confirms."""
         held, self.held = self.held, {}
         for completion in held.values():
             completion.release()
@@ -179,8 +178,7 @@ class QueueFlows(EntryObserver):
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
-        # Time at which the queue turned ON; None if it is OFF. An overdue queue keeps the time if a message that is
-        # dropped at the maximum turns its flow states OFF.
+        # Time at which the queue turned ON; None if it is OFF. An overdue queue that is OFF can keep it, see `left`.
         self.on_since: float | None = None
         # Whether the queue has been ON for longer than `max_flow_wait`. If so, it does not hold back producers (D10).
         self.is_overdue = False
@@ -341,11 +339,7 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Do what is due now: release all producers, or unblock the next channel.
-
-        If the queue has been ON for longer than `max_flow_wait`, stop holding back all producers (D10). If the queue is
-        OFF and `resume_interval` has passed, unblock the next channel (F4).
-        """
+        """Stop holding back producers if `max_flow_wait` is over (D10). Unblock the next channel if it is due (F4)."""
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
             if now >= self.on_since + wait:

@@ -29,7 +29,7 @@ class Quota:
         self._limit = limit
         self._things = things
         self._count = count
-        # At least the current number of objects. Deletions are not subtracted until the next exact count.
+        # At least the current number of objects.
         self._bound = 0
 
     def take(self, *, is_there: bool = False) -> None:

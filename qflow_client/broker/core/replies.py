@@ -32,7 +32,6 @@ def check_reply_consumer(*, no_ack: bool, has_one: bool) -> None:
     """Check that a channel may consume replies.
 
     Args:
-        no_ack: whether the consumer sends no acknowledgements.
         has_one: whether the channel already has a reply consumer.
 
     Raises:
@@ -51,7 +50,6 @@ def check_reply_queue(name: str, queues: Container[str]) -> None:
 
     Args:
         name: a name for which `is_reply_queue` is True.
-        queues: the names of all queues.
 
     Raises:
         ChannelException: 404 if the requester does not exist any more.

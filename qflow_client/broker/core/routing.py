@@ -1,8 +1,7 @@
 """Routing, sans-I/O: the queues that a message reaches from its exchange.
 
-Channels, `VirtualHost.publish` and `DeadLetters` ask the `Router` for queues. Equal ``Basic.Publish`` methods share a
-`Target`, which caches the queues for one `Router.version`. Each change that affects routing increases `Router.version`.
-A target of an older version is resolved again before it is used.
+Equal ``Basic.Publish`` methods share a `Target`, which caches the queues for one `Router.version`. Each change that
+affects routing increases `Router.version`. A target of an older version is resolved again before it is used.
 
 A message goes from exchange to exchange through bindings, and visits each exchange at most once. An exchange that finds
 no destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, this applies to every
@@ -37,7 +36,6 @@ class Router:
         self._settings = settings
         self.exchanges = exchanges
         self.queues = queues
-        # Grows with every change after which targets have to be resolved again.
         self.version = 0
         # Cached targets. The keys are the payloads of Basic.Publish frames.
         self.targets: dict[bytes, Target] = {}

@@ -1,8 +1,7 @@
 """The event loop of a broker, and calls to it from other threads.
 
-`Runner.call` runs a function on the loop and returns the result. On the loop itself, or if no loop runs, the function
-is called directly. `Runner.call_in_steps` does long work in steps, between which the loop can do other work. After each
-change, `Runner.changed` makes the waiting calls check their conditions again. `EmbeddedBroker` has one `Runner`.
+`Runner.call_in_steps` does long work in steps, between which the loop can do other work. After each change of the
+broker, `Runner.changed` makes the waiting calls check their conditions again. `EmbeddedBroker` has one `Runner`.
 """
 
 from __future__ import annotations
@@ -96,11 +95,7 @@ class Runner:
         asyncio.run(main())
 
     def end(self, stop: _Step) -> None:
-        """End the thread that `run` started.
-
-        Args:
-            stop: runs on the loop before the thread ends.
-        """
+        """End the thread that `run` started. `stop` runs on the loop before the thread ends."""
         loop, thread = self._loop, self._thread
         assert thread is not None
         if loop is not None:
@@ -152,10 +147,7 @@ class Runner:
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for at most about `SLICE` seconds in each iteration.
 
-        On that loop, or if no loop runs, run all steps directly.
-
-        Raises:
-            BaseException: the exception of a step.
+        On that loop, or if no loop runs, run all steps directly. The exception of a step is raised.
         """
         done: Future[None] = Future()
 

@@ -1,9 +1,8 @@
 """The sockets of the broker: asyncio transports and timers around the sessions.
 
-`EmbeddedBroker` creates and starts the `Server`. Each `Connection` feeds a `Session` with the bytes of its socket, and
-writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after the
-iteration. `Server._end_turn` lets each connection write its output once. It also checks the memory limit, and the
-number of bytes that wait for the disk. A socket is not read in three cases:
+Each `Connection` feeds a `Session` with the bytes of its socket, and writes the session's output. If something changes
+in an iteration of the event loop, `Server._end_turn` runs after the iteration. It lets each connection write its output
+once, and checks the memory limit and the number of bytes that wait for the disk. A socket is not read in three cases:
 
 - Too many bytes wait to be written to the socket.
 - The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).
@@ -12,9 +11,8 @@ number of bytes that wait for the disk. A socket is not read in three cases:
 An error in the handling of one connection ends only that connection.
 
 A session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
-input continue one after the other. All connections together get `Server.TURN` seconds in each iteration of the loop.
-After these seconds, the rest of the iteration handles only small input. So a client that sends little waits for at most
-one iteration, even if many other clients send much.
+input continue one after the other. Small input does not wait for the held input of other connections, see
+`Server.TURN`.
 """
 
 from __future__ import annotations
@@ -85,7 +83,6 @@ class Server:
         self.clock = time.monotonic
         self._on_change = on_change
         self._listener: Listener | None = None
-        # The thread that checks hashed passwords; None before the first check.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Connections that will continue with held input, in the order in which they continue.
@@ -105,7 +102,6 @@ class Server:
         self._has_memory_alarm = False
         # Held input bytes of all connections whose first message waits for memory or for the disk.
         self.first_publishes = 0
-        # Earliest time of the next log line about connections that are closed because of their buffers.
         self._log_cut_at = -math.inf
         # Set by `stop`. New connections are then closed immediately.
         self.is_stopping = False
@@ -117,10 +113,7 @@ class Server:
         return tuple(session for session in sessions if session.state is not State.ENDED)
 
     async def start(self) -> int:
-        """Start to listen.
-
-        Returns:
-            The port.
+        """Start to listen, and return the port.
 
         Raises:
             OSError: the address is in use or does not belong to this machine.
@@ -300,14 +293,13 @@ class Server:
 
     @property
     def is_paused(self) -> bool:
-        """Whether reading from publishing connections is paused."""
         return self._waits_for_disk or self._waits_for_memory
 
     def _close_unfinished(self, journal: Journal) -> None:
         """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        A consumer cannot free these bytes. A publisher cannot complete its message while the server does not read from
-        it. So these bytes may use only half of the memory limit. The other half is for queues.
+        Consumers cannot free these bytes, and publishers that are not read cannot complete them. So half of the limit
+        is kept for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -399,7 +391,6 @@ class Connection(asyncio.Protocol):
         self._taken = 0
         # Set when the session has ended, and the transport has all of its output.
         self._is_finished = False
-        # A future that is done when the connection is closed.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session(
             "?", server.host, server.controls, server.clock(), partial(server.has_output, self), server.discipline
@@ -496,7 +487,6 @@ class Connection(asyncio.Protocol):
         self._resume()
 
     def send(self, now: float) -> None:
-        """Give the session's output to the transport."""
         transport = self._transport
         data = self.session.take_output(now)
         if transport is None or transport.is_closing() or self._is_finished:
@@ -517,10 +507,7 @@ class Connection(asyncio.Protocol):
             self._check_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Send nothing more, and discard input until the client closes the connection.
-
-        The client has at most `close_timeout` seconds to close the connection. A connection that was never open also
-        ends at `Deadlines.open_by`.
+        """Send nothing more, and discard input until the client closes the connection or its time for this is over.
 
         If the broker closed the socket while frames of the client are on the way, the kernel would reset the
         connection. The client could then lose the last frames of the broker, such as ``Connection.Close-Ok``.
@@ -545,11 +532,8 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """Call `end`, which ends one or both directions, when the client has sent nothing for `Server.QUIET` seconds.
 
-        `end` is not called immediately, because several threads of a client can have sent ``Connection.Close``. Each
-        of these threads has to read ``Connection.Close-Ok`` before the end of the stream.
-
-        Args:
-            received: number of bytes received at the previous check; ``None`` at the first check.
+        If several threads of a client have sent ``Connection.Close``, each of them has to read ``Connection.Close-Ok``
+        before the end of the stream. `received` is the number of bytes received at the previous check.
         """
         # If a TLS transport of asyncio is closed twice, it ignores a later `abort`.
         if self._transport is None or self._transport.is_closing():

@@ -8,8 +8,7 @@ frames of a closed channel are ignored until the client has answered the close.
 Held input is input that the session keeps and handles later. `receive_data` holds the rest of its input in three cases:
 
 - More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
-- The time for the input is over, or a frame has set `Session.has_done_much`. So a client whose frames take long cannot
-  block the event loop. The clock is read once per `Session.STRIDE` bytes, or after each frame if frames took long.
+- The time for the input is over, or a frame has set `Session.has_done_much`. So slow frames cannot block the loop.
 - The handling of a frame raises `FrameWaitsError`. The session handles the frame again later.
 """
 
@@ -81,8 +80,7 @@ class Session:
     Args:
         name: name of the connection: the address and port of the peer.
         now: monotonic seconds.
-        on_output: called when there is output: at most once before each `take_output`, and also for each
-            ``Channel.Flow``, see `Output.write_past_promises`.
+        on_output: called when there is output, see `Output`.
         discipline: creates the `Discipline` of the connection; ``None`` for no backlog limit and no sanctions.
     """
 
@@ -111,10 +109,8 @@ class Session:
         self.output = Output(self.channels, controls, host.journal, now, on_output)
         self.handshake = Handshake(host, self.output)
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
-        # The alarms that block the client: the name and the reason of each.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
         self.is_held = False
-        # The held bytes, which are handled before new bytes.
         self._held = b""
         # Number of input bytes after which the clock is read again, at the end of a frame.
         self._stride = 0
@@ -366,8 +362,6 @@ class Session:
     def channel_closed(self, channel: Channel) -> None:
         self.channels.forget(channel)
         self.output.forget(channel)
-
-    # Connection.Blocked.
 
     def block(self, source: str, reason: str | None) -> None:
         """Add the alarm `source` for this client, or remove it if the reason is ``None``. See `Blocks`."""

@@ -116,8 +116,7 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
-        max_unauthenticated: maximum number of connections that are not open yet; if there are more, the oldest is
-            closed.
+        max_unauthenticated: maximum number of connections that are not open yet; beyond it, the oldest is closed.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
         max_bindings: maximum number of bindings, except those of the default exchange. Another is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
@@ -125,8 +124,7 @@ class Settings:
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``, and for the client to close the socket.
         trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
-        max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
-            policy ``wait`` (A4).
+        max_producer_flow_control_wait: maximum seconds that a message waits for room in a queue with ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
             blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
