@@ -57,8 +57,7 @@ class Broker(CoreBroker):
 
     Raises:
         TypeError: a setting has the wrong type, or does not exist.
-        ValueError: the value of a setting is not allowed. The error contains the setting, the value and the allowed
-            values.
+        ValueError: a value is not allowed. The error contains the setting, the value and the allowed values.
     """
 
     settings: BrokerSettings
@@ -86,7 +85,6 @@ class Broker(CoreBroker):
                 self._server.touch,
                 self._server.set_alarm,
             )
-        # The HTTP server; None if there is no HTTP API.
         self._http = None
         if settings.http_port is not None:
             self._http = import_module("qflow_client.broker.http.server").HttpServer(self, self._count_answer)
@@ -116,10 +114,7 @@ class Broker(CoreBroker):
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects, or none if one is refused. An object that exists with the same settings is not changed.
-
-        Args:
-            definitions: the queues, exchanges and bindings to declare, and the policies to set.
+        """Declare all objects and set all policies, or none if one is refused. Equal existing objects are not changed.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
@@ -152,9 +147,9 @@ class Broker(CoreBroker):
 
     @on_loop(changes=True)
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Change the thresholds of an existing queue (D4). The flow state of the queue is updated immediately.
+        """Change the thresholds of an existing queue (D4), and return a snapshot of the queue after the change.
 
-        The arguments of the queue do not change. So clients still declare the queue with the same arguments as before.
+        The flow state is updated immediately. Clients still declare the queue with the same arguments as before.
 
         Args:
             queue: name of the queue.
@@ -162,9 +157,6 @@ class Broker(CoreBroker):
                 `capacity` or `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a
                 resume threshold means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. A
                 stop threshold of 0 turns off the pair of thresholds. A capacity of 0 turns off the pair of capacities.
-
-        Returns:
-            A snapshot of the queue after the change.
 
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if a value is not allowed, or if the thresholds

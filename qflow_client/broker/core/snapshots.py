@@ -180,11 +180,7 @@ class QueueSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same data as JSON.
-
-        The flow state also has its names in Qpid's management: ``flowStopped``, ``flowState`` and ``flowStoppedCount``
-        (C7).
-        """
+        """Return the same data as JSON. The flow state also has its names in Qpid's management (C7)."""
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
 
 
@@ -275,10 +271,7 @@ class ChannelSnapshot:
     consumes_from: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same data as JSON, in camel case.
-
-        `flowed` and `times_flowed` are repeated under the names of a queue's flow state (C7).
-        """
+        """Return the same data as JSON, with `flowed` and `times_flowed` also under the names in Qpid (C7)."""
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
@@ -333,10 +326,7 @@ class ConnectionSnapshot:
     bytes_sent: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same data as JSON, in camel case.
-
-        `flowed` and `times_flowed` are repeated under the names of a queue's flow state (C7).
-        """
+        """Return the same data as JSON, with `flowed` and `times_flowed` also under the names in Qpid (C7)."""
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 

@@ -31,9 +31,7 @@ class Storage(EntryObserver):
     """Links one queue to the journal, to its pager, and to its droppable entries.
 
     Args:
-        journal: counts the messages, and records them for the disk.
-        number: number of the queue in the message store, if the queue and its persistent messages survive a restart;
-            otherwise 0.
+        number: number of the queue in the message store; 0 if the queue does not survive a restart.
         has_letters: whether the queue has a dead-letter exchange.
         window: returns the maximum body bytes that each queue may read ahead (A3).
     """
@@ -83,8 +81,7 @@ class Storage(EntryObserver):
             self._max_window = overflow.max_size
             if self.pager is None:
                 self.pager = self._page()
-        # A queue with the policy `flow_to_disk` has no droppable entries, because its bodies are evicted to disk before
-        # any message is dropped.
+        # A queue with the policy `flow_to_disk` evicts bodies to disk instead of dropping messages.
         if not limits.drop_transient or not self._journal.limit or self.pager is not None:
             self.droppable = None
         elif self.droppable is None:
@@ -161,11 +158,7 @@ class Storage(EntryObserver):
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Start to read missing bodies of the first ready entries, unless a read is already running.
-
-        Args:
-            then: called when bodies have been read.
-        """
+        """Start to read missing bodies of the first ready entries, unless a read is running. Then call `then`."""
         if self._is_reading:
             return
         window = self._window()

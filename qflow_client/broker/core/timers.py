@@ -17,7 +17,7 @@ class Timers:
 
     Args:
         clock: returns monotonic seconds.
-        looked: called each time the `tick` of an object has been called.
+        looked: called after each `tick` of an object.
     """
 
     #: Seconds after which `tick` returns, even if the time of more timers has come.

@@ -1,7 +1,6 @@
 """Exchanges and bindings, sans-I/O: `Topology` declares and deletes exchanges, and adds and removes bindings.
 
-The `VirtualHost` has one `Topology`. The handlers of AMQP methods and the `Broker` call `Topology`. Durable objects are
-recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
+Durable objects are recorded in the journal. Every change increases `Router.version`.
 """
 
 from __future__ import annotations
@@ -235,11 +234,7 @@ class Topology:
 
     @staticmethod
     def check_bindable(name: str) -> None:
-        """Check that a name is not the empty name of the default exchange.
-
-        Raises:
-            ChannelException: 403 if the name is empty.
-        """
+        """Raise `ChannelException` 403 if a name is the empty name of the default exchange."""
         if not name:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; its bindings cannot be changed"
@@ -285,10 +280,7 @@ def check_same(what: str, **settings: tuple[object, object]) -> None:
 
 
 def check_owner(queue: Queue, owner: object | None) -> None:
-    """Check that a connection may use a queue.
-
-    Args:
-        owner: the requesting connection; ``None`` for the broker itself.
+    """Check that the connection `owner` may use a queue. `owner` is ``None`` for the broker itself.
 
     Raises:
         ChannelException: 405 if the queue belongs to another connection.
@@ -327,7 +319,6 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
 
 
 def _nested_in(value: Any) -> list[object]:
-    """Return the tables and arrays that a table or an array contains."""
     items = value.values() if isinstance(value, Mapping) else value
     # Check each type only once, because even a large number of items has only a few types.
     nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))

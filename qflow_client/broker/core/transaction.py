@@ -1,7 +1,6 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-`Channel` adds messages and settlements to its `Transaction`. `TRANSACTION_METHODS` has the handlers of the ``Tx``
-methods. If any queue has no room for the result of the whole transaction, the whole commit is refused.
+If any queue has no room for the result of the whole transaction, the whole commit is refused.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Transaction:
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
         """Return why a queue refuses the transaction; ``None`` if every queue has room for all messages that it gets.
 
-        Args:
-            destinations: the queues of each published message.
+        `destinations` has the queues of each published message.
         """
         counts: dict[QueueView, int] = {}
         sizes: dict[QueueView, int] = {}
@@ -185,7 +183,6 @@ def roll_back(channel: TransactionChannel) -> None:
     )
 
 
-#: Handlers of the transaction methods.
 TRANSACTION_METHODS: dict[type[pamqp.base.Frame], Callable[[TransactionChannel, Any], None]] = {
     commands.Tx.Select: _select,
     commands.Tx.Commit: _commit,

@@ -1,7 +1,6 @@
 """Refuses features of RabbitMQ that this broker does not have: priorities, and copies for the headers ``CC``, ``BCC``.
 
-A request for such a feature closes the channel with 406, as in RabbitMQ if it cannot use an argument. The connection
-stays open. `docs/dialects.md` lists the features.
+A request for such a feature closes the channel with 406. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def _is_set(arguments: Mapping[str, object], name: str) -> bool:
 
 
 def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
-    """Check that a new queue has no priorities.
-
-    Raises:
-        ChannelException: 406 if the queue has priorities.
-    """
+    """Raise `ChannelException` 406 if a new queue has priorities."""
     if _is_set(arguments, "x-max-priority"):
         raise _refuse(
             f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each priority"
@@ -41,11 +36,7 @@ def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
 
 
 def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> None:
-    """Check that a new consumer has no priority.
-
-    Raises:
-        ChannelException: 406 if the consumer has a priority.
-    """
+    """Raise `ChannelException` 406 if a new consumer has a priority."""
     if _is_set(arguments, "x-priority"):
         raise _refuse(
             f"consumer of queue '{queue}'",
@@ -54,14 +45,7 @@ def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> Non
 
 
 def check_copies(header: bytes) -> None:
-    """Check that a message requests no copies to other routing keys.
-
-    Args:
-        header: the payload of a well-formed content header frame.
-
-    Raises:
-        ChannelException: 406 if the message has a header ``CC`` or ``BCC``.
-    """
+    """Raise `ChannelException` 406 if a well-formed content header has a header ``CC`` or ``BCC``."""
     # Most messages have neither of these headers, and need not be decoded.
     if b"\x02CC" not in header and b"\x03BCC" not in header:
         return

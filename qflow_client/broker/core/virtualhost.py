@@ -1,7 +1,6 @@
 """The virtual host, sans-I/O: it declares and deletes queues, and has the state that all connections share.
 
-Channels and `Broker` call `VirtualHost`. Exchanges and bindings are in `topology.py`, routing in `routing.py`, and
-timers in `timers.py`. `Rules` compute the limits of each queue. `VirtualHost.apply_rules` computes them again.
+Exchanges and bindings are in `topology.py`, routing in `routing.py`, and timers in `timers.py`.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class VirtualHost:
         self.timers.wake_at(_Sampling(self.timers, observer), self.clock() + observer.period)
 
     def end_observing(self) -> None:
-        """End the last period of the observer."""
+        """Let the observer report its last period, because the broker stops."""
         if self.observer is not None:
             self.observer.tick(self.clock())
 
@@ -193,14 +192,11 @@ class VirtualHost:
         return queue
 
     def delete_queue(self, queue: Queue, on_deleted: Callable[[int], None] | None = None) -> int:
-        """Delete a queue with its messages and bindings.
+        """Delete a queue with its messages and bindings. Return the number of messages that were ready.
 
         Args:
             on_deleted: called before the consumers are cancelled, with the number of messages that were ready. As in
                 RabbitMQ, clients get ``Queue.Delete-Ok`` first and then ``Basic.Cancel``.
-
-        Returns:
-            The number of messages that were ready.
         """
         if queue.is_deleted:
             return 0
@@ -275,10 +271,7 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message without a channel. Flow control does not delay the message.
-
-        Returns:
-            The number of queues that the message is in.
+        """Publish a message without a channel, and without flow control. Return the number of its destination queues.
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
@@ -326,8 +319,6 @@ class VirtualHost:
         """Drop a message from all queues, because its body is damaged on disk and not in memory."""
         for queue in self.queues.values():
             queue.dropping.drop_lost(message)
-
-    # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         self.dead_letters.died(queue, message, reason)

@@ -1,13 +1,12 @@
 """`refusal` decides whether queues accept a message. `WaitingRoom` has the messages that wait for room. Sans-I/O.
 
-A message waits if the policy of the full queue is ``wait`` (A4). A channel calls `refusal` before it enqueues a message
-for a watched queue, and `WaitingRoom.wait` if the message has to wait. A `WaitingPublish` is in the line of every
-destination queue. The message is admitted when it is the first in all of these lines and all queues have room. So no
-message of a client overtakes an earlier one in any queue. The commit of a transaction never waits: if a queue has no
-room, the commit is refused. Dead letters and messages of the embedding program never wait, and can overtake others.
+A message waits if the policy of the full queue is ``wait`` (A4). A `WaitingPublish` is in the line of every destination
+queue. The message is admitted when it is the first in all of these lines and all queues have room. So no message of a
+client overtakes an earlier one in any queue. The commit of a transaction never waits: if a queue has no room, the
+commit is refused. Dead letters and messages of the embedding program never wait, and can overtake others.
 
-A queue itself has only the number of its waiting messages. `WaitingRoom.admit` checks the line of a queue, for example
-after a message has left the queue, and at the deadline of the first message in the line.
+`WaitingRoom.admit` checks the line of a queue, for example after a message has left the queue, and at the deadline of
+the first message in the line.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Publisher(Protocol):
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
         """Refuse a message that has waited for too long, or that a queue no longer lets wait.
 
-        Returns:
-            Whether the client is informed. False if the channel has ended.
+        Return False if the client is not informed, because the channel has ended.
         """
 
 
@@ -151,7 +149,6 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
     The message waits if each queue that does not accept it has the policy ``wait``, or has room but also a line.
 
     Args:
-        queues: destination queues.
         size: body bytes.
         has_line: whether this message has to wait if other messages already wait for the queue.
     """

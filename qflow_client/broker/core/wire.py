@@ -1,8 +1,7 @@
-"""Functions to decode and encode methods and content headers. The session, channels and queues call these functions.
+"""Functions to decode and encode methods and content headers.
 
-The library pamqp has tables of the fields of every method. The decoder of pamqp accepts truncated strings, so this
-module decodes methods itself, with these tables. It also has its own encoders for the most frequent frames, because the
-encoders of pamqp are slower.
+The decoder of pamqp accepts truncated strings, so this module decodes methods itself, with pamqp's tables of fields. It
+also has its own encoders for the most frequent frames, because the encoders of pamqp are slower.
 """
 
 from __future__ import annotations
@@ -314,9 +313,7 @@ def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
 def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
     """Encode a ``Channel.Close`` frame, or on channel 0 a ``Connection.Close`` frame.
 
-    Args:
-        text: the reply text, of any length.
-        cause: class id and method id of the method at fault. Missing bytes are replaced by zeros.
+    `text` may have any length. `cause` has the class id and method id of the method at fault; missing bytes are zeros.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")

@@ -17,10 +17,7 @@ _Result = TypeVar("_Result")
 
 
 class DiskThread(Executor):
-    """An executor with one thread, which runs one call after the other.
-
-    At exit, Python waits for the threads of `ThreadPoolExecutor`, but not for the thread of a `DiskThread`.
-    """
+    """An executor with one thread. At exit, Python waits for a `ThreadPoolExecutor`, but not for this thread."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

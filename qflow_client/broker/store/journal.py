@@ -1,10 +1,9 @@
 """Counts the memory of all messages, and collects the changes to write to disk. No I/O.
 
-Queues call the `Journal` when a message enters or leaves a queue. A persistent message in a durable queue gets a number
-and waits for the next batch. If the message leaves its queues before the batch is collected, it is never written to
-disk. The `Keeper` takes one batch at a time, and reports when the batch is on disk. The journal then releases the
-confirms and calls the callbacks that waited for this batch. Each batch has all changes since the previous batch. So the
-store always has a state that the broker really had.
+A persistent message in a durable queue gets a number and waits for the next batch. If the message leaves its queues
+before the batch is collected, it is never written to disk. The `Keeper` takes one batch at a time, and reports when the
+batch is on disk. The journal then releases the confirms and calls the callbacks that waited for this batch. Each batch
+has all changes since the previous batch. So the store always has a state that the broker really had.
 
 Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
 when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted. `held`
@@ -54,7 +53,6 @@ class FoundMessage(NamedTuple):
     Attributes:
         queues: numbers of the queues that have the message.
         at: arrival time in seconds since 1970.
-        header: payload of the message's content header frame.
     """
 
     number: int
@@ -126,7 +124,7 @@ class Journal:
     SMALL_HEADER = 128
     #: Approximate bytes that a message needs in memory for each further queue that it is in.
     ENTRY = 160
-    #: Maximum of `max_backlog`. If more than `max_backlog` body bytes wait for the disk, publishers are not read.
+    #: Maximum of `max_backlog`, in bytes.
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
@@ -139,30 +137,23 @@ class Journal:
         self.limit = limit
         # Approximate bytes in memory of all messages in queues, without evicted bodies.
         self.memory = 0
-        # Highest number of bytes in use so far.
         self.peak_memory = 0
         # Body bytes that will be removed from memory when they are on disk.
         self.evicting = 0
-        # Bytes of incoming bodies, and of messages in open transactions.
         self.unfinished = 0
-        # Bytes of messages that wait for room in a queue.
         self.waiting = 0
-        # Bytes of output that slow clients have not read.
         self.buffered = 0
         # Bytes of large answers of the HTTP API.
         self.answers = 0
         # If `held` is above this number of bytes, bodies are evicted. The rest of `limit` is for new messages.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies have to be read. The keys are message numbers.
+        # Messages whose bodies have to be read, and messages whose bodies are being read. The keys are their numbers.
         self._wanted: dict[int, StoredMessage] = {}
-        # Messages whose bodies are being read. The keys are message numbers.
         self._reading: dict[int, StoredMessage] = {}
         # Functions to call after each read. A function that returns True is removed.
         self._readers: list[Callable[[], bool]] = []
-        # Number of bodies that were removed from memory so far.
         self.evicted = 0
-        # Number of bodies that were read from disk again so far.
         self.loaded = 0
         self._numbers = count(1)
         self.topology = TopologyLog()
@@ -177,17 +168,12 @@ class Journal:
         self._full: deque[Batch] = deque()
         # The batch that is being written; None if no write is running.
         self._taken: Batch | None = None
-        # Number of messages that wait to be written.
         self.backlog = 0
-        # Body bytes of the messages that wait to be written.
         self.backlog_size = 0
         # Function that is called with a message whose body on disk is damaged.
         self.on_lost: Callable[[StoredMessage], None] | None = None
-        # Number of damaged rows in the store.
         self.damaged = 0
-        # Number of messages that were written so far.
         self.written = 0
-        # Number of batches that were written so far.
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
@@ -249,7 +235,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # If only this queue did not allow the drop of the message, the message can be dropped now.
+                # Perhaps only this queue prevented the message from being dropped.
                 bring_back(message)
         if not record.number:
             return
@@ -296,8 +282,6 @@ class Journal:
             relieve(self, tuple(queues))
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call `callback` as soon as the body of a message is in memory, or is known to be damaged on disk."""
-
         def look() -> bool:
             if message.body is None and not message.is_lost:
                 self.want((message,), look)
@@ -338,7 +322,6 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """Bytes of memory in use, without the bodies that are being evicted."""
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
@@ -366,9 +349,8 @@ class Journal:
     def came(self, bodies: Mapping[int, bytes | None]) -> None:
         """Put bodies into their messages after a read.
 
-        Args:
-            bodies: the body of each message by number; ``None`` for a damaged body. Empty if the read failed. Messages
-                that have left their queues can be missing.
+        `bodies` has the body of each message by number; ``None`` for a damaged body. It is empty if the read failed.
+        Messages that have left their queues can be missing.
         """
         reading, self._reading = self._reading, {}
         lost = []

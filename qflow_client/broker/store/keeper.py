@@ -44,9 +44,9 @@ class Keeper:
     Args:
         synchronous: kind of failure that a commit survives; see `Store`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
-        on_done: function that is called on the loop after each written batch, and after each attempt to read bodies.
-        on_trouble: function that is called on the loop when an alarm begins or ends. Its arguments are the name of the
-            alarm (``disk`` or ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
+        on_done: called on the loop after each written batch, and after each attempt to read bodies.
+        on_trouble: called on the loop when an alarm begins or ends, with the name of the alarm (``disk`` or
+            ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
     """
 
     #: Maximum number of damaged rows that one log message lists.
@@ -194,7 +194,6 @@ class Keeper:
         loop = asyncio.get_running_loop()
         try:
             if self._reader_thread is None:
-                # Use a separate thread, so that no read waits for a commit.
                 self._reader_thread = DiskThread("qflow-reader")
             while self._journal.wants:
                 numbers = self._journal.take_wanted()

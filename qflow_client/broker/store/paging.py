@@ -19,12 +19,7 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """Return a limit. If all sizes above the limit are reduced to the limit, the sum of all sizes is at most `total`.
-
-    Args:
-        sizes: current sizes.
-        total: maximum sum.
-    """
+    """Return the limit to which larger sizes must be reduced, so that the sum of all sizes is at most `total`."""
     left = sorted(sizes)
     while left and left[0] * len(left) <= total:
         total -= left.pop(0)
@@ -32,11 +27,7 @@ def level(sizes: Iterable[int], total: int) -> int:
 
 
 class Pager:
-    """Those entries of one queue whose bodies the pager can still evict.
-
-    Args:
-        evict: function that evicts the body of a message.
-    """
+    """The entries of one queue whose bodies the pager can still evict."""
 
     __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "size")
 
@@ -128,9 +119,8 @@ class Droppable:
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
         """Remove an entry, so that its message can be dropped. If this is not possible now, set the entry aside.
 
-        Returns:
-            All entries of the message, for the caller to drop together. Empty if the body is not in memory or is being
-            evicted. Also empty if the message has an entry that must stay, or that was not passed to this method yet.
+        Return all entries of the message, for the caller to drop together. Return none if the body is not in memory or
+        is being evicted, or if the message has an entry that must stay or was not passed to this method yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
@@ -163,11 +153,8 @@ def _giver(entry: QueueEntry) -> DroppableEntries | None:
 class Account(Protocol):
     """The part of the `Journal` that `relieve` uses."""
 
-    #: Maximum bytes of messages in memory.
     limit: int
-    #: If `held` is above this number of bytes, bodies are evicted.
     evict_above: int
-    #: Number of bytes at which a batch for the disk is full.
     MAX_BATCH: int
 
     @property

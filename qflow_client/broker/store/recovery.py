@@ -44,8 +44,7 @@ class Recovery:
     def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
-        Returns:
-            The numbers of the messages that are in no restored queue. The rows of their queues were damaged or missing.
+        Return the numbers of the messages that are in no restored queue: the rows of their queues were damaged or lost.
         """
         now = self._wall_clock()
         lost = []

@@ -4,7 +4,6 @@ Each row has a checksum of its values. A message has a second checksum of its li
 A row with a wrong checksum is never used. Such a row, and the rows that depend on it, are set aside: the store moves
 them to the table ``damaged``. At each start the broker logs how many rows this table has, and the errors of the first
 rows. If the structure of the file is damaged, rows could be missing without notice. So a `Store` refuses such a file.
-Whenever the body of a message is read, the checksum of the message is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ __all__ = ["BodyReader", "Store"]
 
 # "qBrk" in ASCII.
 _APPLICATION_ID = 0x7142726B
-# Version of the tables.
 _VERSION = 2
 _TABLES = (
     """CREATE TABLE queue (
@@ -134,8 +132,7 @@ class Store:
 
     Args:
         path: path of the file. The file is created if it does not exist.
-        synchronous: with ``"normal"``, commits survive a crash of the process. With ``"full"``, commits also survive a
-            crash of the machine.
+        synchronous: the failures that commits survive: ``"normal"`` or ``"full"``, see `Synchronous`.
 
     Raises:
         StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker. Also raised if
@@ -143,7 +140,6 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
-        #: Path of the file.
         self.path = Path(os.fspath(path))
         if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
             raise StoreError(
