@@ -151,8 +151,6 @@ class Output:
             self._announced = True
             self._on_output()
 
-    # Waiting for the disk.
-
     def _put_behind(self, data: bytes) -> bool:
         """Append frames to the last promise of their channel. Return False if the channel has no promise."""
         promises = self.promises.get(int.from_bytes(data[1:3], "big"))
@@ -207,8 +205,6 @@ class Output:
         channel = self._channels.get(number)
         if channel is not None and not promises:
             channel.consuming.wait_for_disk(False)
-
-    # Sending.
 
     def take(self, now: float) -> bytes:
         """Remove and return the bytes to send now."""

@@ -33,11 +33,7 @@ def hash_password(password: str) -> str:
 
 
 def check_hash(hashed: str) -> None:
-    """Check that a hash can be used.
-
-    Raises:
-        ValueError: the hash cannot be used. The text of the error does not contain the hash.
-    """
+    """Raise `ValueError` if a hash cannot be used. The text of the error does not contain the hash."""
     _parse(hashed)
 
 

@@ -91,8 +91,6 @@ class Journal(Protocol):
     def topology(self) -> TopologyJournal:
         """Records changes of the topology for the disk."""
 
-    # Messages.
-
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
         """Record that a message has entered a queue.
 
@@ -128,8 +126,6 @@ class Journal(Protocol):
 
     def make_droppable(self) -> DroppableEntries:
         """Create a container for the entries of a queue that may be dropped to free memory."""
-
-    # Time and memory.
 
     def divide(self) -> None:
         """Record the end of an operation, such as a publish. A batch of records never ends within an operation."""

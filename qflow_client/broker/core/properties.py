@@ -72,9 +72,7 @@ def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
 def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
     """Return a content header with headers added or replaced, and without ``expiration``.
 
-    Args:
-        header: the payload of a well-formed content header frame.
-        headers: for each name, the encoded value with its type.
+    `headers` has, for each name, the encoded value with its type.
     """
     fields: dict[bytes, bytes] = {}
     if int.from_bytes(header[12:14], "big") & HEADERS_FLAG:

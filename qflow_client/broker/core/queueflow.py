@@ -32,7 +32,6 @@ class CountedSource(FlowSource):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        #: Messages published so far.
         self.published = 0
 
 
@@ -133,7 +132,7 @@ class QueueFlows(EntryObserver):
         clock: returns monotonic seconds.
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
-        on_overdue: called when `is_overdue` has changed.
+        on_overdue: called when `is_overdue` has changed, except by `set_limits`.
     """
 
     __slots__ = (
@@ -364,8 +363,6 @@ class QueueFlows(EntryObserver):
         """Forget a publishing channel that has ended."""
         if self._publishers is not None:
             self._publishers.pop(source, None)
-
-    # Counts and states.
 
     @property
     def is_on(self) -> bool:

@@ -29,14 +29,7 @@ def is_reply_queue(name: str) -> bool:
 
 
 def check_reply_consumer(*, no_ack: bool, has_one: bool) -> None:
-    """Check that a channel may consume replies.
-
-    Args:
-        has_one: whether the channel already has a reply consumer.
-
-    Raises:
-        ChannelException: 406 if the channel may not consume replies.
-    """
+    """Raise `ChannelException` 406 if a channel has a reply consumer already, or wants acknowledgements of replies."""
     if has_one:
         raise ChannelException(ReplyCode.PRECONDITION_FAILED, "reply consumer already set on this channel")
     if not no_ack:
@@ -46,27 +39,17 @@ def check_reply_consumer(*, no_ack: bool, has_one: bool) -> None:
 
 
 def check_reply_queue(name: str, queues: Container[str]) -> None:
-    """Check that a name can receive replies.
-
-    Args:
-        name: a name for which `is_reply_queue` is True.
-
-    Raises:
-        ChannelException: 404 if the requester does not exist any more.
-    """
+    """Raise `ChannelException` 404 if `name` is the name of a reply queue that does not exist any more."""
     if name != REPLY_TO and name not in queues:
         raise ChannelException(ReplyCode.NOT_FOUND, f"no queue '{name}'; the client that waited for replies is gone")
 
 
 def address_reply(header: bytes, queue: str) -> bytes:
-    """Put the name of the reply queue into the content header of a request that asks for direct replies.
+    """Put the name of the reply queue into a content header, if the message asks for direct replies.
 
     Args:
         header: the payload of a well-formed content header frame.
         queue: name of the channel's reply queue; empty if the channel has no reply consumer.
-
-    Returns:
-        The new header; `header` itself if the request does not ask for direct replies.
 
     Raises:
         ChannelException: 406 if the request asks for direct replies and the channel does not consume them.

@@ -41,11 +41,7 @@ class Router:
         self.targets: dict[bytes, Target] = {}
 
     def check_size(self, size: int) -> None:
-        """Check that a message may have this number of body bytes.
-
-        Raises:
-            ChannelException: 406 if the message is too large.
-        """
+        """Raise `ChannelException` 406 if a message with this number of body bytes is too large."""
         if size > self._settings.max_message_size:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED,
@@ -53,11 +49,7 @@ class Router:
             )
 
     def exchange(self, name: str) -> Exchange:
-        """Return an exchange by name.
-
-        Raises:
-            ChannelException: 404 if the exchange does not exist.
-        """
+        """Return an exchange by name. Raise `ChannelException` 404 if it does not exist."""
         exchange = self.exchanges.get(name)
         if exchange is None:
             raise ChannelException(

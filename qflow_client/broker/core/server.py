@@ -398,7 +398,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def name(self) -> str:
-        """The peer's address and port."""
         return self.session.name
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

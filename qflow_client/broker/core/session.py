@@ -368,8 +368,6 @@ class Session:
         if self.state is State.RUNNING:
             self.blocks.change(source, reason)
 
-    # Output.
-
     def take_output(self, now: float) -> bytes:
         """Return the bytes to send now, see `Output.take`."""
         data = self.output.take(now)
@@ -381,8 +379,6 @@ class Session:
 
     def _send(self, method: pamqp.base.Frame) -> None:
         self.output.write(wire.method(0, method))
-
-    # Time.
 
     def tick(self, now: float) -> None:
         """At `Deadlines.at`, send a heartbeat, check a delayed login, or end the connection after a missed deadline."""

@@ -124,7 +124,7 @@ class Settings:
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``, and for the client to close the socket.
         trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
-        max_producer_flow_control_wait: maximum seconds that a message waits for room in a queue with ``wait`` (A4).
+        max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
             blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)

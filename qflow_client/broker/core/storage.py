@@ -97,8 +97,6 @@ class Storage(EntryObserver):
                 (pager.lend if entry.is_unacked else pager.add)(entry)
         return pager
 
-    # Entries.
-
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
         self._enter(self._number, entry.message, completion)
         if self.pager is not None:
@@ -135,8 +133,6 @@ class Storage(EntryObserver):
         else:
             self._leave(self._number, entry.message)
 
-    # Dead letters.
-
     def letter_done(self, message: StoredMessage) -> None:
         """Remove a dropped message from the journal, because its dead letter has arrived or was discarded."""
         if message in self._letters:
@@ -149,8 +145,6 @@ class Storage(EntryObserver):
             self._journal.hold(message)
             self._leave(self._number, message)
         self._number = 0
-
-    # Bodies on disk.
 
     def hold_missing(self, message: StoredMessage) -> None:
         """If the body of a message is only on disk, keep the message in the journal after it leaves the queue."""

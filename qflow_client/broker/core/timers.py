@@ -31,7 +31,6 @@ class Timers:
         self._numbers = count()
 
     def wake_at(self, what: Timed, at: float) -> None:
-        """Call an object's `tick` at a given time."""
         heapq.heappush(self._timers, (at, next(self._numbers), what))
 
     @property

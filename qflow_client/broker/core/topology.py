@@ -66,8 +66,6 @@ class Topology:
         self.router.version += 1
         self._on_bindings(destination)
 
-    # Exchanges.
-
     def declare_exchange(
         self,
         name: str,
@@ -140,8 +138,6 @@ class Topology:
         self._with_alternate.get(exchange.arguments.get(ALTERNATE_EXCHANGE), {}).pop(exchange, None)
         self.unbind_everywhere(exchange)
         self._changed()
-
-    # Bindings.
 
     def bind(
         self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None

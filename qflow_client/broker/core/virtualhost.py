@@ -235,8 +235,6 @@ class VirtualHost:
             for queue in self.queues.values():
                 queue.flows.forget(source)
 
-    # Rules.
-
     def apply_rules(self, queue: Queue) -> None:
         """Compute the limits of a queue again (D4).
 
@@ -271,7 +269,7 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message without a channel, and without flow control. Return the number of its destination queues.
+        """Publish a message without a channel, so flow control does not delay it. Return the number of its queues.
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
@@ -303,8 +301,6 @@ class VirtualHost:
         """Admit waiting messages for which the queue now has room. Refuse messages that have waited too long."""
         with self.dead_letters:
             self.waiting.admit(queue, now)
-
-    # Memory.
 
     @property
     def window(self) -> int:

@@ -146,7 +146,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    The message waits if each queue that does not accept it has the policy ``wait``, or has room but also a line.
+    It waits if each queue that does not accept it has the policy ``wait``, or has room but also waiting messages.
 
     Args:
         size: body bytes.

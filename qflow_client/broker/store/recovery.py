@@ -23,7 +23,6 @@ class Recovery:
         self._queues: dict[int, Queue] = {}
 
     def recover_topology(self, found: Found) -> None:
-        """Declare the exchanges, queues and bindings of a message store."""
         host = self._host
         host.topology.is_recovering = True
         try:

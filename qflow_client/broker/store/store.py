@@ -135,8 +135,8 @@ class Store:
         synchronous: the failures that commits survive: ``"normal"`` or ``"full"``, see `Synchronous`.
 
     Raises:
-        StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker. Also raised if
-            Python has an SQLite before 3.33.
+        StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker; or Python has
+            an SQLite before 3.33. All methods raise `StoreError` if the file cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
@@ -172,14 +172,8 @@ class Store:
             self._lock.release()
             raise
 
-    # Writing.
-
     def write(self, batch: Batch) -> None:
-        """Write all changes of a batch, or none.
-
-        Raises:
-            StoreError: the batch could not be written.
-        """
+        """Write all changes of a batch, or none."""
         file = self._file
         with file.transaction():
             for change in batch.changes:
@@ -199,14 +193,8 @@ class Store:
         for statement in _CHANGES[change.kind]:
             self._file.execute(statement, *values)
 
-    # Reading.
-
     def topology(self) -> Found:
-        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings of objects that are missing.
-
-        Raises:
-            StoreError: the contents cannot be read, or a row cannot be set aside.
-        """
+        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings of missing objects."""
         with _explained():
             queues = [
                 (number, name, bool(auto_delete), decode_table(arguments, 0)[0])
@@ -256,20 +244,12 @@ class Store:
         self.damaged.append(f"{name}: {why}")
 
     def set_aside_messages(self, numbers: Iterable[int], why: str = _WRONG) -> None:
-        """Move messages to the table ``damaged``.
-
-        Raises:
-            StoreError: the file cannot be written.
-        """
+        """Move messages to the table ``damaged``."""
         for number in numbers:
             self._set_aside("message", number, why)
 
     def messages(self) -> Iterator[FoundMessage]:
-        """Yield the messages in the order of their numbers. Set damaged messages aside, and do not yield them.
-
-        Raises:
-            StoreError: the contents cannot be read, or a message cannot be set aside.
-        """
+        """Yield the messages in the order of their numbers. Set damaged messages aside, and do not yield them."""
         last = 0
         while True:
             with _explained():
@@ -291,10 +271,7 @@ class Store:
                     yield found
             last = rows[-1][0]
 
-    # Closing.
-
     def close(self) -> None:
-        """Close the file, and release its lock."""
         if not self._lock.released:
             self._file.close()
             self._lock.release()
@@ -304,18 +281,14 @@ class BodyReader:
     """Reads bodies from the file of a store, even while a `Store` writes. Only one thread at a time may use a reader.
 
     Raises:
-        StoreError: the file cannot be opened.
+        StoreError: the file cannot be opened. `read` also raises it, if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Return bodies by message number, without messages that are not in the store. A damaged body is ``None``.
-
-        Raises:
-            StoreError: the contents cannot be read.
-        """
+        """Return bodies by message number, without messages that are not in the store. A damaged body is ``None``."""
         found: dict[int, bytes | None] = {}
         for number, at, checksum, names, header, body in self._file.rows(_BODIES, json.dumps(numbers)):
             try:

@@ -35,7 +35,6 @@ class TopologyLog:
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:
-        """Return the changes, and start a new list."""
         changes, self.changes = self.changes, []
         return changes
 
