@@ -102,8 +102,7 @@ class Queue:
         flow_options: which channels the queue blocks, and how these channels are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
         journal: counts the messages of the queue, and records them for the disk; ``None`` if there is none.
-        number: number of the queue in the message store, if the queue and its persistent messages survive a restart of
-            the broker; otherwise 0.
+        number: number of the queue in the message store; 0 if the queue does not survive a restart.
     """
 
     __slots__ = (

@@ -11,8 +11,7 @@ once, and checks the memory limit and the number of bytes that wait for the disk
 An error in the handling of one connection ends only that connection.
 
 A session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
-input continue one after the other. Small input does not wait for the held input of other connections, see
-`Server.TURN`.
+input continue one after the other. Small input does not wait for larger input of other clients, see `Server.TURN`.
 """
 
 from __future__ import annotations
@@ -282,7 +281,7 @@ class Server:
             self.set_alarm("memory", None)
 
     def set_alarm(self, name: str, reason: str | None) -> None:
-        """Raise an alarm, which blocks all connections. Without a reason, clear the alarm."""
+        """Raise an alarm for all connections. Without a reason, clear the alarm."""
         if reason is not None:
             self.controls.alarms[name] = reason
         else:

@@ -152,7 +152,7 @@ class Storage(EntryObserver):
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Start to read missing bodies of the first ready entries, unless a read is running. Then call `then`."""
+        """Unless a read is running, start to read missing bodies of the first ready entries. Afterwards call `then`."""
         if self._is_reading:
             return
         window = self._window()

@@ -42,7 +42,7 @@ class Keeper:
     """Opens the store of a broker, and writes the batches of the `Journal`, one at a time.
 
     Args:
-        synchronous: kind of failure that a commit survives; see `Store`.
+        synchronous: the failures that a commit survives, see `Synchronous`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
         on_done: called on the loop after each written batch, and after each attempt to read bodies.
         on_trouble: called on the loop when an alarm begins or ends, with the name of the alarm (``disk`` or
