@@ -68,7 +68,7 @@ class Storage(EntryObserver):
         self.droppable: DroppableEntries | None = None
         # Dropped messages that stay in the journal, because their dead letters have not arrived yet.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether bodies can be only on disk, and not in memory.
+        # Whether bodies can be only on disk.
         self.may_lack = journal.has_store
         self._is_reading = False
 

@@ -262,7 +262,7 @@ class Topology:
 
 
 def check_same(what: str, **settings: tuple[object, object]) -> None:
-    """Compare the settings of a declaration with those of the existing object. Each pair has both values of a setting.
+    """Compare a declaration with the existing object. Each pair has the declared and the existing value of a setting.
 
     Raises:
         ChannelException: 406 if two values differ.

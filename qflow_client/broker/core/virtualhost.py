@@ -326,7 +326,7 @@ def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
 
 
 class _Inheriting:
-    """Computes the limits of all queues again after a change of exchanges, in slices."""
+    """Computes the limits of all queues again, in slices, after a change of exchanges or of bindings between them."""
 
     #: Number of queues in a slice.
     AT_ONCE = 200
@@ -338,7 +338,7 @@ class _Inheriting:
 
     def start(self, queues: Iterable[Queue]) -> None:
         is_running = bool(self._queues)
-        # A queue that is still to come keeps its place, so frequent changes cannot keep a queue from its turn.
+        # A queue that still waits keeps its place, so frequent changes cannot delay it forever.
         self._queues.update(dict.fromkeys(queues))
         if not is_running:
             self.tick(self._host.clock())
