@@ -217,7 +217,7 @@ class Broker(InspectableBroker):
         exchange: str = "",
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message from inside the broker, and return the number of queues that the message is in.
+        """Publish a message from inside the broker, and return the number of its destination queues.
 
         Flow control does not delay the message. When the method returns, all destination queues have the message. With
         a store, `wait_until_durable_async` waits until a persistent message is on disk.
