@@ -1,4 +1,4 @@
-"""`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival. `Outbox` calls it.
+"""`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival.
 
 A commit writes all noted changes, so threads can share it: a thread that has finished with the file releases every
 waiter whose message is now on disk, and passes its turn on. A *sequence* is the number of a message in the outbox.
@@ -40,11 +40,7 @@ class _Turn:
 
 
 class FileAccess:
-    """Gives threads exclusive access to a file.
-
-    Args:
-        durable: the sequence of the last message on disk.
-    """
+    """Gives threads exclusive access to a file."""
 
     def __init__(self, file: Database, durable: int) -> None:
         self._file = file
@@ -59,14 +55,11 @@ class FileAccess:
         self._waiting: list[_Turn] = []
 
     def run(self, action: Callable[[], _T], deadline: float, sequence: float = math.inf) -> _T | None:
-        """Call an action with exclusive access to the file.
+        """Call an action with exclusive access to the file, and return its result.
 
         Args:
             deadline: the time of `time.monotonic`, in seconds, at which waits for other threads and processes end.
-            sequence: the action is not needed if the message with this sequence is on disk.
-
-        Returns:
-            The result of the action; ``None`` if the action was not needed.
+            sequence: if the message with this sequence is on disk, return ``None`` and do not call the action.
 
         Raises:
             TimeoutError: the turn did not come before the deadline, so the action was not called.
@@ -124,7 +117,7 @@ class FileAccess:
                 else:
                     waiting.append(each)
             self._waiting = waiting
-            # Wake the next thread last. Before it commits, the released threads may put messages for its commit.
+            # Wake the next thread last, so that its commit may include new messages of the threads released above.
             self._current = waiting.pop(0) if waiting else None
             if self._current is not None:
                 self._current.wake.release()

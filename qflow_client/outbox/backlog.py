@@ -1,4 +1,4 @@
-"""The backlog: messages that wait on disk and are not in the window yet. `OutboxStore` uses this module without I/O.
+"""The backlog: messages that wait on disk and are not in the window yet. This module does no I/O.
 
 An earlier producer left these messages, or this producer spilled them: while it was flowed, `send` put them on disk and
 returned a receipt (with ``when_flowed="spill"``, or in a callback). These messages are sent before new messages. So a
@@ -60,7 +60,7 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of the message ids of spilled messages. Their sequence follows, as they have no other number yet.
+        # The prefix of spilled messages' ids. The sequence follows it, because the message has no other number yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
@@ -82,8 +82,6 @@ class Backlog:
         """Whether messages wait on disk."""
         return self.read_to < self.last or bool(self.ready)
 
-    # The hold.
-
     def hold(self, detail: str, now: float) -> None:
         """Hold new messages until the backlog is empty."""
         self._gate.hold(HoldKind.OUTBOX, now=now, source=_SOURCE, detail=detail)
@@ -98,20 +96,13 @@ class Backlog:
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # Ignore holds of kind ``outbox``, which concern new messages, and of the limiter, which `admit` checks itself.
+        # Ignore the kind ``outbox``, which concerns new messages, and the holds of the limits, which `admit` checks.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )
 
-    # Adding messages.
-
     def make_receipt(self, payload: bytes | Message, route: Route, sequence: int) -> tuple[Spilled, str]:
-        """Return the receipt and the message id of a message that is about to be spilled.
-
-        Args:
-            route: exchange and routing key of the message.
-            sequence: sequence that the message will have in the outbox.
-        """
+        """Return the receipt and the message id of a message that will be spilled with this sequence."""
         receipt = self.spilled_type(None, route, self._spill_prefix)
         receipt._number = sequence
         own_id = payload.message_id if isinstance(payload, Message) else None
@@ -127,8 +118,6 @@ class Backlog:
             # All earlier messages have left the backlog, so the next read begins with this message.
             self.read_to = sequence - 1
         self.last = sequence
-
-    # Reading from the disk.
 
     def request_next(self) -> None:
         """Request the next part of the backlog if few messages are in `ready` and no hold stops the backlog."""
@@ -153,11 +142,9 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read.
+        """Handle the messages that the writer has read, and the errors of damaged messages that it has set aside.
 
-        Args:
-            request: if it `sends`, the writer has noted on disk that the messages of `batch` may be sent to a broker.
-            damaged: the sequence and the error of each damaged message that was set aside.
+        If the request `sends`, the writer has noted on disk that the messages of `batch` may be sent to a broker.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -181,8 +168,6 @@ class Backlog:
         if not batch:
             # All messages of this part have been dropped or set aside.
             self.read_to = max(self.read_to, request.upto)
-
-    # Admitting.
 
     def admit(self, now: float) -> None:
         """Move messages of `ready` into the window if the limits allow it. Settle those that have become too old."""
@@ -231,8 +216,6 @@ class Backlog:
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
 
-    # Messages that are not sent.
-
     def _oldest_sent(self, now: float) -> float:
         """Return a time in seconds since 1970: messages that were put before this time are too old to be sent."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
@@ -271,8 +254,6 @@ class Backlog:
             self.ready.popleft()
         self._failing = None
 
-    # Waiters.
-
     def when_flushed(self, waiter: Any) -> None:
         """Wake a waiter when all messages that are now in the backlog or in the window are settled."""
         self._flushes.append((self.last, waiter))
@@ -294,17 +275,8 @@ class Backlog:
         # Remove the waiters last, so that an interrupt loses no waiter. A waiter may be woken twice.
         self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
-    # The end.
-
     def end(self, reason: str) -> dict[int, Spilled]:
-        """Leave all messages to the next producer.
-
-        Args:
-            reason: the reply text of the receipts.
-
-        Returns:
-            The receipts of spilled messages that this call has settled; the keys are sequences.
-        """
+        """Leave all messages to the next producer. Settle and return the receipts of spilled messages, by sequence."""
         self.ready.clear()
         stored = dict(sorted(self.spilled.items()))
         for receipt in stored.values():

@@ -1,4 +1,4 @@
-"""`CommitWaits` lets threads wait until the writer has committed their messages. `Storage` calls it.
+"""`CommitWaits` lets threads wait until the writer has committed their messages.
 
 A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
 commit, and stops waiting at the deadline. There is no lock, because a signal handler or a finalizer may interrupt a
@@ -40,14 +40,7 @@ class CommitWaits:
         return wait
 
     def end(self, wait: _Wait, timeout: float) -> str:
-        """Wait for the result of the commit.
-
-        Args:
-            timeout: maximum seconds to wait.
-
-        Returns:
-            Why the messages are not on disk; "" if they are.
-        """
+        """Wait at most `timeout` seconds for the commit. Return why the messages are not on disk; "" if they are."""
         try:
             is_known = wait.wake.acquire(timeout=timeout)
         finally:
@@ -55,7 +48,7 @@ class CommitWaits:
         return wait.why if is_known else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk, or all threads if the commit failed. Called by the writer."""
+        """Wake the threads whose messages are on disk, or all threads if the commit failed."""
         for wait in list(self._waits):
             if wait.sequence > durable:
                 if error is None:

@@ -1,9 +1,7 @@
 """The file of an outbox: its tables, the format of messages in it, and functions that read and write them.
 
-`Outbox` and `Noted` call the functions with an open file. `Outbox` decides which thread may use the file.
-
-The table of positions (E13) is created when the first position is written, even in a file of an earlier version of this
-package. Earlier versions ignore the table.
+The table of positions (how far each source of messages has been read, E13) is created when the first position is
+written, even in a file of an earlier version of this package. Earlier versions ignore the table.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _TABLES = (
 )
 # The column of values has no type, so that an INTEGER and a TEXT keep their types.
 MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
-# Bits of the column `held`. HELD: the message was put with ``permit=False``. _SET_ASIDE: it is damaged and not read.
+# Bits of the column `held`. HELD: put with ``permit=False``. _SET_ASIDE: damaged, so that `Outbox.read` skips it.
 HELD, _SET_ASIDE = 1, 2
 # If an interrupted write is repeated, some rows exist already. These rows stay unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -100,11 +98,7 @@ def as_stored(row: Row) -> StoredMessage:
 
 
 def open_file(path: Path, **options: Any) -> Database:
-    """Open the file of an outbox, and create it if it does not exist.
-
-    Args:
-        options: as for `Database`.
-    """
+    """Open the file of an outbox, and create it if it does not exist. The options are those of `Database`."""
     return Database(
         path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=OutboxError, **options
     )
@@ -121,7 +115,7 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
     except OutboxError as error:
         if getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
             raise
-        # A process was killed while it created the file. SQLite must write to the file to roll its changes back.
+        # A process was killed while it created the file. SQLite must write to the file to roll the creation back.
         file = open_file(path)
     try:
         yield file
@@ -146,11 +140,7 @@ def has_positions(file: Database) -> bool:
 
 
 def read_positions(file: Database) -> dict[str, int | str | None]:
-    """Return the position of each source; ``None`` for a damaged position.
-
-    Raises:
-        OutboxError: the name of a source is damaged.
-    """
+    """Return the position of each source; ``None`` for a damaged position. A damaged name raises an `OutboxError`."""
     # Text is read as bytes, as in `_READ`.
     rows = file.rows("""SELECT CAST(source AS BLOB), typeof(value),
         CASE typeof(value) WHEN 'integer' THEN value ELSE CAST(value AS BLOB) END FROM position""")
@@ -211,7 +201,7 @@ def set_aside(file: Database, sequences: Iterable[int]) -> None:
 
 
 def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
-    """Return how many messages after the sequence `after` have at most `max_bytes` together; at least 1."""
+    """Return how many of the next `limit` messages after a sequence have at most `max_bytes` together; at least 1."""
     sizes = file.rows(
         f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
         after,
@@ -245,11 +235,9 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Read messages. Return the messages, and a mapping from the sequence of each damaged message to its error.
+    """Read at most `limit` messages after a sequence. Also return the errors of damaged messages, by sequence.
 
     Args:
-        after: messages with a sequence above this one are read.
-        limit: maximum number of messages to return.
         written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker,
             but held messages only up to `permitted`.
         only: a condition in SQL that selects messages; empty for all.
@@ -302,11 +290,7 @@ def look_damaged(file: Database) -> dict[int, str]:
 
 
 def find(file: Database, sequence: int) -> StoredMessage:
-    """Return one message.
-
-    Raises:
-        OutboxError: the message is not in the file, or is damaged.
-    """
+    """Return one message. Raise an `OutboxError` if the message is not in the file, or is damaged."""
     found, damaged = _look(file, sequence - 1, 1)
     if sequence in damaged:
         raise OutboxError(f"{file.path}: message {sequence} is damaged: {damaged[sequence]}")

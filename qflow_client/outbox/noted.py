@@ -1,7 +1,7 @@
 """Changes of an outbox that are in memory and not on disk yet: new messages, settled messages, permissions, positions.
 
-`Outbox` calls `Noted`. Any thread may note changes. Only the thread that has access to the file writes the changes. Two
-rules make a write safe to interrupt and to repeat:
+Any thread may note changes. Only the thread that has access to the file writes the changes. Two rules make a write safe
+to interrupt and to repeat:
 
 1. A write moves the noted changes into its own lists, and empties these lists only after the transaction. If the write
    fails or is interrupted, the next write uses the same lists. Inserting or deleting a row twice changes nothing.
@@ -96,17 +96,7 @@ class Noted:
         )
 
     def put(self, size: int, max_bytes: int | None, row: outboxfile.Content, position: Position | None = None) -> int:
-        """Note a message.
-
-        Args:
-            size: bytes that the message uses in the outbox.
-            max_bytes: maximum bytes of all messages in the outbox; ``None`` for no limit.
-            row: the message, without its sequence and size.
-            position: a position to write with the message; ``None`` for no position.
-
-        Returns:
-            The sequence of the message; 0 if there is no room.
-        """
+        """Note a message of `size` bytes. Return its sequence, or 0 if the outbox would exceed `max_bytes` bytes."""
         put_with = 0
         try:
             with self.lock:
@@ -150,11 +140,7 @@ class Noted:
             self.settled_count += last - first + 1
 
     def write(self, file: Database, *, all_of_it: bool) -> int:
-        """Write the new messages and their positions to the file, and with `all_of_it` also the other noted changes.
-
-        Returns:
-            The last sequence that is on disk now.
-        """
+        """Write new messages and positions, or with `all_of_it` all changes. Return the last sequence on disk."""
         freed_count = freed_size = 0
         with self.lock:
             self.inserting += self.rows
@@ -203,8 +189,6 @@ class Noted:
             raise
         return last
 
-    # Positions.
-
     def position(self, source: str) -> _Value | None:
         """Return the last position that was put for a source; ``None`` if there is none."""
         withdrawn = self._withdrawn
@@ -237,11 +221,7 @@ class Noted:
         self.damaged_sources.discard(source)
 
     def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
-        """Return the positions that a write has to store; the keys are sources.
-
-        Args:
-            withdrawn: messages whose positions are not valid, as pairs of first and last sequence.
-        """
+        """Return the positions that a write has to store; the keys are sources."""
         reached: dict[str, _Reached] = {}
         if withdrawn:
             # A withdrawal is rare, so it may take the time to check each source.
@@ -268,8 +248,6 @@ class Noted:
         for sequence in self._positions.copy():
             if sequence <= last:
                 self._positions.pop(sequence, None)
-
-    # Counts.
 
     def _count(self, file: Database, freed_count: int, freed_size: int) -> None:
         """Update the counts after a write that removed this many messages and bytes from the file."""

@@ -22,9 +22,9 @@ noted changes in one transaction. A producer uses an outbox as follows:
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
 Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
-are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Inserting or
-deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file. A caller can limit
-every wait, both for access and for a lock of another process on the file.
+are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Only a thread
+that has access (`FileAccess`) uses the file. A caller can limit each wait for access, and for a lock of another process
+on the file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ class Outbox:
         # that a later change of the wall clock has no effect.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
-        #: The limit of the bytes of all messages.
         self.max_bytes = max_bytes
         self._lock_file = LockFile(
             self.path,
@@ -117,10 +116,9 @@ class Outbox:
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last
-        # Gives exclusive access to the file, and knows the sequence of the last message on disk.
         self._access = FileAccess(self._file, last)
-        # At the opening of the file: the last sequence, and the sequence up to which held messages may be written. A
-        # message that an earlier process may have written is a possible second copy.
+        # The last sequence and the last permitted sequence at the opening. An earlier process may have sent messages up
+        # to these sequences, so they may be second copies.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
         # The sequence of each message that is set aside, and the reason.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
@@ -148,22 +146,16 @@ class Outbox:
 
     @property
     def damaged(self) -> dict[int, str]:
-        """The sequence and the error of each damaged message. These messages are never sent, but still use their bytes.
-
-        See `drop`.
-        """
+        """The sequence and error of each damaged message. These messages are never sent, and use bytes until `drop`."""
         return self._damaged.copy()
 
     def __len__(self) -> int:
         return self._noted.count - len(self._damaged)
 
-    # Putting.
-
     def has_room(self, size: int, *, if_empty: bool = False) -> bool:
-        """Return whether there is room for a body of this size, without the properties, whose size is not known yet.
+        """Return whether there is room for a body of `size` bytes, without properties, whose size is not known yet.
 
         Args:
-            size: bytes of the body.
             if_empty: whether to check the room of an empty outbox instead, to find a body that never fits.
         """
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
@@ -185,20 +177,14 @@ class Outbox:
         overdraw: bool = False,
         position: Position | None = None,
     ) -> int:
-        """Note a message. The next commit writes the message to disk.
+        """Note a message, and return its sequence. The next commit writes the message to disk.
 
         Args:
             payload: the body, or a message with properties. The id of the message has precedence over `message_id`.
-            exchange: exchange of the message.
-            routing_key: routing key of the message.
             message_id: the id for a message without an id.
             permit: whether the message may be written to a broker from now on. If False, `permit` allows this later.
             overdraw: whether to ignore `max_bytes`, because the caller has checked `has_room` before.
-            position: how far the source of the message has been read, written by the same commit; ``None`` for no
-                position.
-
-        Returns:
-            Sequence of the message.
+            position: how far the source of the message has been read, or ``None``. The same commit writes the position.
 
         Raises:
             OutboxFull: there is no room. A `commit` makes room if messages were settled.
@@ -221,41 +207,24 @@ class Outbox:
         return sequence
 
     def permit(self, sequence: int) -> None:
-        """Allow held messages up to a sequence to be written to a broker after the next commit.
-
-        Args:
-            sequence: the sequence of the last message that may be written.
-        """
+        """Allow held messages up to a sequence to be written to a broker after the next commit."""
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Note that messages are settled. The next commit deletes them from the file.
-
-        Args:
-            first: the first sequence.
-            last: the last sequence; ``None`` for `first` alone.
-        """
+        """Note that messages `first` to `last` (``None``: only `first`) are settled. The next commit deletes them."""
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
         """Note that messages were put by mistake. The next commit deletes them, and restores the previous positions.
 
-        Args:
-            first: the first sequence.
-            last: the last sequence. Later messages must not have positions of the same sources.
+        Messages after the sequence `last` must not have positions of the same sources.
         """
         self._noted.withdraw(first, last)
 
-    # Positions.
-
     def position(self, source: str) -> int | str | None:
-        """Return how far a source has been read: the position that was put with its last message.
+        """Return how far a source has been read: the position that was put with its last message, or ``None``.
 
-        Args:
-            source: the name of the source.
-
-        Returns:
-            The position; ``None`` if the source has no position. The position may not be on disk yet.
+        The position may not be on disk yet.
 
         Raises:
             OutboxError: the position is damaged.
@@ -270,7 +239,6 @@ class Outbox:
         """Write the position of a source to disk, without a message. All earlier changes are written first.
 
         Args:
-            source: the name of the source.
             value: the position; ``None`` to forget the source.
             timeout: as for `wait_durable`.
 
@@ -285,8 +253,6 @@ class Outbox:
             self._noted.set_position(self._file, source, value)
 
         self._use_file(write, _deadline(timeout))
-
-    # Committing.
 
     @property
     def dirty(self) -> bool:
@@ -304,7 +270,6 @@ class Outbox:
         """Wait until a message is on disk. If necessary, commit it together with all other noted messages.
 
         Args:
-            sequence: sequence of the message.
             timeout: seconds to wait for other threads, and for a file that another process has locked. With ``None``,
                 the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
@@ -318,13 +283,10 @@ class Outbox:
             )
 
     def commit(self, timeout: float | None = None) -> int:
-        """Write all noted changes to disk.
+        """Write all noted changes to disk. Return the last sequence that is on disk.
 
         Args:
             timeout: as for `wait_durable`.
-
-        Returns:
-            The last sequence that is on disk.
 
         Raises:
             OutboxError: the write failed, or took too long. The changes stay noted, and the next commit tries again.
@@ -338,8 +300,6 @@ class Outbox:
 
     def _commit(self, *, all_of_it: bool = True) -> None:
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
-
-    # Reading.
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Commit, and then return messages that are not settled, in order.
@@ -397,10 +357,7 @@ class Outbox:
         return found
 
     def drop(self, sequence: int) -> None:
-        """Remove a message, even if it is damaged or held. The next commit deletes it.
-
-        Args:
-            sequence: sequence of the message.
+        """Remove a message, even if it is damaged or held. The next commit deletes the message from the file.
 
         Raises:
             OutboxError: the message is not in the outbox, or the file cannot be read.
@@ -415,8 +372,6 @@ class Outbox:
         self.settle(sequence)
         self._damaged.pop(sequence, None)
 
-    # Closing.
-
     def unwritten(self) -> dict[int, StoredMessage]:
         """Return the messages that are noted and not on disk; the keys are sequences.
 
@@ -426,7 +381,6 @@ class Outbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the outbox is closed."""
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
@@ -473,7 +427,6 @@ class Outbox:
         Damaged messages are left out, see `look_damaged`.
 
         Args:
-            path: path of the file.
             after: messages with a sequence above this one are returned.
             limit: maximum number of messages to return.
 
@@ -487,9 +440,6 @@ class Outbox:
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
         """Return the sequence and the error of each damaged message, even while a producer is using the outbox.
 
-        Args:
-            path: path of the file.
-
         Raises:
             OutboxError: there is no outbox, or it cannot be read.
         """
@@ -499,10 +449,6 @@ class Outbox:
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
         """Return one message of an outbox, even while a producer is using the outbox.
-
-        Args:
-            path: path of the file.
-            sequence: sequence of the message.
 
         Raises:
             OutboxError: the message is not in the outbox, or cannot be read.

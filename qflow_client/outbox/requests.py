@@ -21,11 +21,7 @@ class ReadRequest(NamedTuple):
 
 
 class Requests:
-    """The next tasks of the writer. No lock is needed, because the protocol and the writer only assign attributes.
-
-    Args:
-        reports: the producer's reports. A request appends the writer to the list of waiters to wake.
-    """
+    """The next tasks of the writer. No lock is needed, because the protocol and the writer only assign attributes."""
 
     __slots__ = ("_reports", "commit", "read", "writer")
 
@@ -39,11 +35,7 @@ class Requests:
         self.read: ReadRequest | None = None
 
     def request_commit(self, *, ends_wait: bool = False) -> None:
-        """Request a commit of all noted changes.
-
-        Args:
-            ends_wait: whether to end the wait in `Writer._gather`, because a message waits for the commit.
-        """
+        """Request a commit of all noted changes. `ends_wait` also ends a wait in `Writer._gather`."""
         if not self.commit or ends_wait:
             # Set `commit` after the wake-up: Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)

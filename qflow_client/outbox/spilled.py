@@ -1,4 +1,4 @@
-"""`Spilled` is the receipt of a message that was put on disk and not into the window. `Backlog` creates and uses it."""
+"""`Spilled` is the receipt of a message that was put on disk and not into the window."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ class Spilled(Receipt):
     _sequence: int
 
     def spill(self, path: Any, sequence: int, own_id: str | None) -> None:
-        """Record where the message is stored.
-
-        Args:
-            path: the path of the outbox.
-            sequence: the sequence of the message.
-            own_id: the message id that the application assigned; ``None`` if the producer assigns one.
-        """
+        """Record where the message is stored. `own_id` is the message id that the application assigned, or ``None``."""
         self._path = path
         self._sequence = sequence  # type: ignore[misc]  # the derived class has this slot
         self._id = own_id  # type: ignore[misc]  # the derived class has this slot
@@ -43,7 +37,6 @@ class Spilled(Receipt):
 
     @property
     def message_id(self) -> str | None:
-        """The message id on the wire."""
         return self._id or super().message_id
 
     @property
@@ -60,7 +53,6 @@ class Spilled(Receipt):
 
     @property
     def size(self) -> int:
-        """The length of the body in bytes."""
         return super().size if self._payload is not None else len(self.message.body)
 
     @property

@@ -54,12 +54,7 @@ class Storage:
         self._waits = CommitWaits()
 
     def open(self) -> None:
-        """Open the outbox. Call this method once, on any thread.
-
-        Raises:
-            OutboxInUse: as for `Outbox`.
-            OutboxError: as for `Outbox`, or `close` was called meanwhile.
-        """
+        """Open the outbox, once, on any thread. If `close` was called meanwhile, raise an `OutboxError`."""
         settings = self._settings
         assert settings.outbox_path is not None
         outbox = Outbox(
@@ -83,13 +78,9 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Attach the outbox to the producer's protocol. From now on, the protocol's messages are noted in the outbox.
+        """Attach the outbox to the producer's protocol, which has no messages yet. No step may run during this call.
 
-        Args:
-            protocol: the producer's protocol, which has no messages yet. No step may run during this call.
-            spilled_type: the class of receipts for messages that wait on disk.
-            deliver: as for `Writer`.
-            committed: as for `Writer`; ``None`` if only threads wait for commits.
+        `deliver` and `committed` are as for `Writer`; `committed` is ``None`` if only threads wait for commits.
         """
 
         def on_commit(durable: int, error: Exception | None) -> None:
@@ -101,7 +92,7 @@ class Storage:
         self.writer = Writer(self.outbox, self._settings, deliver, on_commit)
         self.store = OutboxStore(protocol, self.outbox, spilled_type, self.writer, time.monotonic())
         self.writer.store = self.store
-        # A message that is sent or spilled while the producer connects also needs a commit.
+        # Start the writer now, because messages that are sent or spilled while the producer connects need commits.
         self.writer.start()
 
     def __len__(self) -> int:
@@ -113,18 +104,14 @@ class Storage:
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def begin_searches(self) -> None:
-        """Begin to search for and settle messages that are too old. Not called if the producer cannot open."""
         self.writer.begin_searches()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
         """Wait until all messages that any thread has put before this call are on disk.
 
-        Args:
-            receipt: the receipt of the caller's last message, for the error.
-            deadline: the caller's deadline, in seconds of `time.monotonic`.
-
         Raises:
-            NotDurable: the messages could not be written, or were not on disk `GRACE` seconds after the deadline.
+            NotDurable: the messages could not be written, or were not on disk `GRACE` seconds after the deadline (a
+                time of `time.monotonic`). The error contains `receipt`, that of the caller's last message.
         """
         outbox = self.outbox
         sequence = outbox.last
@@ -149,11 +136,7 @@ class Storage:
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
-        """Let the writer write all noted changes to disk. Return True if they are on disk in time.
-
-        Args:
-            timeout: the time limit in seconds, also for a disk that does not answer.
-        """
+        """Let the writer write all noted changes to disk. Return True if they are on disk within `timeout` seconds."""
         wait = self._waits.begin(self.outbox.last)
         self.writer.commit_now()
         return not self._waits.end(wait, timeout)
@@ -161,10 +144,7 @@ class Storage:
     def close(self, timeout: float) -> None:
         """Commit, and release the outbox for other producers. A call before `open`, or a second call, is allowed.
 
-        If the disk does not answer in time, the outbox stays in use until the disk answers.
-
-        Args:
-            timeout: the time limit in seconds.
+        If the disk does not answer within `timeout` seconds, the outbox stays in use until the disk answers.
         """
         with self._lock:
             self._is_closed = True
@@ -172,7 +152,6 @@ class Storage:
         if outbox is None:
             return
         timeout = min(timeout, threading.TIMEOUT_MAX)
-        # A wait for another process ends before the timeout, so that there is time to close the outbox.
         outbox.stop_waiting(max(timeout / 2, timeout - _CLOSING))
         try:
             if hasattr(self, "writer"):

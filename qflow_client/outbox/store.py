@@ -1,9 +1,8 @@
 """`OutboxStore` connects a producer's protocol to its outbox. The class implements `qflow_client.core.store.Store`.
 
-When a message enters the window or is settled, the protocol calls the store, which notes this in the outbox in the same
-step. The store does no I/O: the producer waits for the disk before `send` returns. Messages that wait on disk and are
-not in the window yet are the `Backlog`. In the outbox each message has a number, the *sequence*. In the window it has
-another number, that of the protocol. Both numbers increase in the same order.
+When a message enters the window or is settled, the protocol calls the store, which notes the change in the outbox in
+the same step. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox each
+message has a number, the *sequence*. In the window the protocol gives it another number, in the same order.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
 could have a message whose position is not on disk. The next process would read the source from the earlier position,
@@ -52,7 +51,7 @@ class _Room(Limiter):
         if self._outbox.has_room(size):
             return None
         if self._requests.commit:
-            # The commit makes room. Without this call, the writer may wait for more settled messages.
+            # The requested commit makes room. Without this call, the writer may first wait for more settled messages.
             self._requests.writer.commit_now()
         return HoldKind.OUTBOX
 
@@ -72,19 +71,12 @@ class _Room(Limiter):
 
 
 class OutboxStore:
-    """The outbox of one producer.
-
-    Args:
-        protocol: the producer's protocol, before its first message. The store attaches itself to the protocol.
-        spilled_type: the class of receipts for messages that wait on disk.
-        writer: the waiter that each request wakes (a `Writer`).
-    """
+    """The outbox of one producer. The store attaches itself to the producer's protocol, before the first message."""
 
     def __init__(
         self, protocol: ProducerProtocol, outbox: Outbox, spilled_type: type[Spilled], writer: Any, now: float
     ) -> None:
         self.outbox = outbox
-        #: The next tasks of the writer.
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
         #: Steps of the store are steps of the producer's protocol.
@@ -114,8 +106,6 @@ class OutboxStore:
             self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)
         protocol.attach_store(self, now)
 
-    # Calls of the application.
-
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         size = _size(payload)
         # With ``outbox_full="block"``, reject only a message that never fits, because all later ones would wait for it.
@@ -125,10 +115,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Put a message into the window, and note it in the outbox. If this is not possible now, spill the message.
-
-        Args:
-            spills: whether the message may be spilled, that is noted in the outbox without entering the window.
+        """Put a message into the window, and note it in the outbox. Otherwise, if `spills` is True, spill the message.
 
         Returns:
             The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if
@@ -206,8 +193,6 @@ class OutboxStore:
             # Lift the hold for missing room if the outbox now has room for the messages in the line.
             controller.look(now)
 
-    # Called by the writer.
-
     @property
     def is_held(self) -> bool:
         """Whether a hold stops new messages. If so, `look_again` is needed after a commit, which may have made room."""
@@ -215,7 +200,6 @@ class OutboxStore:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether senders wait in line."""
         return self._controller.waiting > 0
 
     @step
@@ -243,8 +227,6 @@ class OutboxStore:
     def read_again(self, _now: float) -> None:
         """Repeat the present request, because the writer could not read."""
         self.backlog.request_again()
-
-    # Admitting.
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         sequence, self.backlog.admitting = self.backlog.admitting, 0
@@ -283,8 +265,6 @@ class OutboxStore:
             self.requests.request_commit()
         self._last_sequence = self.outbox.last
 
-    # Writing to the broker.
-
     @property
     def waits_for_disk(self) -> bool:
         """Whether messages may wait for a commit before they are written to the broker."""
@@ -304,8 +284,6 @@ class OutboxStore:
         if count:
             self.keeps_all_back = False
         return count
-
-    # Settling.
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
         sequences, settle = self._sequences, self.outbox.settle
@@ -348,8 +326,6 @@ class OutboxStore:
                 self._not_on_disk.pop(receipt._number, None)
         self.keeps_all_back = False
 
-    # The backlog.
-
     @property
     def has_backlog(self) -> bool:
         return self.backlog.has_messages
@@ -366,22 +342,17 @@ class OutboxStore:
     def next_timer(self, now: float) -> float | None:
         return self.backlog.next_timer(now)
 
-    # The end of the producer.
-
     def end(self, reason: str) -> None:
         self._stored |= self.backlog.end(reason)
         self._is_ended = True
 
     def report_unwritten(self) -> int:
-        """After the outbox was closed, report messages that should have stayed in it and are not on disk.
+        """After the close, report messages that should have stayed in the outbox and are not on disk. Return how many.
 
         Until now, the receipts of these messages have the outcome *stored*, because the producer ends before the close.
         The outcome becomes *failed* if the message was certainly not written to the broker, and can be sent again
         safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown* for other
         messages, and if a thread may still be writing the message to the outbox.
-
-        Returns:
-            The number of reported messages.
         """
         count = 0
         for sequence, stored in self.outbox.unwritten().items():

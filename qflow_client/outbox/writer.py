@@ -48,12 +48,7 @@ StoreStep = Callable[[float], None]
 
 
 def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> None:
-    """Close an outbox, and log errors.
-
-    Args:
-        outbox: the outbox. A second close does nothing.
-        timeout: maximum seconds to wait; ``None`` for no limit.
-    """
+    """Close an outbox, unless it is closed, and log errors. Wait at most `timeout` seconds; ``None`` for no limit."""
     try:
         if is_inside():
             outbox.close(timeout)
@@ -142,11 +137,7 @@ class Writer:
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """Stop the thread. At its end, the thread closes the outbox.
-
-        Args:
-            timeout: seconds to wait for the end of the thread.
-        """
+        """Stop the thread, which closes the outbox at its end. Wait at most `timeout` seconds for this end."""
         self._end.set()
         self.set()
         if self._thread.is_alive():
@@ -196,11 +187,7 @@ class Writer:
             self._wake.acquire(timeout=left)
 
     def work(self) -> bool:
-        """Commit, and serve the read request if there is one.
-
-        Returns:
-            False if the commit failed and has to be tried again.
-        """
+        """Commit, and serve the read request if there is one. Return False if the commit has to be tried again."""
         requests = self.store.requests
         # A request after this line wakes the thread again.
         self._is_urgent = requests.commit = False
