@@ -22,7 +22,8 @@ class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit or a full socket. During the wait, all other I/O continues.
+    window of unconfirmed messages, a rate limit, the `flow_manager` or a full socket. During the wait, all other I/O
+    continues.
     """
 
     # Attributes of aio-pika's class.
@@ -109,13 +110,10 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order. The event loop makes the calls.
+        """Call a callback on the event loop with each flow event, in order. Return a function to remove the callback.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.
-
-        Returns:
-            A function that removes the callback.
 
         Raises:
             TypeError: the callback is a coroutine function, which would never be awaited.
@@ -128,13 +126,10 @@ class Channel(_aio_pika.Channel):
         return self.flow_control.look()
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds.
+        """Wait until there are no holds. Return False after the timeout.
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-
-        Returns:
-            True if there are no holds; False after the timeout.
 
         Raises:
             ChannelInvalidStateError: the channel is closed. If the channel is closed during the call, the call raises

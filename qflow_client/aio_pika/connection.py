@@ -28,15 +28,7 @@ _NAME_SIZE = 255
 
 
 def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
-    """Return the settings of a connection, its URL without settings, and its keywords without settings.
-
-    Args:
-        drop_in: knows which settings the connection accepts.
-
-    Raises:
-        SettingsError: the value of a setting is not allowed.
-        TypeError: a setting is not allowed for connections of aio-pika.
-    """
+    """Return the settings of a connection, its URL without settings, and its keywords without settings."""
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
     # If aio-pika's connection has a name, which the broker's management shows, use it in flow events and logs too.
@@ -116,12 +108,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
 
 
 async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
-    """Check the settings in the keywords, and then call a `connect` function of aio-pika. Errors show no password.
-
-    Raises:
-        SettingsError: the value of a setting is not allowed.
-        TypeError: a setting is not allowed for connections of aio-pika.
-    """
+    """Check the settings in the keywords, and then call a `connect` function of aio-pika. Errors show no password."""
     # Check the keywords here, because aio-pika puts them into the URL, and the errors of aio-pika would show them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
     drop_in.settings(**drop_in.split(keywords.items())[0])

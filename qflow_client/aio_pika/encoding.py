@@ -32,18 +32,10 @@ _FIXED_BITS = 0x4000 << 64 | 0x8000 << 48
 
 
 def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
-    """Return the header frame of a message as pamqp encodes it.
+    """Return the header frame of a message as pamqp encodes it, or raise the same errors as pamqp.
 
     pamqp looks up the encoder of each property by name. This function calls the encoders directly, in a third of the
     time.
-
-    Args:
-        properties: properties of aiormq.
-        body_size: size of the body in bytes.
-        channel: number of the channel.
-
-    Raises:
-        TypeError, …: as for pamqp.
     """
     if type(properties) is _Properties:
         flags, pieces = 0, []

@@ -158,14 +158,10 @@ class ChannelFlow(DropInFlow):
         self._deadlines = Deadlines(self._loop, settings.max_producer_flow_control_wait)
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
-    # Channels.
-
     def opened(self, tapped: Any, underlay: Any) -> None:
         """Start flow control on an open channel. If it replaces a lost one, messages wait until `restored` is called.
 
-        Args:
-            tapped: the connection's `TapTransport`, or the `QueueCarrier` that replaces it.
-            underlay: aio-pika's object with aiormq's channel and its close callback.
+        `underlay` is aio-pika's object with aiormq's channel and its close callback.
         """
         self.left = False
         channel = underlay.channel
@@ -196,7 +192,7 @@ class ChannelFlow(DropInFlow):
                 closing.add_done_callback(told)
         else:
             # In newer versions of aiormq, `closing` is a new future each time, and aiormq ends this future after the
-            # other futures of the channel. So add `ended` to one of the other futures.
+            # other futures of the channel. So add `ended` to another future of the channel.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -268,8 +264,6 @@ class ChannelFlow(DropInFlow):
             self._timer = None
         self._deadlines.end()
         self._turns.end()
-
-    # Publishing.
 
     async def basic_publish(
         self,
@@ -569,8 +563,6 @@ class ChannelFlow(DropInFlow):
         # If the loop is closed, this call raises RuntimeError. Ignore it: no message is sent, so no hold is needed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
-
-    # For the application.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
         """Call a callback with each flow event. The event loop makes the calls."""

@@ -17,16 +17,7 @@ __all__ = ["RobustConnection", "connect_robust"]
 
 
 class RobustConnection(Connection, TappedRobustConnection):
-    """aio-pika's `RobustConnection`, with flow control in its channels.
-
-    Args:
-        url: as for aio-pika. The query may also contain settings of flow control.
-        kwargs: keywords of aio-pika, and settings of `ProducerSettings`.
-
-    Raises:
-        SettingsError: the value of a setting is not allowed.
-        TypeError: a setting is not allowed for connections of aio-pika.
-    """
+    """aio-pika's `RobustConnection`, with flow control in its channels. Arguments and errors: as for `Connection`."""
 
     CHANNEL_CLASS = RobustChannel
     _drop_in = AIO_PIKA_ROBUST
@@ -40,18 +31,11 @@ class RobustConnection(Connection, TappedRobustConnection):
 
 
 async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:
-    """Connect like aio-pika. The URL's query and the keywords may also contain settings of flow control.
+    """Connect like aio-pika. All arguments and errors are as for `connect` of this package, except `connection_class`.
 
     Args:
-        url: as for aio-pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
         connection_class: as for aio-pika. Your own class has flow control if it is a subclass of `RobustConnection` of
             this module.
-        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings that aio-pika itself has in another
-            form are not accepted.
-
-    Raises:
-        SettingsError: the value of a setting is not allowed.
-        TypeError: a setting is not allowed for connections of aio-pika.
     """
     return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)
 

@@ -79,7 +79,6 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """The next bytes to write; possibly empty."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
@@ -184,8 +183,6 @@ class QueueCarrier:
     def remove_after(self, _after: Callable[[], bool]) -> None:
         self._after = bool
 
-    # Reading.
-
     def pass_event(self, change: Callable[[ProducerProtocol, float], object]) -> None:
         """Pass an event to the protocol, report its consequences, and write the output."""
         if self._protocol is not None:
@@ -243,8 +240,6 @@ class QueueCarrier:
             names = method.exchange or "", method.routing_key or ""
             payload, body = header.marshal(), self._body
             self.pass_event(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
-
-    # Writing.
 
     def pump(self) -> None:
         """Put a `_Turn` into the writer's queue if there may be output."""

@@ -1,6 +1,4 @@
-"""An outbox in the database of a Django application (E14). A message is published after its transaction has committed.
-
-Messages of transactions that are rolled back are never published.
+"""An outbox in a Django application's database (E14). A message is published if and only if its transaction commits.
 
 Add ``"qflow_client.django"`` to ``INSTALLED_APPS``. ``manage.py migrate`` then creates the tables. `add` writes a
 message in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes the message. A
@@ -70,18 +68,7 @@ def add_many(
 ) -> list[str]:
     """Add messages in order, with few statements. If one message is invalid, no message is added.
 
-    Args:
-        messages: as for `add`.
-        exchange: as for `add`.
-        routing_key: as for `add`.
-        ordering_key: as for `add`.
-        using: as for `add`.
-
-    Returns:
-        The message ids in the order of the messages.
-
-    Raises:
-        TypeError, ValueError: as for `add`.
+    The other arguments and the errors are as for `add`. The message ids are returned in the order of the messages.
     """
     made = [outbox.encode(message, exchange, routing_key, ordering_key) for message in messages]
     connection = connections[using]

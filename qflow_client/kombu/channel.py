@@ -50,9 +50,9 @@ def refuse(cause: BaseException) -> NoReturn:
 class Channel(pyamqp.Channel):
     """kombu's `Channel` for py-amqp, with flow control.
 
-    The channel answers ``Channel.Flow``. `basic_publish` waits while the broker has stopped the channel or blocks the
-    connection. `basic_publish` also waits while the window of unconfirmed messages is full, a rate limit is reached, or
-    the socket is full. The wait takes at most `max_producer_flow_control_wait` seconds.
+    The channel answers ``Channel.Flow``. `basic_publish` waits at most `max_producer_flow_control_wait` seconds while
+    the broker has stopped the channel or blocks the connection, the window of unconfirmed messages or the socket is
+    full, a rate limit is reached, or the `flow_manager` holds the channel.
     """
 
     # Attributes of py-amqp's class.
@@ -67,8 +67,6 @@ class Channel(pyamqp.Channel):
         super().__init__(connection, channel_id, auto_decode, on_open)
         # If `confirm_publish` is set, py-amqp adds an attribute that hides the method `basic_publish`. Remove it.
         self.__dict__.pop("basic_publish", None)
-
-    # Opening and closing.
 
     def open(self) -> Any:
         if not self.is_open:
@@ -156,8 +154,6 @@ class Channel(pyamqp.Channel):
         except connection.connection_errors + connection.channel_errors:
             pass
         return None
-
-    # py-amqp's methods that wait for an answer.
 
     def send_method(
         self,
@@ -451,14 +447,11 @@ class Channel(pyamqp.Channel):
             self._raise_failures("they were published before")
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order, until the channel is closed.
+        """Call a callback with each flow event, until the channel is closed. Return a function to remove the callback.
 
         Args:
             callback: function that is called when kombu reads or publishes. The function must not itself read or
                 publish. Exceptions of the callback are logged.
-
-        Returns:
-            A function that removes the callback.
         """
         return self._open_flow().listen(callback)
 
@@ -482,13 +475,10 @@ class Channel(pyamqp.Channel):
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until the channel has no holds.
+        """Wait until the channel has no holds. Return False after the timeout.
 
         Args:
             timeout: maximum seconds; ``None`` for no limit.
-
-        Returns:
-            True if the channel has no holds, or False after the timeout.
 
         Raises:
             TypeError, ValueError: `timeout` is not a number.

@@ -33,8 +33,6 @@ _HEARTBEAT_LOOK = 1.0
 # A thread that runs an event loop of kombu stores its process id in ``pid``. In a forked child, the ids differ.
 _loops = threading.local()
 
-
-# The connections of this process.
 _connections: WeakSet[Connection] = WeakSet()
 
 
@@ -49,7 +47,6 @@ class Connection(pyamqp.Connection):
     """kombu's `Connection` for py-amqp, whose channels have flow control.
 
     Args:
-        arguments: arguments of py-amqp.
         keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings for work that kombu does itself,
             such as reconnects, are not accepted. ``confirm_publish`` can be True, False or ``"pipelined"``.
 
@@ -69,7 +66,6 @@ class Connection(pyamqp.Connection):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         ours, theirs = KOMBU.split(keywords.items())
         keywords = dict(theirs)
-        #: The settings of flow control.
         self.flow_settings = KOMBU.settings(**ours)
         confirms = keywords.get("confirm_publish", False)
         if isinstance(confirms, str) and confirms != PIPELINED:
@@ -78,7 +74,7 @@ class Connection(pyamqp.Connection):
         self._awaits = 0
         # Time when heartbeats were last checked.
         self._looked_at = 0.0
-        #: A text that is the same for connections with equal parameters. The transport sets this text.
+        #: A text that the transport sets. Connections with equal parameters have the same text.
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
@@ -134,8 +130,6 @@ class Connection(pyamqp.Connection):
         assert self._transport is not None
         self._transport.tap.frame_max = self.frame_max
 
-    # Opening and closing.
-
     @property
     def is_blocked(self) -> bool:
         """Whether the broker has reported that it blocks the connection."""
@@ -174,8 +168,6 @@ class Connection(pyamqp.Connection):
             and self.connected
             and not any(getattr(each, "callbacks", ()) for each in self.channels.values())
         )
-
-    # Reading.
 
     def _received(self) -> None:
         self.bytes_recv += 1
@@ -262,8 +254,6 @@ class Connection(pyamqp.Connection):
             self.bytes_sent += wire.sent
             wire.sent = 0
         super().heartbeat_tick(rate)
-
-    # Waiting.
 
     @property
     def must_not_wait(self) -> bool:

@@ -127,14 +127,13 @@ class ChannelFlow(DropInFlow):
         number = channel.channel_id
         # Unwritten bytes need no limit, because no message is admitted while the socket accepts no bytes.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
-        #: The channel.
         self.channel = channel
         #: Whether the last publish that had to wait was not sent, for example because of a timeout.
         self.has_given_up = False
         self._number = number
         self._wire = wire
         self._calls: deque[Callable[[], None]] = deque()
-        # The ``Basic.Publish`` frame for each exchange, routing key, bits and argument format.
+        # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, (mandatory, immediate) and `argsig`.
         self._heads: dict[tuple[Any, ...], bytes] = {}
         now = _monotonic()
         self.protocol.flow = self
@@ -176,9 +175,8 @@ class ChannelFlow(DropInFlow):
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
-    # The `flow_manager` requests calls on any thread. The thread of the connection makes these calls.
-
     def _call(self, function: Callable[[], None]) -> None:
+        # The `flow_manager` calls this method on any thread. The thread of the connection calls the function.
         self._calls.append(function)
         self._wire.wake()
 

@@ -94,7 +94,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Called by kombu. Return a kept connection with these options, or a new one that is not connected yet."""
+        """Return a kept connection with these options, or a new one that is not connected yet."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:

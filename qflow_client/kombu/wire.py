@@ -1,7 +1,4 @@
-"""The transports of py-amqp, with a `Tap` between py-amqp and the socket.
-
-The socket is non-blocking. Only this module waits for the socket.
-"""
+"""The transports of py-amqp, with a `Tap` between py-amqp and the socket. Only this module waits for the socket."""
 
 from __future__ import annotations
 
@@ -162,11 +159,9 @@ class Wire:
         self.tap = Tap()
         #: Functions to call between two frames. Each function passes a method to a channel of py-amqp.
         self.later: deque[Callable[[], object]] = deque()
-        #: Function that is called after bytes were received.
         self.on_received: Callable[[], object] = _nothing
         #: Number of writes of the channels' output since heartbeats were last checked.
         self.sent = 0
-        #: Number of received bytes.
         self.bytes_received = 0
         # Complete frames for py-amqp, and the number of their bytes that py-amqp has read.
         self._frames = b""
@@ -221,11 +216,7 @@ class Wire:
         self._poll = self._bell = None
 
     def check_connected(self, *_arguments: Any) -> Any:
-        """Raise an error if the wire is not connected.
-
-        Raises:
-            RecoverableConnectionError: the wire is closed, or belongs to another process.
-        """
+        """Raise `RecoverableConnectionError` if the wire is closed, or belongs to another process."""
         if not self.connected:
             raise RecoverableConnectionError(self._why)
 
@@ -233,8 +224,6 @@ class Wire:
         """End a `wait`. Any thread may call this method."""
         if self._poll is not None:
             self._poll.wake()
-
-    # Reading.
 
     @contextmanager
     def having_timeout(self, timeout: float | None) -> Iterator[Any]:
@@ -283,10 +272,7 @@ class Wire:
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """Return the file descriptor that an event loop watches in addition to the socket.
-
-        The descriptor is readable while frames wait for py-amqp.
-        """
+        """Return a file descriptor for an event loop. The descriptor is readable while frames wait for py-amqp."""
         if self._bell is None:
             self._bell = _Bell()
         if self.has_frames:
@@ -363,8 +349,7 @@ class Wire:
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
         """Wait for bytes, `wake`, or (if `unwritten` or `writable`) room in the socket. Then read and write.
 
-        Returns:
-            Whether the socket has room. If the call did not wait for room, the result has no meaning.
+        Return whether the socket has room. If the call did not wait for room, the result has no meaning.
         """
         if self._poll is None:
             raise RecoverableConnectionError(self._why)
@@ -376,8 +361,6 @@ class Wire:
         if is_writable and self.unwritten:
             self.flush()
         return is_writable
-
-    # Writing.
 
     @property
     def unwritten(self) -> bool:
@@ -410,10 +393,7 @@ class Wire:
             raise RecoverableConnectionError("a write was interrupted, and it is not known how much of it is written")
 
     def finish(self) -> float:
-        """Complete a partly written frame of a channel.
-
-        Return the deadline of this write. The next frame of py-amqp has the same deadline.
-        """
+        """Complete a partly written frame of a channel. Return the deadline, which py-amqp's next frame shares."""
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
             end = math.inf if limit is None else _monotonic() + limit

@@ -40,8 +40,9 @@ _encoded = _Encoded()
 class Channel(pika.channel.Channel):
     """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
-    The channel answers ``Channel.Flow``. The channel is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a
-    full window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
+    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit, the `flow_manager`, or a transport with more than
+    `max_unwritten_bytes`.
     """
 
     # Attributes of pika's class.
@@ -154,13 +155,10 @@ class Channel(pika.channel.Channel):
         self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order, in the connection's I/O loop.
+        """Call a callback with each flow event, in order, in the connection's I/O loop. Return a function to remove it.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.
-
-        Returns:
-            A function that removes the callback.
         """
         return self.flow_control.listen(callback)
 

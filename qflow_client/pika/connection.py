@@ -21,7 +21,6 @@ class ConnectionParameters(pika.ConnectionParameters):
     """pika's `ConnectionParameters`, which also accept settings of flow control.
 
     Args:
-        arguments: arguments of pika.
         keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika
             itself has options or methods for them, for example ``exchange``, ``routing_key``, ``mandatory``,
             ``confirms``, ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is pika's option, not the

@@ -59,12 +59,7 @@ _monotonic = time.monotonic
 
 
 class Publish(RepeatableMessage):
-    """A message that pika's `basic_publish` has encoded.
-
-    Args:
-        arguments: exchange, routing key and ``mandatory``.
-        basic_properties: the properties that the caller has passed.
-    """
+    """A message that pika's `basic_publish` has encoded. `arguments` are exchange, routing key and ``mandatory``."""
 
     arguments: tuple[str, str, bool]
     basic_properties: spec.BasicProperties | None
@@ -161,11 +156,7 @@ class ConnectionFlow:
 
 
 class ChannelFlow(DropInFlow):
-    """Flow control for one channel of pika.
-
-    Args:
-        channel: pika's `Channel`. For a `BlockingChannel`, the `Channel` that it contains.
-    """
+    """Flow control for one `Channel` of pika, possibly the one that a `BlockingChannel` contains."""
 
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
@@ -191,7 +182,7 @@ class ChannelFlow(DropInFlow):
         #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
-        # Number of messages that were written before confirm mode began; ``None`` before that.
+        # Number of messages that were written before confirm mode; ``None`` if the channel is not in confirm mode.
         self._before_confirms: int | None = None
         # Whether a call of `_on_timer` is scheduled.
         self._is_armed = False
@@ -202,8 +193,6 @@ class ChannelFlow(DropInFlow):
         channel.add_on_flow_callback(self._on_flow)
         channel.add_on_close_callback(self._on_close)
         flow_manager.register(self)
-
-    # Events of pika.
 
     def _on_flow(self, flow: Any) -> None:
         if not self._channel.is_open:
@@ -235,7 +224,7 @@ class ChannelFlow(DropInFlow):
         channel. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners of this channel know the holds of `unused` already. So report only the differences to them.
+        # The listeners of this channel know the holds of `unused`. So report only where the holds of `protocol` differ.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -308,8 +297,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass all messages to pika that can be sent now, and report events."""
         protocol = self.protocol
-        # Repeat this, because a write may release more messages. Call `take_output`, which counts its bytes as written,
-        # because pika may call this method again while it gets the bytes.
+        # Loop, because a write may release more messages. `take_output` counts the bytes as written in advance, because
+        # pika may call this method again while it takes the bytes.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
@@ -323,23 +312,14 @@ class ChannelFlow(DropInFlow):
             self.after()
 
     def _end_interrupted(self) -> None:
-        """End the connection, because an exception has interrupted a write, for example that of a signal handler.
-
-        It is not known whether pika got the bytes. So the delivery tags of later messages would be unknown.
-        """
+        """End the connection after an interrupted write. pika may have the bytes or not, so later tags are unknown."""
         connection = self._channel.connection
         if not connection.is_closed:
             error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")
             connection._terminate_stream(error)
 
-    # Publishing without waiting.
-
     def send_nowait(self, publish: Publish) -> Receipt:
-        """Admit and write a message now.
-
-        Raises:
-            ProducerFlowed: the channel is flowed. The message was not sent and never will be.
-        """
+        """Admit and write a message now. If the channel is flowed, raise `ProducerFlowed`: it is never sent."""
         now = _monotonic()
         self.look_at_transport(now)
         receipt = self.protocol.send(publish, *publish.arguments[:2], now)
@@ -363,7 +343,7 @@ class ChannelFlow(DropInFlow):
     def look_at_transport(self, now: float) -> None:
         """Set the hold ``transport`` if pika's transport is full. Lift this hold if the transport has room."""
         transport = getattr(self._channel.connection, "_transport", None)
-        # Twisted's transport has no `get_write_buffer_size`, so its size is always 0.
+        # Twisted's transport has no `get_write_buffer_size`, so treat its buffer as empty.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")

@@ -55,11 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module of the drop-in behave like pika's module. The drop-in's module calls this function last.
-
-    Args:
-        name: name of the drop-in's module, whose ``__all__`` has the names that belong to the drop-in.
-    """
+    """Make a module of the drop-in behave like pika's, except names in its ``__all__``. The module calls this last."""
     ours = sys.modules[name]
     own = list(ours.__all__)
     public = getattr(theirs, "__all__", None) or [each for each in vars(theirs) if not each.startswith("_")]
@@ -84,8 +80,7 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    If it is a class of connections or channels that the drop-in does not support, the class has no flow control. Then
-    issue a warning, once for each such class (E11).
+    A class of connections or channels that comes from pika has no flow control. So warn once for each such class (E11).
     """
     found = getattr(theirs, name)
     if (

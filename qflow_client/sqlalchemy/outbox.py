@@ -183,18 +183,7 @@ class Outbox:
     ) -> list[str] | Awaitable[list[str]]:
         """Add messages in order, with few statements. If one message is invalid, no message is added.
 
-        Args:
-            session: as for `add`.
-            messages: as for `add`.
-            exchange: as for `add`.
-            routing_key: as for `add`.
-            ordering_key: as for `add`.
-
-        Returns:
-            The message ids, in the order of the messages.
-
-        Raises:
-            TypeError, ValueError: as for `add`.
+        The other arguments and the errors are as for `add`. The message ids are returned in the order of the messages.
         """
         made = [self.encode(message, exchange, routing_key, ordering_key) for message in messages]
         rows, ids = [values for values, _ in made], [message_id for _, message_id in made]
@@ -223,14 +212,7 @@ class Outbox:
     ) -> tuple[dict[str, Any], str]:
         """Return the values of the row for a message, and the message id. A program can insert the row in its own way.
 
-        Args:
-            given: as for `add`.
-            exchange: as for `add`.
-            routing_key: as for `add`.
-            ordering_key: as for `add`.
-
-        Raises:
-            TypeError, ValueError: as for `add`.
+        The arguments and errors are as for `add`.
         """
         message = given if isinstance(given, Message) else Message(as_body(given))
         if isinstance(message, RoutedMessage):
@@ -250,8 +232,6 @@ class Outbox:
             "body": message.body,
         }
         return values, message_id
-
-    # Administration.
 
     def status(self, connection: Connection | Session) -> OutboxStatus:
         """Return the numbers of rows and relays, and the holds of the relays."""
@@ -305,13 +285,10 @@ class Outbox:
         ]
 
     def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
-        """Move failed messages to the end of the outbox, in the caller's transaction.
+        """Move failed messages to the end of the outbox, in the caller's transaction. Return the number of messages.
 
         Args:
             ids: the `FailedRow.id` of each message to move; ``None`` for all messages.
-
-        Returns:
-            The number of moved messages.
         """
         failed = self.tables.failed
         names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
@@ -327,13 +304,10 @@ class Outbox:
         return len(found)
 
     def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
-        """Delete failed messages, in the caller's transaction.
+        """Delete failed messages, in the caller's transaction. Return the number of deleted messages.
 
         Args:
             ids: the `FailedRow.id` of each message to delete.
-
-        Returns:
-            The number of deleted messages.
         """
         failed = self.tables.failed
         gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(ids)))

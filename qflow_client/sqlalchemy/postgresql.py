@@ -8,13 +8,13 @@ the relay unlocks it. If two relays see different members, a partition may have 
 
 The locks end with the session. If the relay is killed, the session ends immediately. If the relay is suspended or cut
 off from the database, the session ends within the lease. The server measures how long a session is idle
-(``idle_session_timeout``), so no clocks are compared. A killed relay leaves nothing to clean up.
+(``idle_session_timeout``), so no clocks are compared.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
-their ids. A reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep has
-a snapshot. A sweep reads the new rows in pages, in the order of ids. New rows are visible in the snapshot of the sweep,
-and were not visible in the previous snapshot. A row is new if its transaction (the column ``xid``) began after the
-previous snapshot, or was in progress in it. Both conditions select short ranges of an index. The result:
+their ids, and a reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep
+has a snapshot, and reads the new rows in pages, in the order of ids. New rows are visible in this snapshot, and were
+not visible in the previous snapshot: their transaction (the column ``xid``) began after the previous snapshot, or was
+in progress in it. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
@@ -162,8 +162,6 @@ class PostgresqlSession:
     def _rows_of(self, statement: str, **given: Any) -> Sequence[Any]:
         return self._run(statement, **given).all()  # type: ignore[no-any-return]
 
-    # Partitions.
-
     def join(self) -> None:
         """Become a member, so that partitions can belong to this relay."""
         self._run("SELECT pg_advisory_lock_shared(:class, :member)", **{"class": self._class, "member": PARTITIONS})
@@ -189,8 +187,7 @@ class PostgresqlSession:
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
         """Lock each of the given partitions that no other relay has locked.
 
-        Returns:
-            For each partition that this call has locked, the id up to which rows may have been sent.
+        Return for each partition that this call has locked the id up to which rows may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):
@@ -209,8 +206,6 @@ class PostgresqlSession:
             self._mine.remove(partition)
             given = {"class": self._class, "partition": partition}
             self._run("SELECT pg_advisory_unlock(:class, :partition)", **given)
-
-    # Reading.
 
     def start_over(self) -> None:
         """Begin a full sweep with the next `read`. Call this only when all rows that were read are settled."""
@@ -305,10 +300,7 @@ class PostgresqlSession:
             " FROM now CROSS JOIN needed LEFT JOIN page ON true ORDER BY id"
         )
 
-    # Writing.
-
     def delete(self, gone: Sequence[int]) -> None:
-        """Delete confirmed rows."""
         self._run(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(:gone AS bigint[])) RETURNING partition),"
             " news AS (SELECT partition, count(*) AS relayed FROM gone GROUP BY partition)"
@@ -339,14 +331,8 @@ class PostgresqlSession:
         """Show the holds of the relay in the server's list of sessions. The holds are not written to disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
-    # Waiting.
-
     def wait(self, wake: socket.socket, timeout: float) -> bool:
-        """Wait for a commit of the application, or for a byte on `wake`, for at most `timeout` seconds.
-
-        Returns:
-            Whether rows may have been committed.
-        """
+        """Wait at most `timeout` seconds for a commit or a byte on `wake`. Return True if there may be new rows."""
         driver = self._driver.pgconn
         self._take_notices()
         if not self._is_noticed and driver.socket in wait_readable((driver.socket, wake.fileno()), timeout):

@@ -195,10 +195,8 @@ class OutboxRelay:
         """Stop publishing. The thread waits for confirms for at most half of the lease, and then ends.
 
         Args:
-            timeout: maximum seconds to wait for the end of the thread; ``None`` for no limit.
-
-        Returns:
-            Whether the thread has ended.
+            timeout: maximum seconds to wait for the end of the thread; ``None`` for no limit. If the thread has not
+                ended then, the result is False.
         """
         self._stop()
         if self._thread is None:

@@ -68,11 +68,9 @@ def silence_of(lease: float) -> float:
 
 
 def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
-    """Wait until at least one file descriptor is readable, and return the readable descriptors.
+    """Wait at most `timeout` seconds until a file descriptor is readable, and return the readable descriptors.
 
-    Args:
-        descriptors: file descriptors. They may be above 1023, which `select.select` would not accept.
-        timeout: maximum seconds to wait.
+    The descriptors may be above 1023, which `select.select` would not accept.
     """
     poll = select.poll()
     for descriptor in descriptors:

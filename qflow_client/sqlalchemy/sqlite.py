@@ -69,11 +69,7 @@ def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[st
 
 
 class SqliteSession:
-    """One session of a relay.
-
-    Args:
-        engine: an engine of SQLAlchemy with a synchronous driver.
-        lease: not used, because the database is not on a network.
+    """One session of a relay. The lease is not used, because the database is not on a network.
 
     Raises:
         RelayError: the driver is asynchronous, or the database is in memory.

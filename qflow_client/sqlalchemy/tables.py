@@ -45,11 +45,7 @@ def partition_of(ordering_key: str) -> int:
 
 
 def dialect_of(session: Any, table: Table) -> str:
-    """Return the name of the database system in which a session or connection finds a table.
-
-    Raises:
-        TypeError: the object is neither a session nor a connection.
-    """
+    """Return the name of the database system in which a session or connection finds a table."""
     if isinstance(session, AsyncSession):
         session = session.sync_session
     if isinstance(session, Session):
@@ -78,11 +74,7 @@ def _compile_postgresql(_element: _TransactionId, _compiler: Any, **_: Any) -> s
 
 
 class Tables:
-    """The tables of one outbox.
-
-    Args:
-        name: name of the table of waiting messages. The names of the other tables begin with this name.
-    """
+    """The tables of one outbox. `name` is the name of the table of waiting messages."""
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:
         number = BigInteger().with_variant(Integer(), "sqlite")

@@ -119,13 +119,7 @@ class Waker:
 
 
 class Tenure:
-    """One tenure.
-
-    Args:
-        lease: lease of the relay in seconds.
-        poll: maximum seconds between two checks for new rows if no notification comes.
-        is_stopping: function that returns True if the relay has to end.
-    """
+    """One tenure. `lease` and `poll` are seconds, as for `OutboxRelay`. Only `settled` may be called on other threads."""
 
     def __init__(
         self,
@@ -175,15 +169,11 @@ class Tenure:
         self._answered_at = _monotonic()
         self._held_since: float | None = None
 
-    # Called by the producer.
-
     def settled(self, receipt: Receipt) -> None:
         """Record a settled receipt. The producer's callback thread calls this method."""
         self._settled.append(receipt)
         if len(self._settled) >= self._wake_at:
             self._waker.wake()
-
-    # Called on the relay's thread.
 
     def run(self, producer: Producer) -> None:
         """Work until the relay stops or there is an error.

@@ -247,7 +247,6 @@ class BlockingConnection(_pika.BlockingConnection):
 
     Args:
         parameters: as for pika. Parameters of `qflow_client.pika` also have settings of flow control.
-        _impl_class: as for pika, for tests.
     """
 
     # Attributes of pika's class.
@@ -373,8 +372,9 @@ class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window, a rate limit or a full socket. While `basic_publish` waits, heartbeats, acks and all other I/O continue. The
-    application's callbacks are called later, in `BlockingConnection.process_data_events`, as with pika.
+    window, a rate limit, the `flow_manager` or a full socket. While `basic_publish` waits, all I/O continues, such as
+    heartbeats and acks. The application's callbacks are called later, in `BlockingConnection.process_data_events`, as
+    with pika.
     """
 
     # Attributes of pika's class.
@@ -396,8 +396,6 @@ class BlockingChannel(_pika.BlockingChannel):
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
         # Whether `basic_publish` returns before its message is confirmed. If so, later calls report failed messages.
         self._is_pipelined = False
-
-    # Publishing.
 
     def basic_publish(
         self,
@@ -566,8 +564,6 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow.returned.append(self._puback_return)
         self._puback_return = None
 
-    # Confirms.
-
     def confirm_delivery(self, pipelined: bool = False, republish: BlockingChannel | None = None) -> None:
         """Start confirm mode like pika.
 
@@ -730,13 +726,10 @@ class BlockingChannel(_pika.BlockingChannel):
         return state
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds. I/O continues during the wait.
+        """Wait until there are no holds. I/O continues during the wait. Return False after the timeout.
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-
-        Returns:
-            True if there are no holds; False after the timeout.
 
         Raises:
             ChannelClosed, ChannelWrongStateError, ConnectionClosed: as for pika's methods.

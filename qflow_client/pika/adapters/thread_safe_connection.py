@@ -100,10 +100,7 @@ class _Publishing:
         return True
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until the message is sent.
-
-        Args:
-            timeout: the longest wait in seconds; ``None`` for no limit.
+        """Wait until the message is sent, for at most `timeout` seconds; ``None`` for no limit.
 
         Raises:
             FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
@@ -196,7 +193,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Let the call fail, because the channel has ended before the message could wait in line."""
+        """Log that the accepted message was not sent, because the channel has ended before it could wait in line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -213,7 +210,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
+    window of unconfirmed messages, a rate limit, the `flow_manager`, or a transport with more than
+    `max_unwritten_bytes`.
     """
 
     connection: Connection
