@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more than this number of bytes are unwritten after I/O, write them before the tasks that it wakes publish more.
+# If more than this number of bytes are unwritten after I/O, write them before the tasks that are woken publish more.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -252,7 +252,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control, because aio-pika opens no new channel. If the program does, `opened` is called again."""
+        """End flow control, because aio-pika opens no new channel. If the program opens one, `opened` runs again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())

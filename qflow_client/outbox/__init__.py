@@ -8,7 +8,7 @@ the interface `qflow_client.core.store.Store`. Messages that wait on disk and ar
 `Backlog`. A `Writer` thread commits changes and reads the backlog.
 
 When a message enters the window, the store notes the message in the outbox in the same step. `send` returns when the
-message is on disk. When the broker confirms the message, the store notes the confirm, and the next commit deletes the
+message is on disk. When the broker confirms the message, the store notes the confirm, and a later commit deletes the
 message. If the process dies before that commit, the next producer sends the message again.
 """
 

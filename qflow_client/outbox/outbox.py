@@ -1,13 +1,13 @@
 """`Outbox` keeps messages on disk until they are settled. The class does not depend on producers or event loops.
 
-Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
+Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes the
 noted changes in one transaction. A producer uses an outbox as follows:
 
 1. The producer calls `Outbox.put` under its own lock, in the order of admission, to note a message and its sequence.
 2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
    disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
-3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes the messages. If the process
+3. `Outbox.settle` notes that messages are settled, in any order. The next `Outbox.commit` deletes them. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is held: put with
    ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
@@ -207,11 +207,11 @@ class Outbox:
         return sequence
 
     def permit(self, sequence: int) -> None:
-        """Allow held messages up to a sequence to be written to a broker after the next commit."""
+        """Allow held messages up to a sequence to be written to a broker after the next `commit`."""
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Note that messages `first` to `last` (``None``: only `first`) are settled. The next commit deletes them."""
+        """Note that messages `first` to `last` (``None``: only `first`) are settled. The next `commit` deletes them."""
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
@@ -344,7 +344,7 @@ class Outbox:
             before: seconds since 1970; messages that were put earlier are removed.
 
         Returns:
-            The removed messages, in order. The next commit deletes them from disk.
+            The removed messages, in order. The next `commit` deletes them from disk.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -357,7 +357,7 @@ class Outbox:
         return found
 
     def drop(self, sequence: int) -> None:
-        """Remove a message, even if it is damaged or held. The next commit deletes the message from the file.
+        """Remove a message, even if it is damaged or held. The next `commit` deletes the message from the file.
 
         Raises:
             OutboxError: the message is not in the outbox, or the file cannot be read.

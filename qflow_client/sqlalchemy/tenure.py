@@ -47,7 +47,7 @@ _MIN_FREE_WINDOW = 0.25
 _LINGER = 0.02
 # Seconds between two checks of a held producer.
 _RETRY = 0.02
-# Seconds for which the checks of a held producer continue after a flow event.
+# Seconds for which the checks of a held producer continue after a wake-up, for example by a flow event.
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
@@ -119,7 +119,7 @@ class Waker:
 
 
 class Tenure:
-    """One tenure. `lease` and `poll` are seconds, as for `OutboxRelay`. Only `settled` may be called on other threads."""
+    """One tenure. `lease` and `poll` are seconds, as for `OutboxRelay`. Only `settled` may run on other threads."""
 
     def __init__(
         self,
