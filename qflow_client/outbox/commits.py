@@ -1,7 +1,7 @@
 """`CommitWaits` lets threads wait until the writer has committed their messages.
 
-A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
-commit, and stops waiting at the deadline. There is no lock, because a signal handler or a finalizer may interrupt a
+A thread that commits by itself cannot return before the disk answers. So a call with a short time limit lets the writer
+commit, and stops waiting at the limit. There is no lock, because a signal handler or a finalizer may interrupt a
 waiting thread and call `send` (E2). Each access to the dict of `_Wait` objects is a single operation. A thread adds and
 removes its own wait, and the writer removes a wait before it wakes the thread.
 """

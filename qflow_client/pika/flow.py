@@ -341,7 +341,7 @@ class ChannelFlow(DropInFlow):
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Set the hold ``transport`` if pika's transport is full. Lift this hold if the transport has room."""
+        """Set the hold ``transport`` if pika's transport is full. Lift this hold if it is at most half full."""
         transport = getattr(self._channel.connection, "_transport", None)
         # Twisted's transport has no `get_write_buffer_size`, so treat its buffer as empty.
         size = getattr(transport, "get_write_buffer_size", int)()
