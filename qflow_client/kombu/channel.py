@@ -50,9 +50,9 @@ def refuse(cause: BaseException) -> NoReturn:
 class Channel(pyamqp.Channel):
     """kombu's `Channel` for py-amqp, with flow control.
 
-    The channel answers ``Channel.Flow``. `basic_publish` waits at most `max_producer_flow_control_wait` seconds while
-    the broker has stopped the channel or blocks the connection, the window of unconfirmed messages or the socket is
-    full, a rate limit is reached, or the `flow_manager` holds the channel.
+    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit, the `flow_manager` or a full socket. While the channel is flowed,
+    `basic_publish` waits for at most `max_producer_flow_control_wait` seconds.
     """
 
     # Attributes of py-amqp's class.

@@ -297,8 +297,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass all messages to pika that can be sent now, and report events."""
         protocol = self.protocol
-        # Loop, because a write may release more messages. `take_output` counts the bytes as written in advance, because
-        # pika may call this method again while it takes the bytes.
+        # Loop, because a write may release more messages. `take_output` counts the bytes as written before pika takes
+        # them, because pika may call this method again meanwhile.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
@@ -319,7 +319,7 @@ class ChannelFlow(DropInFlow):
             connection._terminate_stream(error)
 
     def send_nowait(self, publish: Publish) -> Receipt:
-        """Admit and write a message now. If the channel is flowed, raise `ProducerFlowed`: it is never sent."""
+        """Admit and write a message now. If the channel is flowed, raise `ProducerFlowed`, and send nothing."""
         now = _monotonic()
         self.look_at_transport(now)
         receipt = self.protocol.send(publish, *publish.arguments[:2], now)

@@ -183,7 +183,7 @@ class Outbox:
     ) -> list[str] | Awaitable[list[str]]:
         """Add messages in order, with few statements. If one message is invalid, no message is added.
 
-        The other arguments and the errors are as for `add`. The message ids are returned in the order of the messages.
+        The arguments and errors are as for `add`. The result has the message ids in the order of the messages.
         """
         made = [self.encode(message, exchange, routing_key, ordering_key) for message in messages]
         rows, ids = [values for values, _ in made], [message_id for _, message_id in made]
