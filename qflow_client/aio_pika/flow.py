@@ -1,8 +1,8 @@
 """Flow control for a channel of aio-pika. `ChannelFlow` publishes with a `ProducerProtocol`.
 
 aio-pika still manages connections, topology and consumers, and still restores channels. aio-pika's exchanges publish
-with aiormq's ``basic_publish``, so only this method is replaced. A `Tap` at the connection's socket handles the
-broker's confirms and returned messages, which aiormq does not see.
+with aiormq's ``basic_publish``, which `ChannelFlow` replaces. A `Tap` at the connection's socket, or a `QueueCarrier`,
+handles the broker's confirms and returned messages, which aiormq does not see.
 """
 
 from __future__ import annotations

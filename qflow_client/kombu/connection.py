@@ -257,7 +257,7 @@ class Connection(pyamqp.Connection):
 
     @property
     def must_not_wait(self) -> bool:
-        """Whether waits are forbidden in this thread, because it runs an event loop of kombu, which a wait would stop.
+        """Whether flow control must not wait in this thread, because the wait would stop an event loop of kombu.
 
         While a Celery worker runs a task in this thread, the task stops the loop anyway, so waits are allowed.
         """

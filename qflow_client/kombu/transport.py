@@ -114,7 +114,7 @@ class Transport(pyamqp.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Register the connection like kombu.
 
-        From now on, `basic_publish` waits in this thread only within a Celery task. Other waits would stop the loop.
+        From now on, flow control waits in this thread only within a Celery task. Other waits would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()

@@ -313,7 +313,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if it is stuck `max_producer_flow_control_wait` seconds after the start of the block."""
+    """Abort the connection if it is stuck `max_producer_flow_control_wait` seconds after the ``with`` block began."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
