@@ -2,14 +2,13 @@
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
-message to `unsent`. If an interrupt comes before these two changes, the message is not admitted, and `heal` undoes the
-preparations. The limits of admission are the window and the rate (see `limits`), the holds of the gate, and the
-unwritten bytes.
+message to `unsent`. If an interrupt comes earlier, the message is not admitted, and `heal` undoes the preparations. The
+limits of admission are the window and the rate (see `limits`), the holds of the gate, and the unwritten bytes.
 
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
 is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
 its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
-function. Other interpreters (PyPy, builds without the GIL) do not guarantee this, so it admits nothing there.
+function. So `send_at_once` admits nothing on other interpreters (PyPy, builds without the GIL).
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For
@@ -83,7 +82,6 @@ class Admission:
         id_prefix: str | None,
         receipt_type: type[Receipt],
     ) -> None:
-        #: The limits of admission.
         self.limits = limits
         #: Same as `limits.window`. Every message uses the window, so it has its own attribute for speed.
         self.window = limits.window
@@ -98,7 +96,6 @@ class Admission:
         self._max_unwritten = settings.max_unwritten_bytes
         #: The prefix of message ids that the producer assigns; ``None`` if the producer assigns no ids.
         self.id_prefix = id_prefix
-        #: The class of the receipts.
         self.receipt_type = receipt_type
         #: The number of the next admitted message. A message id that the producer assigns is `id_prefix` and this
         #: number in hexadecimal digits.
@@ -207,7 +204,6 @@ class Admission:
         return True
 
     def close(self, reason: str) -> None:
-        """Admit no message from now on."""
         # `shut` also stops `send_at_once`, which checks the gate and not `closed`.
         self.gate.shut()
         if self.closed is None:

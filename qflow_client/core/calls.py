@@ -1,8 +1,9 @@
 """The calls that can wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share these calls.
 
 Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
-time at which it must be resumed. A *driver* runs such a generator. There are several drivers, because threads, tasks
-and polled connections wait in different ways. A driver does the following:
+time at which it must be resumed. A `deadline` is the latest time at which the wait ends, in seconds. A *driver* runs
+such a generator. There are several drivers, because threads, tasks and polled connections wait in different ways. A
+driver does the following:
 
 1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
 2. It waits until the call's waiter is set, or until the yielded time.
@@ -104,7 +105,6 @@ def wait_unflowed(
     """Wait until the producer is unflowed (not blocked).
 
     Args:
-        deadline: the latest time at which the wait ends, in seconds.
         in_callback: see `Waiters.when_unflowed`.
 
     Returns:
@@ -128,7 +128,6 @@ def close(
     """Admit no message from now on, and wait until all messages are settled.
 
     Args:
-        deadline: the latest time at which the wait ends, in seconds.
         waits_for_holds: whether to wait even if holds delay the messages. If not, the wait can end early, see `drain`.
     """
     protocol.close(reason, now)
@@ -139,11 +138,7 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all admitted messages are settled. Stop earlier if a hold delays them, see `_has_stalled`.
-
-    Args:
-        deadline: the latest time at which the wait ends, in seconds.
-    """
+    """Wait until all admitted messages are settled. Stop earlier if a hold delays them, see `_has_stalled`."""
     before = -1
     while now < deadline and not _has_stalled(protocol, before, now):
         before = protocol.unsettled

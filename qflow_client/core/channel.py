@@ -1,9 +1,8 @@
-"""Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` use `Channel`.
+"""Moves and settles messages when a channel opens or ends.
 
 If at least one byte of a message was written before its channel ended, the message may have arrived at the broker. With
-the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. Second
-copies are sent in the order of admission, before all messages that were never written. With the setting ``"fail"``,
-every message is settled when the channel ends. Every message is also settled when the producer ends.
+the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. With the
+setting ``"fail"``, and at the end of the producer, every message is settled.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ class Channel:
     # Opening.
 
     def open(self, number: int, frame_max: int, now: float) -> None:
-        """Continue with a new channel on which no message was published yet.
-
-        Args:
-            frame_max: the negotiated maximum size of a frame in bytes; 0 for no limit.
-        """
+        """Continue with a new channel on which no message was published yet, see `ProducerProtocol.channel_opened`."""
         self._opening = number, frame_max
         self._open(now)
 
@@ -205,11 +200,7 @@ class Channel:
         return None
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """Handle the loss of a connection. The producer will connect again.
-
-        Args:
-            shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
-        """
+        """Handle a loss after which the producer connects again, see `ProducerProtocol.connection_lost`."""
         suspects: Sequence[Receipt] = ()
         if not shared:
             in_flight = [each for each in self._unconfirmed.begun() if each._reply is None]
@@ -260,11 +251,7 @@ class Channel:
     def settle_all(
         self, reason: str, now: float, culprits: Collection[Receipt] = (), reply: Reply | None = None
     ) -> None:
-        """Settle every unsettled message with the outcome that is known now.
-
-        Args:
-            culprits: the messages that made the broker close the channel. They are settled as *rejected*.
-        """
+        """Settle `culprits` as *rejected*, and every other unsettled message with the outcome that is known now."""
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
         begun = {receipt._number for receipt in self._unconfirmed.begun()}
         receipts = [receipt for receipt in self.unsettled() if receipt._outcome is None]
@@ -276,12 +263,9 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Stop sending messages, and settle them with the outcomes that are known now.
+        """Stop sending unsettled messages, and settle them with the outcomes that are known now.
 
         Before this call, the caller must take back the frames of all messages without a written byte.
-
-        Args:
-            receipts: the receipts of unsettled messages, in the order of admission.
         """
         admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
         begun = {receipt._number for receipt in unconfirmed.begun()}
@@ -308,7 +292,6 @@ class Channel:
         else:
             outcome = Outcome.UNKNOWN if number in begun or number in resending.written_before else Outcome.FAILED
         if self.is_over and self._admission.store is not None and outcome in _SENT_BY_NEXT_PRODUCER:
-            # The next producer that uses the outbox sends the message.
             return Outcome.STORED
         return outcome
 
@@ -340,7 +323,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # Here and below, repeat the end of the channel, because the interrupt may have come before it was complete.
+            # Here and below, repeat the end of the channel, which the interrupt may have left incomplete.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

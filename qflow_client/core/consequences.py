@@ -1,7 +1,6 @@
 """The actions that follow a step: review holds, admit waiting messages, wake waiters, and settle expired messages.
 
-`ProducerProtocol` starts these actions, for example when a step has settled messages or lifted a hold. This module also
-repairs the state after an interrupted step, see `step`.
+This module also repairs the state after an interrupted step, see `step`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Consequences:
         """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
         No other method of the core lifts the hold ``disconnected``. Suspects (see `suspects`) are sent one at a time,
-        before new messages. So the hold ``disconnected`` stays while suspects wait in `Resending.again`.
+        before new messages. So the hold ``disconnected`` stays while a suspect in `Resending.again` must wait.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:

@@ -40,9 +40,6 @@ class Expiry:
     def expired_before(self, next_number: int, now: float) -> int:
         """Find the expired messages, and set a mark if it is time for one.
 
-        Args:
-            next_number: the number of the next message.
-
         Returns:
             The number below which all messages have expired; 0 if no mark is old enough. Until `forget` is called with
             this number, later calls return the same number or a higher one.

@@ -1,8 +1,7 @@
 """The limits of admission: the window of messages, the window of bytes, and the rate.
 
 An admitted message uses room in both windows until it is settled. With ``capacity="auto"``, the window of messages
-adapts its size. The flow controller checks all limits. If the window of messages is the only limit,
-`Admission.send_at_once` can check this limit without the controller.
+adapts its size. The flow controller checks all limits.
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ def check_capacity(capacity: object) -> None:
 
 
 class Limits:
-    """The limits of one producer.
-
-    Args:
-        line: the order in which waiting messages are admitted; by default the order of their arrival.
-
-    Raises:
-        TypeError: `line` does not have the methods of a `Line`.
-    """
+    """The limits of one producer. `ProducerProtocol` describes `line`, and the error for a wrong `line`."""
 
     __slots__ = ("adaptive", "byte_window", "controller", "is_plain", "max_capacity", "window")
 

@@ -1,4 +1,4 @@
-"""Makes the parts of one producer's protocol, and connects them. `ProducerProtocol` makes one `Parts`.
+"""Makes the parts of one producer's protocol, and connects them. The opening of `protocol` describes the parts.
 
 Each part gets the parts that it uses as arguments of its constructor. So a part can use only the parts that were made
 earlier. Code that needs all parts is in `consequences`.
@@ -45,13 +45,10 @@ class Parts:
         encoder: type[PublishEncoder],
     ) -> None:
         prefix = id_prefix if settings.message_ids else None
-        #: Records whether the last step was completed, and the time of that step.
         self.steps = Steps(now)
-        #: The limits of admission.
         self.limits = Limits(settings, line)
         self.controller = self.limits.controller
         self.gate = self.controller.gate
-        #: Collects flow events, log entries, settled receipts, and waiters to wake.
         self.reports = Reports(
             settings.name,
             self.gate,
@@ -60,22 +57,15 @@ class Parts:
             max_failed_bytes=settings.max_failed_bytes,
             max_events=settings.max_flow_events,
         )
-        #: Counts the settled receipts that are not reported to the application yet.
         self.unreported = Unreported(self.reports, self.limits)
-        #: The messages on the wire.
         self.unconfirmed = Unconfirmed()
-        #: The messages to be sent again, before any new message.
         self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         self.resending.refusals.stop_clock(now)
-        #: Finds the message for a ``Basic.Return``.
         self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
-        #: Admits messages.
         self.admission = Admission(
             settings, self.limits, self.returns, self.steps, id_prefix=prefix, receipt_type=receipt_type
         )
-        #: Callers that wait for settled messages, or for an open gate.
         self.waiters = Waiters(self.reports, self.limits, self.admission, self.steps)
-        #: The messages that wait to be admitted.
         self.line = SendLine(
             self.admission,
             self.controller,
@@ -84,7 +74,6 @@ class Parts:
             self.steps,
             settings.flow_control_wait_notify_period,
         )
-        #: Applies the broker's answers.
         self.settling = Settling(
             self.admission,
             self.limits,
@@ -95,11 +84,9 @@ class Parts:
             settings.confirms,
             keeps_undelivered=settings.keeps_undelivered,
         )
-        #: Moves messages when a channel opens or ends.
         self.channel = Channel(
             settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
         )
-        #: Makes the frames of messages.
         self.writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
         timeout = settings.delivery_timeout
         #: Finds messages that are unsettled for too long; ``None`` without `delivery_timeout`.

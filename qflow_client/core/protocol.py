@@ -3,9 +3,9 @@
 A *skin* is the code with I/O around the protocol: a producer's engine or a drop-in for another library. The *owner* is
 the thread or event loop on which the skin does I/O. The owner reports events to `ProducerProtocol`: a channel opened,
 the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write. The skin calls
-one method at a time, and passes the time in monotonic seconds.
+one step (see `step`) at a time, and passes the time in monotonic seconds.
 
-The protocol has one part for each decision. This list follows the way of a message through the parts:
+These are the parts of the protocol:
 
 * `line` keeps messages that cannot be admitted now. `admission` admits messages when `limits` and the gate allow it.
 * `Writing` makes the frames of messages. `unconfirmed` has the messages whose frames are made for the open channel.
@@ -19,15 +19,15 @@ From its admission until it is settled, a message is in exactly one of three col
 
 * `admission.unsent`: no byte of the message was ever written.
 * `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel.
-* `resending.again`: the message was written before, and will be sent again. It is marked as a second copy, because the
-  first copy may have arrived. Even if the broker refused the first copy, one of several queues may have accepted it.
+* `resending.again`: the message was written before, and will be sent again. It gets the header `REPUBLISHED`, because
+  the first copy may have arrived. Even if the broker refused that copy, one of several queues may have accepted it.
 
-A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). A message
-leaves `flight` unsettled if the channel ends, or if the broker has no room and refuses the message. A message also
-leaves `flight` if `Writing.take_back` takes its frames back, for example when the broker stops the channel. Only frames
-without a written byte can be taken back. A message that leaves `flight` unsettled moves to `again` if it was ever
-written, and otherwise to `unsent`. `unsent` and `again` are always in the order of admission, and all messages of
-`again` are sent before those of `unsent`. So first copies are always sent in the order of admission.
+A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). A message can
+leave `flight` unsettled when the channel ends, when the broker has no room and refuses the message, or when
+`Writing.take_back` removes its unwritten frames, for example because the broker stops the channel. Then the message
+moves to `again` if it was ever written, and otherwise to `unsent`. `unsent` and `again` are always in the order of
+admission, and all messages of `again` are sent before those of `unsent`. So first copies are always sent in the order
+of admission.
 
 Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
 broker stops the new channel (``Channel.Flow``).
@@ -40,17 +40,16 @@ broker stops the new channel (``Channel.Flow``).
    sent before the broker's answer.
 6. The confirm of the probe lifts the hold ``refused``. Then the rest of `again` is sent, and finally `unsent`.
 
-While there is a hold, calls of `send` wait. `flush` waits until the message of the example is settled. If the
-connection is lost while the probe is in flight, the message moves back into `again`. If the clock then reaches
-`retry_for` before the next copy is sent, the message is settled as *unknown*. Its outcome is not *nacked*, because the
-probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
+If the connection is lost while the probe is in flight, the message moves back into `again`. If the clock then reaches
+`retry_for` before the next copy is sent, the message is settled as *unknown* and not as *nacked*, because the probe may
+have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
 The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If
 the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
-as E1, C6 and J7 name lines of the sources in ``docs/sources.md``. The names of tests contain these ids.
+as E1, C6 and J7 name lines of the sources in ``docs/sources.md``.
 """
 
 from __future__ import annotations
@@ -109,14 +108,13 @@ class ProducerProtocol:
         )
         self.parts = parts
         self.settings = settings
-        # The parts that this class or the skins use. `Parts` describes each of them.
+        # The parts that this class or the skins use.
         self.steps, self.limits, self.window = parts.steps, parts.limits, parts.limits.window
         self.controller, self.gate = parts.controller, parts.gate
         self.reports, self.waiters = parts.reports, parts.waiters
         self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
         self._unreported, self._expiry = parts.unreported, parts.expiry
-        #: The actions that follow a step.
         self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
@@ -196,14 +194,13 @@ class ProducerProtocol:
 
     @step
     def lift(self, kind: str, now: float, *, source: str = "") -> None:
-        """Lift a hold, and admit the messages that waited for its end."""
         self.consequences.lift(kind, now, source)
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
         """Return the settled receipts. The skin reports each receipt to the application, and then calls `reported`."""
         self.consequences.hold_unreported(now)
-        # Call `take` last, because an interrupt after `take` loses the receipts, which would never be reported.
+        # Call `take` last, because an interrupt after `take` would lose the receipts.
         return self._unreported.take()
 
     @step
@@ -302,9 +299,8 @@ class ProducerProtocol:
         """Handle the loss of a connection, or the end of the attempts to connect.
 
         Without `reconnects`, all unsettled messages are settled, and nothing is admitted any more. With `reconnects`,
-        the setting `on_disconnect` decides: the unsettled messages are settled, or they are sent on the next
-        connection. On the next connection, the unsettled messages keep their order and come before new messages.
-        Messages that may have arrived are sent with the header `REPUBLISHED`.
+        the setting `on_disconnect` decides whether the unsettled messages are settled, or sent on the next connection
+        before new messages.
 
         Args:
             reconnects: whether the owner will connect again if this method returns True.
@@ -340,11 +336,9 @@ class ProducerProtocol:
             self.gate.hold(HoldKind.CHANNEL_FLOW, now=now)
 
     def on_blocked(self, reason: str, now: float) -> None:
-        """Handle ``Connection.Blocked``."""
         self.hold(HoldKind.CONNECTION_BLOCKED, now, detail=reason)
 
     def on_unblocked(self, now: float) -> None:
-        """Handle ``Connection.Unblocked``."""
         self.lift(HoldKind.CONNECTION_BLOCKED, now)
 
     @step
@@ -387,9 +381,9 @@ class ProducerProtocol:
     # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the next bytes to write, up to one frame more than `limit`. Empty if nothing can be written now.
+        """Return the next bytes to write, up to one frame more than `limit`. Empty if nothing can be written.
 
-        "Now" is the time of the last step. So the owner may have to call `on_timer` before a probe can be written.
+        This method uses the time of the last step. So a probe may have to wait for a call of `on_timer`.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -425,8 +419,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return the next bytes to write, and record that they are written. Repeat the call until the result is empty.
 
-        Owners that can write any number of bytes call this method. It takes half the time that `data_to_write` and
-        `advance` take together.
+        For owners that can write any number of bytes, this takes half the time of `data_to_write` and `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:

@@ -1,4 +1,4 @@
-"""The refusals of a broker without room: when, and for how long, messages are sent again. `Resending` uses this module.
+"""The refusals of a broker without room: when, and for how long, messages are sent again.
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
 later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
@@ -86,12 +86,10 @@ class Refusals:
     # The clock.
 
     def stop_clock(self, now: float) -> None:
-        """Stop the clock, because no retry is possible."""
         if self._stopped_at is None:
             self._stopped_at = now
 
     def start_clock(self, now: float) -> None:
-        """Start the clock again, because a retry is possible."""
         if self._stopped_at is not None:
             self._stopped_for += now - self._stopped_at
             self._stopped_at = None
@@ -116,11 +114,9 @@ class Refusals:
         return is_over
 
     def forget(self, receipt: Receipt) -> None:
-        """Forget the refusal of a message that is settled."""
         del self._first_refused[receipt._number]
 
     def is_refused(self, receipt: Receipt) -> bool:
-        """Whether the broker has refused an unsettled message."""
         return receipt._number in self._first_refused
 
     def end_channel(self, unsettled: Collection[int], unanswered: Iterable[Receipt]) -> None:
@@ -197,7 +193,6 @@ class Refusals:
             self.probe = receipt
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Record that a message is not on the wire now."""
         if receipt is self.probe:
             self.probe = None
 

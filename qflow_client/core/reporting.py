@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
-This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the *skin*
-(a producer's engine or a drop-in) takes the news. The application's callbacks run later, without the producer's lock.
+The other modules of the core add their news to `Reports`. After each step, the *skin* (a producer's engine or a
+drop-in) takes the news. The application's callbacks run later, without the producer's lock.
 """
 
 from __future__ import annotations
@@ -49,18 +49,13 @@ class MessageObserver(Protocol):
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Called with receipts that are settled together.
-
-        Args:
-            receipts: the receipts, which are not always in the order of admission.
-        """
+        """Called with receipts that are settled together, not always in the order of admission."""
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
             payload: the payload that the application sent. Later the outbox makes another object for the message.
-            receipt: the unsettled receipt of the message.
         """
 
     def record(self, *, now: float) -> None:
@@ -132,12 +127,10 @@ class Reports:
         self.dropped = 0
         #: True when nothing is admitted any more. Then only unsettled messages can fail, so all failures are kept.
         self.is_ending = False
-        # The size of `failures` in bytes.
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
         self._max_events = max_events
-        # How many failures can be added before the next sweep. A sweep removes the receipts that the application has
-        # seen.
+        # How many failures can be added before the next call of `_sweep`.
         self._sweep_in = _SWEEP_FROM
 
     @property
@@ -214,12 +207,10 @@ class Reports:
         return failures
 
     def take_dropped(self) -> int:
-        """Return how many failures were dropped, and reset the count."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
     def forget_failures(self) -> None:
-        """Forget the failures, because they are reported to the application in another way."""
         nothing: deque[Receipt] = deque()
         self.failures, self._failed_bytes = nothing, 0
 
@@ -355,8 +346,7 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 
     Args:
         arguments: values for the format string `text`. The values must not change later.
-        depth: which line of code is recorded: 1 for the caller of this function, 2 for the caller of that caller, and
-            so on.
+        depth: the frame whose line is recorded: 1 for the caller of this function, 2 for the caller of the caller.
     """
     frame = sys._getframe(depth)
     return level, text, arguments, frame.f_code, frame.f_lineno
@@ -365,8 +355,8 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 def is_logged(level: int) -> bool:
     """Return whether the logger is enabled for a level.
 
-    The result is that of `logging.Logger.isEnabledFor`, but this function takes no lock. `isEnabledFor` takes the lock
-    of `logging`. Another thread may have this lock, and run a signal handler or a finalizer that waits for this step.
+    `logging.Logger.isEnabledFor` would take the lock of `logging`. Another thread may have this lock, and run a signal
+    handler or a finalizer that waits for the present step.
     """
     return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 

@@ -2,8 +2,7 @@
 
 `again` contains two kinds of messages: messages without an answer when their channel ended, and messages that the
 broker refused. Both kinds were written before. So the messages are sent as second copies, in the order of admission,
-before all messages that were never written (E1). If the frames of a message are made but not begun, they can be taken
-back. Then `put_back` returns the message to `again`, if the message was written before.
+before all messages that were never written (E1).
 
 Three rules decide how many messages can be sent now (`count_sendable`):
 
@@ -29,13 +28,7 @@ __all__ = ["Resending"]
 
 
 class Resending:
-    """The messages to be sent again, in the order of admission.
-
-    Args:
-        hold_time: see `PoisonDetector`.
-        pauses: see `Refusals`.
-        retry_for: see `Refusals`.
-    """
+    """The messages to be sent again. `PoisonDetector` and `Refusals` describe the arguments."""
 
     __slots__ = ("again", "poison", "refusals", "suspects", "written_before")
 
@@ -45,11 +38,8 @@ class Resending:
         #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message has
         #: frames now, they are a second copy. Some of these messages may be settled by now.
         self.written_before: set[int] = set()
-        #: The messages that are sent one at a time.
         self.suspects = Suspects()
-        #: Finds the message that causes lost connections.
         self.poison = PoisonDetector(hold_time)
-        #: The messages that the broker has refused, and the time of the next probe.
         self.refusals = Refusals(pauses, retry_for)
 
     @property
@@ -62,14 +52,14 @@ class Resending:
     def end_channel(
         self, written: Iterable[Receipt], suspects: Iterable[Receipt], unanswered: Iterable[Receipt] = ()
     ) -> None:
-        """Record that a channel has ended, and add its unanswered messages to `again`.
+        """Record that a channel has ended, and add messages to `again`.
 
         Args:
-            written: messages that were written before, on this channel or an earlier one.
+            written: unsettled messages of the channel that were written on it or on an earlier channel.
             suspects: messages that may have caused the end of the channel.
-            unanswered: messages that were at least partly written on this channel, and that the broker did not answer.
+            unanswered: the messages of `written` that were at least partly written on this channel.
         """
-        # If an interrupted call is repeated, this dict prevents that messages are added to `again` twice.
+        # If an interrupted call is repeated, `by_number` has each message only once.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
         # Update `refusals` before `again`. If a call is repeated after `again` was changed, `unanswered` is incomplete.
@@ -79,16 +69,11 @@ class Resending:
         self.written_before = numbers
 
     def put_refused(self, receipt: Receipt) -> None:
-        """Add a message that the broker has refused."""
         self.written_before.add(receipt._number)
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
-        """When a message leaves the wire, return it to `again` if it was written before.
-
-        Returns:
-            True if the message will be sent again as a second copy; False if it was never written.
-        """
+        """Move a message that leaves the wire to `again` if it was written before. If it was not, return False."""
         self.forget_sent(receipt)
         number = receipt._number
         if number not in self.written_before:
@@ -105,7 +90,6 @@ class Resending:
         return [each for each in self.again if self.refusals.is_over(each, now)]
 
     def discard_settled(self) -> None:
-        """Forget the messages that are settled."""
         if any(each._outcome is not None for each in self.again):
             self.again = deque(each for each in self.again if each._outcome is None)
 
@@ -115,11 +99,7 @@ class Resending:
         self.end_channel((), ())
 
     def end_refusals(self, unsettled: Collection[int]) -> None:
-        """Record that the broker has room again, or that there is no message to send as a probe.
-
-        Args:
-            unsettled: the numbers of all unsettled messages.
-        """
+        """Stop probing, and forget the messages whose numbers are not in `unsettled`."""
         self.refusals.probe_at = None
         self.refusals.forget_others(unsettled)
         self.written_before.intersection_update(unsettled)
@@ -187,11 +167,7 @@ class Resending:
         self.suspects.forget_sent(receipt)
 
     def is_probing_over(self, has_unsent: bool) -> bool:
-        """Whether no probe is needed, because the broker has room again or there is no message to send.
-
-        Args:
-            has_unsent: whether there are messages that were never written.
-        """
+        """Whether no probe is needed: the broker has room again, or no probe is in flight and no message can be one."""
         refusals = self.refusals
         return refusals.probe_at is None or not (self.again or refusals.probe or has_unsent)
 

@@ -1,7 +1,7 @@
-"""Finds the message that a ``Basic.Return`` refers to. `Settling` uses this module.
+"""Finds the message that a ``Basic.Return`` refers to.
 
 A return identifies a message only by its message id, exchange and routing key. Ids that the producer has assigned
-contain the message's number. `by_id` has the unsettled mandatory messages whose ids the application has assigned.
+contain the message's number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ __all__ = ["Returns"]
 
 
 class Returns:
-    """Finds the unsettled mandatory message that a return refers to.
-
-    Args:
-        is_mandatory: whether messages can be returned at all.
-    """
+    """Finds the unsettled mandatory message that a return refers to."""
 
     __slots__ = ("_id_prefix", "_is_mandatory", "_resending", "_unconfirmed", "by_id")
 
@@ -32,7 +28,7 @@ class Returns:
         self._id_prefix = id_prefix
         self._unconfirmed = unconfirmed
         self._resending = resending
-        #: The unsettled mandatory messages whose ids the application has assigned; the keys are these ids.
+        #: The unsettled mandatory messages with ids that the application has assigned, by id.
         self.by_id: dict[str, list[Receipt]] = {}
 
     def has_own_id(self, payload: bytes | Message) -> bool:
@@ -45,7 +41,6 @@ class Returns:
             self.by_id.setdefault(receipt._payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it has
 
     def forget(self, receipts: Iterable[Receipt]) -> None:
-        """Record that messages are settled."""
         for receipt in receipts:
             payload = receipt._payload
             if isinstance(payload, Message) and payload.message_id in self.by_id:

@@ -3,7 +3,7 @@
 If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
 `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
 *decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
-`Reports.wake`, unless its own sender withdrew the message. `look_at` withdraws a ticket after its deadline (A4).
+`Reports.wake`, unless `give_up` or `look_at` has withdrawn it. `look_at` withdraws a ticket after its deadline (A4).
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ class SendLine:
         Returns:
             When to call again; ``None`` if no call of `send` waits.
         """
-        # One notice covers all waiting calls of `send`, and contains the longest wait.
         ticket = next(iter(self.tickets), None)
         if ticket is None:
             return None
@@ -194,11 +193,7 @@ class SendLine:
 
     @step
     def give_up(self, ticket: SendTicket, now: float) -> bool:
-        """Withdraw a waiting message.
-
-        Returns:
-            True if the message is withdrawn and will never be admitted; False if the ticket was already decided.
-        """
+        """Withdraw a waiting message. Return False if its ticket was already decided."""
         return self._withdraw(ticket, now)
 
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:

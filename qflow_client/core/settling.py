@@ -1,9 +1,7 @@
-"""Settles messages.
+"""Settles messages, each of them exactly once.
 
-`ProducerProtocol` passes the broker's answers to `Settling`. `Channel` uses `Settling` when a channel ends. Every
-receipt is settled exactly once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome,
-the batch is reported, and the room of the messages is freed. After an interrupt (see `step`), `heal` continues with
-the stored batch.
+A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome, the batch is reported, and the room
+of the messages is freed. After an interrupt (see `step`), `heal` continues with the stored batch.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class Settling:
         """Settle admitted messages. The caller then removes the messages from their collection.
 
         Args:
-            receipts: the receipts of the messages.
             outcome: one outcome for all messages, or one for each message. For a returned message, ``CONFIRMED``
                 becomes ``RETURNED``.
             reply: the reply to store in receipts that have no reply yet.
@@ -180,12 +177,7 @@ class Settling:
     # Answers of the broker.
 
     def answer(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
-        """Handle an answer of the broker.
-
-        Args:
-            multiple: whether the answer is for all tags up to `tag`.
-            outcome: ``CONFIRMED`` or ``NACKED``.
-        """
+        """Handle an answer of the broker: ``CONFIRMED`` or ``NACKED``. `multiple` is as in ``Basic.Ack``."""
         # The broker cannot answer a message that is only partly written.
         written = self._unconfirmed.outbound.finished
         if tag > written or (tag == 0 and not multiple):
@@ -201,12 +193,9 @@ class Settling:
             self.settle_run(first, stop, outcome, now)
 
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
-        """Settle the messages that the acks of one read confirm.
+        """Settle the messages that the acks of one read confirm. `TapChannel.on_acks` describes the list.
 
         The result is that of one call of `answer` for each ack, but acks with consecutive tags are handled together.
-
-        Args:
-            acks: see `TapChannel.on_acks`.
         """
         written = self._unconfirmed.outbound.finished
         # All tags up to this tag are confirmed, but this loop has not settled them yet. 0 if there is no such tag.
@@ -232,7 +221,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record in a receipt that its message was returned. The ack settles it, or `give_up_refused` after a nack."""
+        """Record a return in the receipt. The ack then settles the message, or after a nack `give_up_refused`."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:

@@ -3,7 +3,7 @@
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
 a signal may interrupt a step on the main thread, for example in an asyncio loop. Any other exception that ends a step
 early has the same effect. The changes before the interrupt are not undone. `Steps.is_unfinished` stays set. The next
-step of the same producer first repairs the state (`Consequences._heal`). Two rules make that possible:
+step of the same producer first repairs the state (`Consequences._heal`). Two rules make the repair possible:
 
 1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move
    can be repeated.
@@ -36,9 +36,8 @@ class Steps:
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")
 
-    #: Repairs the state after an unfinished step; set by `Consequences`.
+    # Set by `Consequences`. The method `resume` says what both functions do.
     heal: Callable[[], None]
-    #: Does the actions that were due after an unfinished step; set by `Consequences`.
     follow_up: Callable[[], None]
 
     def __init__(self, now: float) -> None:
@@ -62,7 +61,7 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a method a step, which may first repair the state. A parameter `now` must be passed by position."""
+    """Make a method a step, which first repairs the state after an unfinished step. Pass `now` by position."""
     parameters = tuple(signature(method).parameters)
     # The index of `now` in the arguments after `self`; -1 if the method has no such parameter.
     at = parameters.index("now") - 1 if "now" in parameters else -1

@@ -7,13 +7,10 @@ the exchange of some of these messages, only those messages are suspects, see `n
 
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
-losses, the messages in flight become suspects. If a connection is lost while a suspect is alone in flight, the suspect
-becomes the *candidate*. The candidate is sent only after a new channel has stayed open for a while. So losses while
-the broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
-sent, the candidate is settled as *unknown*.
-
-This module sends and settles nothing. `resending` uses this module to decide which messages can be sent. `channel`
-settles messages.
+losses, the messages in flight become suspects. If the connection is then lost while a single message is in flight, this
+message becomes the *candidate*. The candidate is sent only after a new channel has stayed open for a while. So losses
+while the broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate
+was sent, the candidate is settled as *unknown*.
 """
 
 from __future__ import annotations
@@ -30,20 +27,15 @@ _QUOTED = re.compile(r"'([^']*)'")
 # RabbitMQ's name of the default exchange.
 _DEFAULT_EXCHANGE = "amq.default"
 
-# After this number of lost connections in a row, the messages in flight become suspects.
 _SUSPICIOUS = 3
-# If this number of connections are lost soon after the candidate was sent, the candidate is proven to be poison.
 _PROOF = 5
 
 
 def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
-    """Return the suspects whose exchange and routing key are in the reply text.
+    """Return the suspects whose exchange and routing key are in the reply text, in single quotes.
 
     If there are none, return the suspects whose exchange is in the text. If no exchange is in the text, return all
     suspects.
-
-    Args:
-        text: the reply text, with names in single quotes.
     """
     named = set(_QUOTED.findall(text))
     there = [each for each in suspects if (each.exchange or _DEFAULT_EXCHANGE) in named]
@@ -58,8 +50,7 @@ class Suspects:
     def __init__(self) -> None:
         #: Numbers of messages that may have caused the end of an earlier channel. Some of them may be settled by now.
         self.numbers: set[int] = set()
-        #: The suspect that was sent last on this channel; ``None`` if there is none. No other message is sent until
-        #: this suspect is settled or leaves the wire.
+        #: The last suspect that was sent on this channel and not taken back, or ``None``. It may be settled by now.
         self.alone: Receipt | None = None
 
     @property
@@ -68,12 +59,7 @@ class Suspects:
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
-        """Record the end of a channel: remove settled suspects, and add new ones.
-
-        Args:
-            unsettled: numbers of the messages that can still be suspects.
-            suspects: the new suspects.
-        """
+        """Record the end of a channel: keep only the suspects with numbers in `unsettled`, and add new suspects."""
         self.numbers = self.numbers.intersection(unsettled).union(each._number for each in suspects)
         self.alone = None
 
@@ -84,7 +70,6 @@ class Suspects:
         return next((at for at, each in enumerate(source) if each._number in self.numbers), len(source))
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Record that a message is not on the wire now."""
         if receipt is self.alone:
             self.alone = None
 
@@ -105,7 +90,7 @@ class PoisonDetector:
         self._losses = 0
         # How many messages were settled before the losses that `_losses` counts.
         self._settled = -1
-        #: The message number of the candidate (see the top of this file); 0 if there is none.
+        #: The message number of the candidate; 0 if there is none.
         self.candidate = 0
         # `_send_at`: when the channel will have been open for the hold time. `_sent_at`: when a suspect was last sent.
         self._send_at = self._sent_at = 0.0
@@ -118,11 +103,9 @@ class PoisonDetector:
         return self._candidate_losses >= _PROOF
 
     def note_open(self, now: float) -> None:
-        """Record that there is a new channel."""
         self._send_at = now + self._hold_time
 
     def note_sent(self, now: float) -> None:
-        """Record that a suspect is sent."""
         self._sent_at = now
 
     def note_loss(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
@@ -153,5 +136,5 @@ class PoisonDetector:
         return in_flight
 
     def send_at(self, receipt: Receipt) -> float | None:
-        """Return when this message can be sent; ``None`` if it is not the candidate and can be sent at any time."""
+        """Return when a message can be sent if it is the candidate; ``None`` if it is not."""
         return self._send_at if receipt._number == self.candidate else None

@@ -1,4 +1,4 @@
-"""The ticket of a message that waits to be admitted. `SendLine` makes tickets. `SendLine` and `Store` decide them."""
+"""The ticket of a message that waits to be admitted."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The messages on the wire of the channel, and their encoded bytes.
 
-`Writing` adds messages, and `Settling` removes settled ones. A message gets its *number* when it is admitted. Numbers
-define the order of messages. A message gets its *delivery tag* when its frames are made, because the tag is its
-position on the wire. Tags are assigned in ascending order, so the dict `flight` is in the order of the tags. `flight`
-has only unsettled messages. A message in `flight` is *on the wire*, even if none of its bytes is written yet.
+A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
+when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
+`flight` is in the order of the tags. `flight` has only unsettled messages. A message in `flight` is *on the wire*, even
+if none of its bytes is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags.
@@ -60,8 +60,7 @@ class Unconfirmed:
 
     def begin(self, encoder: PublishEncoder) -> None:
         """Forget all messages, and begin with delivery tag 1 and the encoder of a new channel."""
-        # The new values are made first. The assignments call no function, so an interrupt comes before or after all of
-        # them.
+        # The assignments call no function, so an interrupt comes before or after all of them.
         flight: dict[int, Receipt] = {}
         outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
         self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number

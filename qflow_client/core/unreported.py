@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
 If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held, so
-that the number of these receipts stays below about twice the capacity. `Consequences` uses this module.
+that the number of these receipts stays below about twice the capacity.
 """
 
 from __future__ import annotations
@@ -38,16 +38,11 @@ class Unreported:
         return settled
 
     def hold_if_many(self, now: float) -> None:
-        """Hold senders if too many receipts are not reported to the application yet."""
         if self.count + len(self._reports.settled or ()) > self._limits.max_capacity:
             detail = "callbacks are slower than confirms"
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
     def note_reported(self, count: int) -> bool:
-        """Record that `count` receipts were reported to the application.
-
-        Returns:
-            Whether the hold can be lifted.
-        """
+        """Record that `count` receipts were reported to the application. Return True if the hold can be lifted."""
         self.count -= count
         return self.count <= self._limits.max_capacity // 2

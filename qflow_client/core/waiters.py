@@ -46,11 +46,7 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages that are now admitted are settled. The backlog of a `Store` does not count.
-
-        Returns:
-            False if no message is unsettled. Then the waiter is not kept, and is never woken.
-        """
+        """Same as `when_flushed`, but without the backlog of a `Store`."""
         return self.add_settled(waiter)
 
     def add_settled(self, waiter: Any) -> bool:
@@ -65,7 +61,6 @@ class Waiters:
         """Wake a waiter when the producer is unflowed.
 
         Args:
-            waiter: the waiter to put into `Reports.wake`.
             in_callback: whether a callback waits. The hold for slow callbacks (`ON_DELIVERY`) may last until this
                 callback returns, so the wait ignores that hold.
 

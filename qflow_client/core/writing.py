@@ -70,7 +70,6 @@ class Writing:
         return data
 
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame, such as a reply to the broker, after the frames that are already made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size
