@@ -1,8 +1,8 @@
 """Computes how long the broker's answers can wait, so that one read gets many answers.
 
 A broker often answers only a few messages at a time. Waking up the client costs more time than handling these answers,
-because of thread switches, system calls and cold caches. So a busy producer waits until more answers have come, just as
-network adapters coalesce their interrupts.
+because of thread switches, system calls and cold caches. So a busy producer waits for more answers, just as network
+adapters coalesce their interrupts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ _LARGE_READ = 1 << 13
 
 
 def delay(size: int, in_flight: int) -> float:
-    """Return how long the next answers can wait, on a connection of one producer.
+    """Return the delay of the next read in seconds, on a connection of one producer.
 
     Args:
         size: size of the answers in the last read in bytes.
         in_flight: number of unsettled messages that are at least partly written.
-
-    Returns:
-        The delay in seconds; 0 to read the next answers immediately.
     """
     return _DELAY if in_flight >= _MIN_IN_FLIGHT and size <= _LARGE_READ else 0.0

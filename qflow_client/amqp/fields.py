@@ -49,14 +49,7 @@ _MAX_KEYS = 1024
 
 
 def encode_octet(value: int, name: str) -> bytes:
-    """Encode an integer of 8 bits.
-
-    Args:
-        name: name of the value, for error texts.
-
-    Raises:
-        ValueError: the integer is not from 0 to 255.
-    """
+    """Encode an integer of 8 bits. Raise `ValueError` with the name of the value if it is not from 0 to 255."""
     if not 0 <= value <= 255:
         raise ValueError(f"{name} must be from 0 to 255, not {value!r}")
     return _OCTETS[value]
@@ -105,7 +98,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         try:
             since = value.astimezone(UTC) - _EPOCH
         except (OverflowError, ValueError):
-            # At both ends of the calendar, a time zone may lead to a year that does not exist. Reject such a time.
+            # In UTC, the time is before year 1 or after year 9999.
             since = _BEFORE
         if since.days < 0:
             raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")
@@ -138,7 +131,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
 
 
 def _inside(key: str, error: Exception) -> Exception:
-    """Return an error with `key` added to the path to the invalid value. Each recursive call adds its key."""
+    """Return an error with `key` added to the path to the invalid value."""
     text = str(error)
     # Error texts of this module can follow a name directly. Other texts need a colon after the name.
     text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
@@ -237,11 +230,7 @@ def _decimal(value: Decimal) -> bytes:
 
 
 def decode_octet(data: bytes, at: int) -> tuple[int, int]:
-    """Decode the octet at an offset. Return the octet and the offset after it.
-
-    Raises:
-        IndexError: the data is too short.
-    """
+    """Return the octet at an offset, and the offset after it. Raise `IndexError` if the data is too short."""
     return data[at], at + 1
 
 
@@ -261,11 +250,8 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
 def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
     """Decode the timestamp at an offset. Return the time and the offset after it.
 
-    Returns:
-        The time in UTC, or the seconds since 1970 if the time is after 9999; and the offset after the timestamp.
-
-    Raises:
-        struct.error: the data is too short.
+    The time is in UTC. If it is after 9999, it is returned in seconds since 1970. If the data is too short,
+    `struct.error` is raised.
     """
     (value,) = _LONGLONG.unpack_from(data, at)
     try:

@@ -158,9 +158,7 @@ class FrameSplitter:
         self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
-        """Add bytes to the stream.
-
-        Consume the iterator completely before the next call.
+        """Add bytes to the stream. Consume the iterator completely before the next call.
 
         Yields:
             The type and channel of each complete frame, and the offsets of its payload in the attribute `data`. The
@@ -274,8 +272,7 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: The property flags of a message, the values before and after the assigned message id, and the length of this id in
-#: bytes.
+#: A message's property flags, the values before and after its assigned message id, and the id's length in bytes.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -401,7 +398,7 @@ class PublishEncoder:
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame, so the last frame end belongs to the header frame.
+        # Without a body there is no body frame, so the caller's frame end is that of the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()
@@ -441,7 +438,6 @@ class PublishEncoder:
         """Return the frames of a message.
 
         Args:
-            body: body of any length.
             number: number in the message id, if an id is assigned.
 
         Returns:
@@ -469,11 +465,7 @@ class PublishEncoder:
 def content_header(message: Content, message_id: bytes = b"") -> bytes:
     """Return the payload of a message's content header frame.
 
-    Args:
-        message_id: the encoded message id to add if the message has none; empty to add no message id.
-
-    Raises:
-        TypeError, ValueError: AMQP cannot represent the headers.
+    `properties` describes `message_id` and the errors.
     """
     flags, values = properties(message.__dict__, message_id)
     return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
@@ -485,11 +477,7 @@ def plain_content_header(length: int, message_id: bytes) -> bytes:
 
 
 def body_size(header: bytes) -> int:
-    """Return the body length in the payload of a content header frame.
-
-    Raises:
-        struct.error: the payload is too short.
-    """
+    """Return the body length in the payload of a content header. Raise `struct.error` if the payload is too short."""
     return int(_BODY_SIZE.unpack_from(header, 4)[0])
 
 

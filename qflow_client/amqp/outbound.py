@@ -46,7 +46,6 @@ class Outbound:
         """Set the next batch of messages. The previous batch must be completely written.
 
         Args:
-            parts: bytes of the batch.
             ends: offsets at which the messages end.
             borders: offsets at which frames end. Other channels can write there. The last offset is the length of the
                 batch.

@@ -47,8 +47,7 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# A complete Basic.Ack frame: the part that is the same for all acks of a channel, the delivery tag, and one of two
-# ends.
+# A Basic.Ack frame: the part that is the same for all acks of a channel, the delivery tag, and one of two ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
 # If a read has at most this size, the tap reports its acks one by one with `on_ack`.
@@ -78,8 +77,7 @@ _NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 def _announce_capabilities(start: bytes) -> bytes:
     """Add a table of capabilities to a ``Connection.Start`` that has none. The added table can be empty.
 
-    The table has the capabilities that the broker announces in another form. An invalid payload is returned unchanged,
-    because the library reports the error.
+    An invalid payload is returned unchanged, because the library reports the error.
     """
     try:
         # The table of the broker's properties follows the method ids and the version.
@@ -121,9 +119,9 @@ class TapChannel(Protocol):
         """Handle the ``Basic.Ack`` frames of one read, in order.
 
         Args:
-            acks: pairs of a delivery tag and a count. If the count is above 0, the pair stands for this number of acks
-                of single messages. The tags of these acks are consecutive, and the tag of the pair is the first. If the
-                count is 0, the pair stands for one ack of all messages up to the tag (``multiple``).
+            acks: pairs of a delivery tag and a count. A count above 0 stands for this number of acks of single messages
+                with consecutive tags, and the pair has the first of these tags. The count 0 stands for one ack of all
+                messages up to the tag (``multiple``).
         """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -156,7 +154,6 @@ class _Returned:
         self.method = method
         # The header; empty until it is received.
         self.header = b""
-        # The received parts of the body.
         self.body: list[bytes] = []
         # The number of missing bytes of the body.
         self.left = 0
@@ -191,9 +188,9 @@ class Tap:
         self._returns: dict[int, _Returned] = {}
         # The broker's reason for blocking the connection; ``None`` while it is not blocked.
         self._blocked: str | None = None
-        # The error in the broker's data, after which nothing can be received any more; ``None`` without an error.
+        # The error in the broker's data, after which `received` takes no more data; ``None`` without an error.
         self.error: FrameError | None = None
-        # The broker's reply code and text in ``Connection.Close``; ``None`` before that.
+        # The broker's reply code and text in ``Connection.Close``; ``None`` if it was not received.
         self.closed: str | None = None
         #: When the broker last sent data.
         self.heard_at = 0.0
@@ -221,8 +218,7 @@ class Tap:
     def expect(self, number: int) -> None:
         """Keep the ``Channel.Flow`` frames for a channel that is being opened, until `attach` is called.
 
-        A broker may stop a channel immediately when it opens the channel, before this package notices that the channel
-        is open.
+        A broker may stop a channel immediately when it opens the channel, before this package can attach the channel.
         """
         self._expected[number] = []
 
@@ -250,7 +246,7 @@ class Tap:
 
         The broker's answers to written messages are still reported. A broker ends the connection if ``Channel.Close``
         comes in the middle of a message. So a channel that writes the frames of a message separately must complete the
-        message before the library closes the channel. The drop-ins for aio-pika and kombu write a message as one frame.
+        message before the library closes the channel.
         """
         channel = self._writers.pop(number, None)
         # Let the channel record that its present frame is written. Otherwise it would reject the answer to the message.
@@ -328,16 +324,13 @@ class Tap:
 
         Args:
             data: the next bytes of the stream, which can end anywhere in a frame.
-            now: seconds.
 
         Returns:
-            The complete frames for the library, or empty bytes. If `error` is set now, this is the last data, and the
-            next call raises the error even without data.
+            The complete frames for the library, or empty bytes. If `error` is set now, the next call raises the error.
 
         Raises:
-            FrameError: the data has no valid AMQP frames, or a method frame of a publishing channel cannot be decoded.
-                The error is also raised if an exception has interrupted an earlier call, because received data may be
-                lost.
+            FrameError: the data has an invalid AMQP frame, or a method frame of a publishing channel cannot be decoded;
+                or an exception has interrupted an earlier call, so received data may be lost.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
@@ -552,7 +545,7 @@ class Tap:
 
     @property
     def unfinished(self) -> bytes:
-        """The rest of a partly written frame; empty at a frame boundary. Call `advance` after a write, as usual."""
+        """The rest of a partly written frame; empty at a frame boundary. Call `advance` after a write."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:
@@ -568,7 +561,6 @@ class Tap:
             # only up to the next frame boundary.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
-        # Start with the channel after the one that wrote last.
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._last_writer, each))
         for number in turns:
             data = channels[number].data_to_write(limit)
