@@ -71,11 +71,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
-    """Read and check a definitions document. Between the elements of its lists, the event loop can do other work.
-
-    Raises:
-        Problem: 400 if the document is invalid.
-    """
+    """Read and check a definitions document, in slices. Raise `Problem` 400 if the document is invalid."""
     lists: dict[str, list[Any]] = {name: [] for name in _ELEMENTS}
     others: dict[str, Any] = {}
     try:

@@ -36,11 +36,7 @@ _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
 
 @dataclass(frozen=True, slots=True)
 class EventsRequest:
-    """A client's request for events.
-
-    Attributes:
-        period: seconds that the stream waits before it looks for changes again.
-    """
+    """A client's request for events. `Watch.events` describes `period`."""
 
     period: float
 
@@ -129,7 +125,6 @@ class Watch:
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget all objects, because the last stream has ended."""
         self._look, self._version = 0, -1
         self._gone.clear()
         self._whole.clear()

@@ -14,8 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. The headers forbid a browser, for example, to cache the response, to show it in a frame of
-#: another page, or to guess another content type.
+#: Headers of every response. For example, they forbid a browser to cache the response or to guess its content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -75,11 +74,7 @@ def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
 
 
 def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse a request without the token.
-
-    Raises:
-        Problem: 401 if the token is missing or wrong.
-    """
+    """Raise `Problem` 401 if the token of a request is missing or wrong."""
     if not has_token(request, settings):
         raise Problem(
             HTTPStatus.UNAUTHORIZED, "the token is missing or wrong; send the header Authorization: Bearer TOKEN"

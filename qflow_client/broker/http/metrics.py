@@ -119,11 +119,7 @@ def _build(head: _Head) -> str:
 
 
 async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEUS) -> bytearray:
-    """Return the metrics as text.
-
-    Args:
-        media_type: `PROMETHEUS` or `OPEN_METRICS`.
-    """
+    """Return the metrics as text of the media type `PROMETHEUS` or `OPEN_METRICS`."""
     head = _Head(is_open=media_type == OPEN_METRICS)
     families = [bytearray(head(kind, name, text).encode()) for kind, _, name, text in _QUEUE_FAMILIES]
     families.append(

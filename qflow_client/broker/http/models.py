@@ -94,7 +94,6 @@ def _words(kind: type) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Convert docstring text to a description for the API."""
     return _IDS.sub("", " ".join(text.split())).replace("``None``", "null").replace("``", "`")
 
 
@@ -289,10 +288,7 @@ for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """Create three models for policies: for a definition, for a request that sets a policy, and for an answer.
-
-    The fields come from `PolicyDefinition` and `Policy`. The same two classes check the values.
-    """
+    """Create models for policy definitions, requests and answers. `PolicyDefinition` and `Policy` check the values."""
 
     def parts(kind: type[Any], *but: str) -> dict[str, Any]:
         words, hints = _words(kind), get_type_hints(kind)
@@ -365,11 +361,7 @@ class DefinitionsDocument(BaseModel):
     )
 
     def definitions(self) -> Definitions:
-        """Convert the document to definitions for the broker.
-
-        Raises:
-            DefinitionError: a policy is invalid.
-        """
+        """Convert the document to definitions for the broker. Raise `DefinitionError` if a policy is invalid."""
         policies = []
         for number, told in enumerate(self.queue_policies):
             try:

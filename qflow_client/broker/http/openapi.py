@@ -42,11 +42,9 @@ def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
 
 
 def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
-    """Return the weight that a client gives to a media type (RFC 9110, 12.5.1).
+    """Return the weight of the most specific range in `wanted` that matches (RFC 9110, 12.5.1), and its specificity.
 
-    Returns:
-        The weight of the most specific range in `wanted` that matches, and a number that is higher the more specific
-        this range is. Both numbers are 0 if the client does not accept the media type.
+    Both numbers are 0 if the client does not accept the media type.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -70,7 +68,6 @@ class Operation:
     """One operation of the API.
 
     Attributes:
-        method: HTTP method.
         path: path of the operation, with the names of parameters in braces.
         tag: group of the operation in the OpenAPI description.
         handler: function or coroutine function that performs the operation. Its first argument is the broker. A
@@ -125,11 +122,7 @@ class Operation:
         return max(self.media_types, key=lambda offered: _quality(wanted, offered))
 
     def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """Check the parameters of a request, and return them.
-
-        Raises:
-            Problem: 400 if a parameter is wrong, unknown or repeated.
-        """
+        """Return the checked parameters of a request. Raise `Problem` 400 if one is wrong, unknown or repeated."""
         given = dict(path)
         for name, value in query:
             if name in given:
@@ -142,11 +135,7 @@ class Operation:
         return {name: getattr(checked, name) for name in self.parameters.model_fields}
 
     def check_body(self, content_type: str, raw: bytes) -> Any:
-        """Check the body of a request, and return it.
-
-        Raises:
-            Problem: 415 if the content type is not JSON. 400 if the body is invalid.
-        """
+        """Return the checked body of a request. Raise `Problem` 415 if it is not JSON, and 400 if it is invalid."""
         assert self.body is not None
         self.check_content_type(content_type)
         try:
@@ -161,11 +150,7 @@ class Operation:
 
     @staticmethod
     def check_content_type(content_type: str) -> None:
-        """Refuse a body with another media type than JSON.
-
-        Raises:
-            Problem: 415 if the content type is not JSON.
-        """
+        """Raise `Problem` 415 if the content type of a body is not JSON."""
         if content_type != JSON:
             raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
 

@@ -49,7 +49,6 @@ class Problem(Exception):
     """Ends a request with an error.
 
     Args:
-        status: status of the response.
         detail: text that says what went wrong, and how to correct the request.
         errors: for each wrong field, the place of the field and a description of the error.
         retry_after: value of the header ``Retry-After`` in seconds; ``None`` for no such header.

@@ -3,7 +3,7 @@
 If the API needs a token, a connection is a stranger before its first request with the token. If there are too many
 strangers, the oldest stranger is disconnected. So strangers cannot use up all connections, and a client with the token
 can connect. In each iteration of the event loop, at most one request without the token is answered. If the API needs no
-token, no connection is a stranger, and the number of all connections is limited.
+token, no connection is a stranger, and only `MAX_CONNECTIONS` limits the number of connections.
 
 Long answers, imports of definitions, and checks for event streams run in slices (see `Turns`).
 """
@@ -44,7 +44,6 @@ class HttpServer:
     """Serves the HTTP API of a broker.
 
     Args:
-        broker: broker whose settings contain the address of the API.
         count_answer: function that is called with the change in bytes when large answers use more or less memory.
     """
 
@@ -83,11 +82,10 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections. The keys are the protocol objects of aiohttp, which `Request.protocol` returns.
+        # The connections, by the protocol objects of aiohttp, which `Request.protocol` returns.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Tasks of the event streams, which are cancelled when the broker stops.
         self._streams: set[asyncio.Task[Any]] = set()
         # Number of event streams of each IP address.
         self._streams_of: Counter[str] = Counter()
@@ -103,11 +101,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port on which the server listens.
-
-        Raises:
-            RuntimeError: the server has not been started.
-        """
+        """The port on which the server listens. Raises `RuntimeError` before the start of the server."""
         if self._port is None:
             raise RuntimeError("the broker is not running; use it in `with Broker() as broker:`")
         return self._port
@@ -118,11 +112,7 @@ class HttpServer:
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
-        """Start to listen for HTTP connections.
-
-        Raises:
-            OSError: the address is in use or does not belong to this machine.
-        """
+        """Start to listen. Raise `OSError` if the address is in use or does not belong to this machine."""
         settings = self._settings
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
         # aiohttp uses the first route that matches. So first add the paths without parameters.
@@ -256,7 +246,6 @@ class HttpServer:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(bytes(view[start : start + self.PIECE]))
         except (ConnectionError, TimeoutError):
-            # The client has disconnected, or reads too slowly.
             self._cut(request)
         finally:
             self._count_answer(-size)
@@ -336,7 +325,6 @@ class HttpServer:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(piece)
         except (ConnectionError, TimeoutError):
-            # The client has disconnected, or does not read.
             self._cut(request)
         finally:
             self._streams.discard(task)
@@ -366,7 +354,6 @@ class HttpServer:
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Return True if the client of a request has disconnected."""
     return request.transport is None or request.transport.is_closing()
 
 

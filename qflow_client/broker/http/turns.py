@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """Slices of long work. At most one slice of each `Turns` runs in an iteration of the event loop."""
+    """Slices of long work, at most one of them in each iteration of the event loop."""
 
     #: Maximum number of objects in one slice.
     MOST = 500
@@ -34,11 +34,7 @@ class Turns:
             await asyncio.sleep(0)
 
     async def each(self, things: Iterable[_T]) -> AsyncIterator[_T]:
-        """Yield objects, with pauses between the slices.
-
-        Args:
-            things: objects to yield. If this is a generator, its code also runs in slices.
-        """
+        """Yield objects, with pauses between the slices. The code of a generator `things` also runs in slices."""
         left, end = 0, 0.0
         for thing in things:
             if left <= 0 or time.perf_counter() >= end:

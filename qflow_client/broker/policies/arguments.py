@@ -1,8 +1,7 @@
 """Reads the arguments of ``Queue.Declare``, and computes the limits of the queue.
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
-RabbitMQ can set a maximum, for which there are no default thresholds. An unknown argument with a prefix in
-`_OUR_PREFIXES` is refused. The error contains the most similar argument.
+RabbitMQ can set a maximum, for which there are no default thresholds.
 """
 
 from __future__ import annotations
@@ -75,11 +74,8 @@ SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 class XOverflow(StrEnum):
     """The values of ``x-overflow``: what a queue does at the maximum that RabbitMQ's arguments set."""
 
-    #: Drop the oldest ready message.
     DROP_HEAD = "drop-head"
-    #: Refuse the new message.
     REJECT_PUBLISH = "reject-publish"
-    #: Refuse the new message, and send it to the dead-letter exchange.
     REJECT_PUBLISH_DLX = "reject-publish-dlx"
 
 
@@ -100,8 +96,7 @@ class QueueArguments:
         """Read the arguments. Unknown arguments without a prefix in `_OUR_PREFIXES` are ignored.
 
         Raises:
-            ChannelException: 406 if a value is not allowed, two values contradict each other, or an argument is
-                misspelt. The error contains the arguments and values, or the most similar argument.
+            ChannelException: 406 if a value is not allowed, values contradict each other, or an argument is misspelt.
         """
         reader = _Reader(queue, arguments)
         reader.check_names()
@@ -132,7 +127,6 @@ class QueueArguments:
 
     @staticmethod
     def _overflow(reader: _Reader) -> Overflow | None:
-        """Return the overflow policy for RabbitMQ's maximum; ``None`` if there is no such maximum."""
         maxima = reader.count(MAX_LENGTH), reader.count(MAX_LENGTH_BYTES)
         kind = reader.choice(OVERFLOW, XOverflow, XOverflow.DROP_HEAD)
         if maxima == (None, None):
@@ -151,8 +145,7 @@ def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
     """Read RabbitMQ's queue arguments, except for the maximum.
 
     Raises:
-        ChannelException: 406 if a value has the wrong type or is not allowed. The error contains the argument and the
-            value.
+        ChannelException: 406 if a value has the wrong type or is not allowed.
     """
     reader = _Reader(queue, arguments)
     message_ttl, expires = reader.count(MESSAGE_TTL), reader.count(EXPIRES)
@@ -181,15 +174,13 @@ def resolve_limits(
     """Return the limits of a queue.
 
     Args:
-        queue: name of the queue, to show in errors.
-        definition: the policy definition that applies to the queue.
         settings: settings of the broker, which have the default thresholds, capacity and enforcement (C4, J2).
         overflow: overflow policy from RabbitMQ's arguments. It is not used if the definition sets a maximum, or the
             policy `conflate` or `flow_to_disk`.
         policies: names of the policies that the definition comes from, for `QueueLimits.policies`.
 
     Raises:
-        ChannelException: 406 if the resume capacity is above the capacity. The error contains the values.
+        ChannelException: 406 if the resume capacity is above the capacity.
     """
     max_count, max_size = definition.max_count or 0, definition.max_size or 0
     policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)

@@ -14,8 +14,7 @@ class LastValues(LastValueMap):
     """The last entry of each key in a queue.
 
     Args:
-        header: name of the header that contains the key. A message without this header has no key. With ``None`` the
-            routing key is the key.
+        header: name of the header that contains the key; ``None`` if the routing key is the key.
     """
 
     __slots__ = ("_header", "_keys", "_last")

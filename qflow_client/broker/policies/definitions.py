@@ -138,7 +138,7 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
     """Yield exchanges, queues and bindings. The virtual host can change while the caller iterates.
 
-    Bindings come last, and only those whose destinations were yielded or are predeclared. A new broker can load them.
+    Bindings come last, and only if their destinations were yielded or are predeclared, so a new broker can load them.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -168,8 +168,8 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 class Loading:
     """Loads all objects of a `Definitions`, or none. An object that exists with the same settings is not changed.
 
-    Loading can take several iterations of the loop. If a definition is refused, the objects that were declared earlier
-    are deleted again. Until then, clients can use these objects.
+    Loading can take several iterations of the event loop. If a definition is refused, the objects that were declared
+    earlier are deleted again. Until then, clients can use these objects.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:

@@ -1,10 +1,10 @@
-"""Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
+"""Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8).
 
 The backlog of a connection has the messages that wait for room in a queue, and those whose confirms are held (delayed).
 It also has the messages that came on blocked (flowed) channels, until these channels are unblocked. If the backlog
 exceeds its limit, all publishing channels of the connection are blocked. A message is late if its channel has been
 blocked for at least `flow_grace` seconds. Late messages are counted for each channel and connection. Settings define at
-which counts the broker pauses reading from the connection (tarpit), or closes the channel or the connection.
+which counts the broker stops reading from the connection for a while (tarpit), or closes the channel or connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Discipline:
         self.backlog = FlowController(self.limiter, name=BACKLOG)
         # Number of late messages on all channels of the connection.
         self.past_flow = 0
-        # Number of times that the broker paused reading from the connection (tarpit).
         self.tarpits = 0
         # Number of channels that were closed because of late messages.
         self.channels_closed = 0

@@ -90,7 +90,6 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # Find the messages that would be dropped. If one of them is unacked, refuse the new message.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
@@ -174,7 +173,6 @@ def make_overflow(
     """Return the overflow policy of a queue, or ``None`` for `QueuePolicy.FLOW`, which has no effect at a maximum.
 
     Args:
-        policy: kind of the overflow policy.
         max_count: maximum number of messages; ``None`` for no maximum.
         max_size: maximum body bytes; ``None`` for no maximum.
         conflate_key: see `Conflate.key`.

@@ -1,11 +1,11 @@
 """Matches names with regular expressions, in a time that grows linearly with the length of the name.
 
-Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters can take
-seconds, in which the event loop is blocked. This module follows all paths at the same time. The module converts an
-expression to a graph of nodes. A node matches one character, or can be passed without a character. `Pattern.search`
-reads a name character by character, and keeps the set of nodes that are reached with the characters read so far. So the
-time is at most proportional to the number of characters times the number of nodes. The number of nodes is limited. Each
-set that follows from a set and a character is cached, so a later name often needs just a look-up for each character.
+Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters can block
+the event loop for seconds. This module follows all paths at the same time. It converts an expression to a graph of
+nodes. A node matches one character, or can be passed without a character. `Pattern.search` reads a name character by
+character, and keeps the set of nodes that are reached with the characters read so far. So the time is at most
+proportional to the number of characters times the number of nodes. The number of nodes is limited. Each set that
+follows from a set and a character is cached, so a later name often needs just a look-up for each character.
 
 These features are refused: back references, conditional groups, lookahead and lookbehind, word boundaries, atomic
 groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
@@ -234,9 +234,5 @@ def _negated(test: _Test) -> _Test:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Return the pattern of an expression. The 1024 most recently used patterns are cached.
-
-    Raises:
-        ValueError, TypeError: see `Pattern`.
-    """
+    """Return the pattern of an expression. The errors are those of `Pattern`."""
     return Pattern(text)

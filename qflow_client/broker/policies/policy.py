@@ -150,8 +150,7 @@ class PolicyDefinition:
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: a value is not allowed, or a key is not the name of a field. If a key is not the name of a
-                field, the text contains the most similar field.
+            ValueError: a value is not allowed, or a key is not the name of a field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -246,12 +245,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Check and convert values. `names` maps field names to the names that errors show instead.
-
-    Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a value is not allowed, or two values contradict each other.
-    """
+    """Check and convert values. `names` maps field names to the names that errors show instead."""
     found = {name: value for name, value in values.items() if value is not None}
 
     def named(name: str) -> str:
@@ -475,10 +469,9 @@ class Policies:
         """Return the definition that applies to a queue, and the names of the policies that it comes from (D3).
 
         Args:
-            queue: name of the queue.
             own: definition from the arguments of the queue.
             inheritance: function that returns the queue's bindings and the exchanges that route to the queue.
-            is_set: whether the arguments of the queue set a maximum, a threshold, a capacity or a policy.
+            is_set: see `QueueArguments.is_set`.
         """
         if not self._by_name:
             return own, ()

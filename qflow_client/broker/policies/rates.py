@@ -1,4 +1,4 @@
-"""An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
+"""An operator's rate limits for an exchange, a queue or a user (F2 F6).
 
 A message that exceeds a rate limit is accepted, but the limit then blocks (flows) its channel. The limit unblocks the
 channel when the average rate of all messages that the limit counts is low enough again.
@@ -116,11 +116,7 @@ class _Rate(FlowController):
 
 
 class Rates:
-    """All rate limits of a virtual host.
-
-    Args:
-        wake_at: function that takes an object and a time, and arranges that the object's `tick` is called at this time.
-    """
+    """All rate limits of a virtual host. `wake_at` schedules a call of an object's `tick`."""
 
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
@@ -150,11 +146,7 @@ class Rates:
                 rates[by_size] = _Rate(name, rate, limit.burst, self._wake_at, by_size=by_size)
 
     def delete(self, apply_to: RateScope, name: str) -> None:
-        """Remove a limit.
-
-        Raises:
-            LookupError: no limit has this scope and name.
-        """
+        """Remove a limit. Raise `LookupError` if no limit has this scope and name."""
         key = apply_to, name
         if key not in self._limits:
             raise LookupError(f"there is no rate limit of {apply_to} '{name}'")

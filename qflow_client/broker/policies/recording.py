@@ -1,4 +1,4 @@
-"""Creates the lines that a broker writes to its flow log. No I/O.
+"""Creates the lines that a broker writes to its flow log.
 
 A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
 line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
@@ -76,7 +76,6 @@ class FlowRecorder:
         period: float = 1.0,
         names: Callable[[FlowSource], tuple[str, str]] | None = None,
     ) -> None:
-        #: Seconds between two calls of `tick`, each of which writes at most one line for each queue and hold.
         self.period = period
         self._write = write
         self._clock = clock
@@ -222,7 +221,6 @@ class FlowRecorder:
         record.arrivals.clear()
 
     def tick(self, now: float) -> None:
-        """Write lines for current holds, and for queues that have messages or have changed."""
         at = self._now()
         for key, hold in self._holds.items():
             if at > hold.begun:

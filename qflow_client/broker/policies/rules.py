@@ -1,8 +1,8 @@
 """Computes the limits of each queue from the queue's arguments, the policies, and the marks of an operator.
 
 Marks are thresholds and capacities that an operator sets for an existing queue (D4). Marks have priority over policies
-and arguments. A `PolicyRule` has the arguments and the marks of one queue. The limits of the queue are computed again
-when policies, bindings or marks change. `policy.py` describes which policies have priority over the arguments.
+and arguments. The limits of a queue are computed again when policies, bindings or marks change. `policy.py` describes
+which policies have priority over the arguments.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class PolicyRule:
     def __init__(self, rules: PolicyRules, queue: str, arguments: Mapping[str, object]) -> None:
         self._rules = rules
         self._queue = queue
-        #: The arguments that define thresholds, the maximum, and what the queue does at the maximum.
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
-        #: The operator's marks, which have priority over policies and arguments.
         self.steered = PolicyDefinition()
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
@@ -50,11 +48,7 @@ class PolicyRule:
 
 
 class PolicyRules:
-    """Creates the rules of a virtual host's queues, and applies changes of policies to these queues.
-
-    Args:
-        has_store: whether the broker has a message store.
-    """
+    """Creates the rules of a virtual host's queues, and applies changes of policies to these queues."""
 
     def __init__(self, settings: Settings, policies: tuple[Policy, ...] = (), *, has_store: bool = False) -> None:
         self.settings = settings
@@ -69,11 +63,7 @@ class PolicyRules:
         return PolicyRule(self, queue, arguments)
 
     def set_policy(self, policy: Policy, host: VirtualHost) -> None:
-        """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
-
-        Raises:
-            ValueError: the policy needs a message store, and the broker has none.
-        """
+        """Add or replace a policy (D4). Raise `ValueError` if it needs a message store, and the broker has none."""
         for _ in self.set_policy_in_steps(policy, host):
             pass
 
@@ -85,11 +75,7 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def delete_policy(self, name: str, host: VirtualHost) -> None:
-        """Remove a policy. Queues that used the policy continue with their other policies and their arguments.
-
-        Raises:
-            LookupError: no policy has this name.
-        """
+        """Remove a policy. Raise `LookupError` if no policy has this name."""
         for _ in self.delete_policy_in_steps(name, host):
             pass
 
