@@ -236,14 +236,11 @@ _PROPERTIES: dict[str, _Property] = {
 
 
 def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, bytes]:
-    """Encode a message's properties.
+    """Encode a message's properties. Return the property flags, and the encoded values.
 
     Args:
         given: the properties by name, in the order of the wire. Names that are not properties are ignored.
         message_id: the encoded message id to add if `given` has none; empty to add no message id.
-
-    Returns:
-        The property flags, and the encoded values.
 
     Raises:
         TypeError, ValueError: AMQP cannot represent the headers.
@@ -509,10 +506,7 @@ def add_header(header: bytes, name: str, value: Any) -> bytes:
 
 
 def decode_properties(header: bytes) -> dict[str, Any]:
-    """Decode the properties in the payload of a content header frame.
-
-    Returns:
-        The properties by name. Timestamps are in UTC, and arrays are lists.
+    """Return the properties in the payload of a content header frame, by name. Timestamps are in UTC.
 
     Raises:
         IndexError, ValueError, struct.error: the payload is not a content header.

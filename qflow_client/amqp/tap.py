@@ -256,8 +256,7 @@ class Tap:
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
         """Hide from the library a channel that this package has opened, until `disown` is called.
 
-        Args:
-            on_method: called with the payload of each method frame that is not about publishing.
+        `on_method` gets the payload of each method frame that is not about publishing.
         """
         self._own[number] = on_method
 
@@ -280,10 +279,8 @@ class Tap:
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
         """Return the frame that sends a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
 
-        Any channel can write this frame. The library does not see the answer.
-
-        Args:
-            on_updated: called when the broker has answered.
+        Any channel can write this frame. The broker's answer, which the library does not see, calls
+        `on_updated`.
         """
         self._updates.append(on_updated)
         raw = secret.encode()

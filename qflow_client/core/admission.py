@@ -139,10 +139,8 @@ class Admission:
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
         """Admit a message if the window is the only limit and has room, the gate is open, and no other message waits.
 
-        This method is not a step. Any thread may call it, even while a step runs (E2).
-
-        Returns:
-            The receipt. ``None`` if nothing was admitted, and the caller must call `send` instead.
+        This method is not a step. Any thread may call it, even while a step runs (E2). If it returns ``None``, nothing
+        was admitted, and the caller must call `send` instead.
 
         Raises:
             TypeError, ValueError: the message cannot be encoded.
@@ -180,10 +178,7 @@ class Admission:
         return None
 
     def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        """Admit a message if that is possible now.
-
-        Returns:
-            The receipt. ``None`` if the producer is blocked (flowed) or other messages wait, so nothing was admitted.
+        """Admit a message, or return ``None`` if the producer is blocked (flowed) or other messages wait.
 
         Raises:
             ProducerClosed: no message can be admitted any more.

@@ -63,7 +63,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
 def send(
     line: SendLine, ticket: SendTicket, now: float, *, cannot_wait: CannotWait | None = None, notices: bool = True
 ) -> Call[Receipt]:
-    """Wait in line until a message is admitted or put into the outbox.
+    """Wait in line until a message is admitted or put into the outbox, and return its receipt.
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
@@ -71,9 +71,6 @@ def send(
             is passed only for a message of a callback. The ticket of this message has a timeout of 0, and goes to the
             front of the line.
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
-
-    Returns:
-        The receipt.
 
     Raises:
         FlowControlTimeout, ProducerFlowed, ProducerClosed: the message was not sent and will never be sent.
@@ -102,13 +99,10 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
 def wait_unflowed(
     protocol: ProducerProtocol, waiter: object, deadline: float, now: float, *, in_callback: bool = False
 ) -> Call[bool]:
-    """Wait until the producer is unflowed (not blocked).
+    """Wait until the producer is unflowed (not blocked). Return False after the deadline.
 
     Args:
         in_callback: see `Waiters.when_unflowed`.
-
-    Returns:
-        Whether the producer is unflowed.
 
     Raises:
         ProducerClosed: the producer is closed, so it will never send again.

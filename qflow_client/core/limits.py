@@ -27,11 +27,7 @@ __all__ = ["Limits", "check_capacity"]
 
 
 def check_capacity(capacity: object) -> None:
-    """Reject a capacity that an existing producer cannot have.
-
-    Raises:
-        SettingsError: the capacity is not a number, or the setting `capacity` does not allow this number.
-    """
+    """Raise `SettingsError` if an existing producer cannot have this capacity."""
     check_setting("capacity", capacity)
     if isinstance(capacity, str):
         raise SettingsError(f"capacity={capacity!r}: the capacity of an existing producer can only be set to a number")
@@ -76,11 +72,7 @@ class Limits:
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Set a fixed size of the window. Admitted messages are not affected, and new messages wait for room (C6).
-
-        Raises:
-            SettingsError: as for `check_capacity`.
-        """
+        """Set a fixed size of the window, checked by `check_capacity`. Admitted messages are not affected (C6)."""
         check_capacity(capacity)
         self.adaptive = None
         self.window.capacity = self.max_capacity = capacity

@@ -76,8 +76,7 @@ class ProducerProtocol:
         id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
         wall_offset: the number to add to `now` to get seconds since 1970.
         line: the order in which waiting messages are admitted; by default the order of their arrival.
-        retries: the pauses before refused messages are sent again; ``None`` if refused messages are settled instead.
-            The broker refuses messages if it has no room.
+        retries: the pauses before a message that the broker refused is sent again; ``None`` to settle such a message.
         encoder: the class of the encoders; each channel has its own encoder.
 
     Raises:
@@ -210,11 +209,7 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an admitted message as *failed*, unless one of its bytes was written. The receipt is not reported.
-
-        Returns:
-            True if the message is withdrawn and will never be sent.
-        """
+        """Settle an admitted message silently as *failed*. Return False if one of its bytes was written before."""
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
@@ -394,11 +389,7 @@ class ProducerProtocol:
         return data
 
     def advance(self, count: int, now: float) -> bool:
-        """Record that the socket accepted `count` bytes of `data_to_write`.
-
-        Returns:
-            True if these bytes end at a frame boundary. If so, frames of other channels can be written next.
-        """
+        """Record that the socket accepted `count` bytes. Return True if these bytes end at a frame boundary."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()

@@ -100,12 +100,7 @@ class Refusals:
     # Messages.
 
     def note_refusal(self, receipt: Receipt, now: float) -> bool:
-        """Record the refusal of a message, and decide whether the message is sent again.
-
-        Returns:
-            False if the message is sent again. True if the message must be settled, because its time is over or it was
-            returned.
-        """
+        """Record the refusal of a message. Return True if it must be settled, see `is_over`."""
         self._first_refused.setdefault(receipt._number, self._clock(now))
         self._unanswered.discard(receipt._number)
         is_over = self.is_over(receipt, now)
@@ -162,14 +157,11 @@ class Refusals:
     # The probe.
 
     def delay_probe(self, again: Iterable[Receipt], now: float, *, new_pause: bool) -> bool:
-        """Send no probe until the next pause is over.
+        """Send no probe until the next pause is over. Return True at the first refusal since the broker had room.
 
         Args:
             again: the messages to be sent again.
             new_pause: True after the refusal of a probe or the end of a channel. If False, a running pause continues.
-
-        Returns:
-            True if this is the first refusal since the broker had room.
         """
         assert self._pauses is not None
         is_first = self.probe_at is None

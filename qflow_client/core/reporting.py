@@ -283,11 +283,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer. First, report how the present holds differ from its reported holds.
-
-        Args:
-            other: the reports of the other producer, which stay unchanged.
-        """
+        """Continue the reports of another producer: report how the present holds differ from its reported holds."""
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)

@@ -44,7 +44,7 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether unsent messages can be sent: `again` is empty, the broker has room, and no suspect is on the wire."""
+        """Whether unsent messages come next: `again` is empty, the broker has room, and no suspect is on the wire."""
         return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.
@@ -130,11 +130,7 @@ class Resending:
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:
-        """Return how many messages can be sent now.
-
-        Args:
-            source: the next messages: `again`, or the unsent messages if `again` is empty.
-        """
+        """Return how many messages can be sent now of `again` or, if `again` is empty, of the unsent messages."""
         candidate_at = self.candidate_at()
         if (
             not source

@@ -31,11 +31,7 @@ _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
 
 class SendLine:
-    """The waiting messages of one producer.
-
-    Args:
-        notice_period: the shortest time in seconds between two notices about waiting calls of `send`.
-    """
+    """The waiting messages of one producer. Notices about them are at least `notice_period` seconds apart."""
 
     __slots__ = (
         "_admission",
@@ -164,8 +160,7 @@ class SendLine:
     def notice(self, now: float) -> float | None:
         """Log a notice for waiting calls of `send` if one is due. Use this method if `look_at` is not polled.
 
-        Returns:
-            When to call again; ``None`` if no call of `send` waits.
+        Return when to call again; ``None`` if no call of `send` waits.
         """
         ticket = next(iter(self.tickets), None)
         if ticket is None:

@@ -30,7 +30,6 @@ class Settling:
     """Matches the broker's answers with messages, and settles the messages.
 
     Args:
-        confirms: whether the broker confirms messages.
         keeps_undelivered: whether messages that are not delivered stay in the outbox (E13).
     """
 

@@ -149,11 +149,9 @@ class Unconfirmed:
             self._make_each(source, limit, most)
 
     def _make_run(self, source: deque[Receipt], limit: int, most: int) -> bool:
-        """Do the same as `make` for plain messages with one route and one length, in two thirds of the time.
+        """Do the same as `make` for similar messages, in two thirds of the time. Return False for other messages.
 
-        Returns:
-            False if no frames were made, because the messages have different routes or lengths, are not plain, or do
-            not have consecutive numbers.
+        Similar messages are plain, and have the same route, the same length and consecutive numbers.
         """
         encoder, first = self.encoder, source[0]
         route = first._route
@@ -269,7 +267,6 @@ class Unconfirmed:
         """Do the same as `make` for the first message of `source`, in half the time.
 
         Args:
-            source: as for `make`.
             is_written: whether the caller writes the frames immediately. If so, the frames count as written, and are
                 not put into `outbound`. In this case `outbound` must be empty.
 

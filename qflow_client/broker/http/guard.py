@@ -26,11 +26,7 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse changes for a page of another origin. If the API needs no token, refuse requests with a foreign ``Host``.
-
-    Raises:
-        Problem: 403 if the request is refused.
-    """
+    """Raise `Problem` 403 for a change by a page of another origin, and for a foreign ``Host`` if there is no token."""
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
         # DNS rebinding: the host name of an attacker's page resolves to this machine, so the page has the API's origin.

@@ -41,11 +41,7 @@ _log = get_logger(__name__)
 
 
 class HttpServer:
-    """Serves the HTTP API of a broker.
-
-    Args:
-        count_answer: function that is called with the change in bytes when large answers use more or less memory.
-    """
+    """Serves the HTTP API of a broker. `count_answer` gets each change in the memory of large answers, in bytes."""
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
