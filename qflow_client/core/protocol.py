@@ -5,7 +5,7 @@ the thread or event loop on which the skin does I/O. The owner reports events to
 the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write. The skin calls
 one step (see `step`) at a time, and passes the time in monotonic seconds.
 
-These are the parts of the protocol:
+The protocol has these parts:
 
 * `line` keeps messages that cannot be admitted now. `admission` admits messages when `limits` and the gate allow it.
 * `Writing` makes the frames of messages. `unconfirmed` has the messages whose frames are made for the open channel.

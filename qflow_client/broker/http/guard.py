@@ -26,7 +26,7 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Raise `Problem` 403 for a change by a page of another origin, and for a foreign ``Host`` if there is no token."""
+    """Raise `Problem` 403 for a change by a page of another origin, or for a foreign ``Host`` if no token is set."""
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
         # DNS rebinding: the host name of an attacker's page resolves to this machine, so the page has the API's origin.

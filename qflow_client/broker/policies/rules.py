@@ -34,6 +34,7 @@ class PolicyRule:
         self._queue = queue
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
+        #: The operator's marks.
         self.steered = PolicyDefinition()
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
