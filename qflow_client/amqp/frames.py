@@ -1,8 +1,8 @@
 """Splits received data into AMQP 0-9-1 frames, and encodes the frames of published messages.
 
-A message with a body has at least three frames: method, content header and body. If two messages have the same
-exchange, routing key, properties and length, their frames differ only in the message id and the body. The other bytes
-are cached.
+A message with a body has at least three frames: method, content header and body. Plain messages have no properties of
+their own. If two plain messages have the same exchange, routing key and length, their frames differ only in the message
+id and the body. The other bytes are cached.
 """
 
 from __future__ import annotations

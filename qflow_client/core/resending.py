@@ -8,7 +8,7 @@ Three rules decide how many messages can be sent now (`count_sendable`):
 
 1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
    (`suspects`).
-2. A message that may be poisonous (`PoisonDetector.candidate`) waits until the channel has been open for a while.
+2. If the first message of `again` is the candidate (`suspects`), nothing is sent until the channel is open long enough.
 3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).
 """
 

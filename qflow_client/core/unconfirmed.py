@@ -68,7 +68,7 @@ class Unconfirmed:
 
     @property
     def oldest(self) -> int:
-        """The delivery tag of the oldest message on the wire; if there is none, the next tag."""
+        """The lowest delivery tag of a message on the wire; if there is none, the next tag."""
         low, given, flight = self._low, self.outbound.given, self.flight
         # `_low` keeps the result, so no tag is checked again.
         while low <= given and low not in flight:

@@ -2,8 +2,8 @@
 
 A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
 line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
-current hold, and one line for each queue that has messages or has changed. Each later line of a hold divides the
-time since the previous line among the publishers that filled the queue, in proportion to their message counts.
+current hold, and one line for each queue that has messages or has changed. Each later line of a hold divides the time
+since the previous line among the publishers that filled the queue, in proportion to their message counts.
 """
 
 from __future__ import annotations
