@@ -105,7 +105,7 @@ def wait_unflowed(
         in_callback: see `Waiters.when_unflowed`.
 
     Raises:
-        ProducerClosed: the producer is closed, so it will never send again.
+        ProducerClosed: the producer is closed, so no message can be admitted any more.
     """
     if protocol.closed is None and protocol.waiters.when_unflowed(waiter, now, in_callback=in_callback):
         yield deadline

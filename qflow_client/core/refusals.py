@@ -24,12 +24,12 @@ from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Pauses", "Refusals", "means_no_room"]
 
-# Words in the reply text of a broker without room. The reply codes 311 and 506 always mean that there is no room.
+# Words in the reply text of a broker without room. With the reply codes 311 and 506, these words are not needed.
 _NO_ROOM = re.compile(r"\b(disk|memory|space|full|resources?)\b", re.IGNORECASE)
 
 
 def means_no_room(code: int, text: str) -> bool:
-    """Return whether a channel was closed because the broker has no room, and not because of a message."""
+    """Return whether the reply in ``Channel.Close`` counts as missing room, and not as an error of a message."""
     return code in (311, 506) or (code == 406 and _NO_ROOM.search(text) is not None)
 
 
