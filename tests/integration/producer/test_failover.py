@@ -16,6 +16,7 @@ from qflow_client.amqp.tap import Tap, TapChannel
 from qflow_client.broker import Broker
 from qflow_client.returning import answers
 from qflow_client.testing.proxy import FaultProxy
+from tests.effort import EFFORT
 
 from .test_recovery import marked
 from .tools import PATIENCE, Flows, bodies, eventually, hold, start
@@ -100,6 +101,24 @@ def test_E15_a_producer_stays_on_a_host_with_late_confirms_that_answers_the_live
     broker.release_confirms()
     receipt.result(PATIENCE)
     assert bodies(broker) == [b"1"]
+
+
+@pytest.mark.timeout(900)
+def test_E15_a_producer_with_liveness_never_leaves_a_host_that_confirms_after_a_long_time(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    pause, times = (1.5, 400) if EFFORT == "nightly" else (0.1, 3)
+    producer = make_producer(broker.url, **(FAST | {"liveness": 2.0}))
+    flows = Flows(producer, kinds=["disconnected"])
+    for number in range(times):
+        broker.withhold_confirms()
+        receipt = producer.send(b"%d" % number)
+        with pytest.raises(TimeoutError):
+            receipt.result(pause)
+        broker.release_confirms()
+        receipt.result(PATIENCE)
+    assert bodies(broker) == [b"%d" % number for number in range(times)]
+    assert flows.events == []
 
 
 def test_E15_a_producer_that_returns_to_its_first_host_resends_unsettled_messages_in_order(
