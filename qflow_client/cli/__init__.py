@@ -10,12 +10,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``qflow``, and return the exit code.
-
-    Args:
-        arguments: the command line without the program's name. The default is the command line of the process.
-    """
-    # The library does not need these packages, so they are installed only by the extra `cli`.
+    """Run ``qflow`` with `arguments` (by default those of the process), and return the exit code."""
+    # Only the extra `cli` installs these packages, because the library does not need them.
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needs = " and ".join(missing)

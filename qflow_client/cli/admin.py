@@ -27,7 +27,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# If the broker sends no byte for this number of seconds, the command fails. A stream of `watch` has a byte every 15 s.
+# Seconds without a byte from the broker after which a command fails. `watch` gets at least one byte every 15 s.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -98,17 +98,13 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request. Return the answer, parsed from JSON, or ``None`` if the answer has no body.
-
-        Raises:
-            CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
-        """
+        """Send a request with `open`. Return the answer, parsed from JSON, or ``None`` if the answer has no body."""
         with self.open(method, path, body) as response:
             answer = response.read()
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return the response. The caller must read the body of the response.
+        """Send a request, and return the response, which the caller reads and closes.
 
         Raises:
             CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
@@ -196,11 +192,7 @@ def _broker(context: typer.Context) -> _Broker:
 
 
 def _part(name: str) -> str:
-    """Return a name as one part of a path of the HTTP API.
-
-    Raises:
-        CommandError: the name is blank or not valid UTF-8, so that no object can have it.
-    """
+    """Return a name as one part of an HTTP path. Raise `CommandError` if no object can have this name."""
     try:
         part = quote(name, safe="")
     except UnicodeEncodeError:
@@ -208,9 +200,6 @@ def _part(name: str) -> str:
     if not part:
         raise CommandError(f"{name!r}: this is not a name; give the name of an object", ExitCode.USAGE)
     return part
-
-
-# Inspecting.
 
 
 def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
@@ -400,7 +389,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change. For a queue or producer that is not in `known`, OFF and unflowed are no change."""
+    """Yield a line for each change of a flow state. A queue that is not in `known` was OFF, a producer unflowed."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -427,9 +416,6 @@ def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Itera
                 yield f"{word} {gone}: gone"
 
 
-# Controlling.
-
-
 def _steer(
     context: typer.Context,
     as_json: bool,
@@ -439,11 +425,7 @@ def _steer(
     *,
     say: Callable[[Any], None] | None = None,
 ) -> None:
-    """Send a request. Print the answer as JSON if `as_json` is true, and otherwise with `say`.
-
-    Raises:
-        CommandError: the broker cannot be reached, refuses the request, or has no HTTP API at this URL.
-    """
+    """Send a request. Print the answer as JSON if `as_json` is true, and otherwise with `say`."""
     answer = _broker(context).ask(method, path, body)
     if as_json:
         print_json(answer or {})

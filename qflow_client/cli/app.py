@@ -94,13 +94,9 @@ app.add_typer(admin)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and return the exit code.
-
-    Args:
-        arguments: the command line without the program's name.
-    """
+    """Run a command line, given without the program's name, and return the exit code."""
     with ExitStack() as stack:
-        # If a stream is closed, Python sets it to None, and `print` would write errors to standard output.
+        # Python sets a closed stream to None, and `print` with ``file=None`` writes to standard output.
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:
                 stack.enter_context(redirect(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
@@ -126,7 +122,7 @@ def _run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
-        # The reader of the pipe has closed it. Redirect standard output, because Python's flush at exit must not fail.
+        # The reader of the pipe has closed it. Redirect standard output, so that Python's flush at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:
@@ -140,5 +136,5 @@ def _run(arguments: Sequence[str]) -> int:
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
-    # If a command raises `typer.Exit`, `app` returns the exit code of this exception. Otherwise `app` returns None.
+    # If a command raises `typer.Exit`, `app` returns the exit code of this exception.
     return code if isinstance(code, int) else ExitCode.OK

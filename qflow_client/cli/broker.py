@@ -52,7 +52,7 @@ except ImportError:
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# Number of file descriptors for the HTTP API, and number for all purposes other than the HTTP API and AMQP.
+# Number of file descriptors for the HTTP API, and number for everything except the HTTP API and AMQP.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
@@ -65,11 +65,7 @@ _log = logging.getLogger("qflow_client.broker.resident")
 
 
 def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) -> Table:
-    """Return a table of the queues and their flow states.
-
-    Args:
-        flowed: number of publishing channels that are blocked (flowed).
-    """
+    """Return a table of the queues and their flow states. `flowed` is the number of blocked (flowed) channels."""
     table = Table(
         caption=f"producers: {producers}, blocked (flowed): {flowed}; Ctrl-C stops the broker",
         caption_justify="left",
@@ -634,7 +630,7 @@ def broker(
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
-        # With --quiet, `console` prints nothing. But warnings must be printed, so they get their own console.
+        # With --quiet, `console` prints nothing, so warnings need another console.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
@@ -667,12 +663,9 @@ def broker(
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """During the block, make the garbage collector check young objects as usual, but almost never all objects.
-
-    A check of all objects visits every message, and stops all threads until it ends.
-    """
+    """Make full garbage collections rare during the block, because they visit every message and stop all threads."""
     before = gc.get_threshold()
-    # Never check the objects that exist now. Most belong to modules, and exist until the end of the process.
+    # Do not check the objects that exist now. Most belong to modules, and exist until the end of the process.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:

@@ -11,7 +11,6 @@ from rich.style import Style
 
 __all__ = ["DepthChart", "level"]
 
-# From left to right, each character is filled one eighth more.
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 

@@ -66,11 +66,7 @@ def warn_of_url(url: str | None, instead: str) -> None:
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
-    """Parse lines with users, and return a mapping from user names to passwords.
-
-    Args:
-        lines: lines of the form ``NAME:PASSWORD``; empty lines are skipped.
-        where: source of the lines, for the error text.
+    """Parse lines of the form ``NAME:PASSWORD``, and return a mapping from user names to passwords.
 
     Raises:
         CommandError: a line has a different form. The text does not contain the line, which may be a password.
@@ -87,11 +83,7 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
 
 
 def standard_input() -> TextIO:
-    """Return standard input.
-
-    Raises:
-        CommandError: standard input is closed.
-    """
+    """Return standard input. Raise `CommandError` if it is closed."""
     if sys.stdin is None:
         raise CommandError("standard input is closed")
     return sys.stdin
@@ -99,11 +91,7 @@ def standard_input() -> TextIO:
 
 @contextmanager
 def decoding_checked(where: str) -> Iterator[None]:
-    """Replace a `UnicodeDecodeError` of the block, which has a part of the text, such as of a password.
-
-    Raises:
-        CommandError: the text at `where` is not valid in the expected encoding.
-    """
+    """Replace a `UnicodeDecodeError`, which may contain a part of a password, with a `CommandError`."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -111,14 +99,9 @@ def decoding_checked(where: str) -> Iterator[None]:
 
 
 def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
-    """Return the users of a broker from ``--user``, ``--users-file`` or the environment variable `USERS`.
+    """Return the names and passwords of a broker's users; ``None`` if none are given.
 
-    Args:
-        options: values of ``--user``, each of the form ``NAME:PASSWORD``.
-        file: value of ``--users-file``: a file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
-
-    Returns:
-        A mapping from user names to passwords; ``None`` if no users are given.
+    The users come from ``--user`` (`options`), ``--users-file`` (`file`) or the environment variable `USERS`.
 
     Raises:
         CommandError: a line is not a user, the file has no user or is not UTF-8, standard input is closed, or both

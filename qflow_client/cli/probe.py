@@ -52,7 +52,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_MAX_SECONDS, self._end, (request,))
         end.daemon = True
         try:
-            # The timer ends a connection that lasts too long. If the timer cannot start, the connection is closed now.
+            # The timer ends a connection that lasts too long. If it cannot start, close the connection now.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:
@@ -72,11 +72,7 @@ class _Server(ThreadingTCPServer):
 
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
-    """Report the readiness of `source` over HTTP during the block. The context manager yields the URL to probe.
-
-    Raises:
-        CommandError: the server cannot listen on `host` and `port`.
-    """
+    """Report the readiness of `source` over HTTP during the block, and yield the URL to probe."""
     answer = wsgi_readiness(source)
 
     class Handler(BaseHTTPRequestHandler):

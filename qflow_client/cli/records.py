@@ -65,7 +65,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file. `last_line` and `checksum` show a later run whether the file has changed.
+    """The end of a record in its file. `last_line` and `checksum` let a later run detect that the file has changed.
 
     Attributes:
         number: number of the record; 0 for the start of the file.
@@ -117,11 +117,10 @@ class Reading:
         """Create the message of a record.
 
         Args:
-            content_type: content type of the body; ``None`` if it is unknown.
             values: the parsed record, such as a mapping from column names or JSON keys; ``None`` for a line.
 
         Raises:
-            ValueError: a message id is required, but the record has no integer and no text for it.
+            ValueError: a message id is required, but the record's value is neither an integer nor a text.
         """
         message_id = None
         if self.message_id is not None:
@@ -160,7 +159,7 @@ class RecordSource:
         self._stack = ExitStack()
         # The file on disk, before decompression; None for standard input.
         self._stored: IO[bytes] | None = None
-        # Number of the last record that was read, now or by the earlier run that this run continues; 0 at first.
+        # Number of the last record that this run, or an earlier run that it continues, has read; 0 if there is none.
         self._number = 0
         # The column names of a CSV file if `resume` has read them; otherwise `_read_csv` reads them.
         self._names: list[str] = []
@@ -219,10 +218,7 @@ class RecordSource:
         return Place(self._number, lines.number, lines.offset, len(lines.last), zlib.crc32(lines.last))
 
     def resume(self, place: Place) -> None:
-        """Skip all records up to a given place. Call this method before the first record is read.
-
-        Args:
-            place: end of the last record to skip, as an earlier run has stored it.
+        """Skip all records up to `place`, which an earlier run has stored. Call this before the first record is read.
 
         Raises:
             CommandError: the file has changed since the earlier run, or cannot be read.
@@ -232,7 +228,6 @@ class RecordSource:
         content = self._content
         try:
             if self.format is Format.CSV:
-                # Read the column names from the start of the file.
                 lines = _Lines(content)
                 self._names = self._read_names(self._rows(lines), lines)
             content.seek(place.offset - place.last_line)
@@ -258,11 +253,7 @@ class RecordSource:
         self._stack.close()
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records in order.
-
-        Raises:
-            BadRecord: a record cannot be read. All earlier records have been yielded.
-        """
+        """Yield the records in order. Raise `BadRecord` at the first record that cannot be read."""
         readers: dict[Format, Callable[[], Iterator[tuple[int, bytes | Message]]]] = {
             Format.LINES: self._read_lines,
             Format.CSV: self._read_csv,
@@ -337,13 +328,7 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields the lines of a file, and remembers the position in the file.
-
-    Args:
-        number: number of lines that have been read from `content`.
-        offset: number of bytes that have been read from `content`.
-        last: the last line that has been read from `content`.
-    """
+    """Yields the lines of a file, and remembers the position. The arguments tell what was read before."""
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._content = iter(content)

@@ -44,14 +44,9 @@ class ResidentWatch:
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
-        """Decide whether to block publishers, and return True if the decision has changed.
-
-        Args:
-            resident: current resident bytes of the process.
-            counted: current number of bytes that the broker counts for its messages and clients.
-        """
+        """Decide whether to block publishers. Return True if the decision has changed. The arguments are in bytes."""
         before = self.is_over
-        # Hysteresis: the values at which the alarm ends are lower than those at which it starts, so it changes rarely.
+        # The alarm ends at lower values than those at which it starts, so that it changes rarely.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

@@ -29,8 +29,8 @@ class Reached:
 
     Attributes:
         place: end of the last record that need not be sent again.
-        sent: highest number of a record that any run has sent. Records up to this number may be in the broker. If such
-            a record is sent again, it gets a header that marks it as a possible copy.
+        sent: highest number of a record that any run has sent. If a record up to this number is sent again, a header
+            marks it as a possible copy.
     """
 
     format: Format
@@ -46,10 +46,7 @@ class Reached:
 
     @classmethod
     def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
-        """Parse a stored position. The result is the start of the file if no position is stored.
-
-        Args:
-            text: the stored position; ``None`` if no position is stored.
+        """Parse a stored position. ``None`` stands for the start of the file.
 
         Raises:
             CommandError: the stored position is invalid, or the earlier run did not use the format `format`.

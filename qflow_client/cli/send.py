@@ -44,11 +44,7 @@ _NAME = 40
 class _Bar(Progress):
     """Two lines that fit into 80 columns: a progress bar for the file, and the confirmed records with the flow state.
 
-    Each time the bar is drawn, it asks `source` for the position in the file. So the code that sends the records does
-    not update the bar.
-
-    Args:
-        started: time in seconds of `time.monotonic` at which the run started.
+    The bar reads its values from `source` and `sending` each time it is drawn.
     """
 
     def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
@@ -118,7 +114,6 @@ def _seconds(value: str) -> float | None:
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
-    """Parse texts of the form ``NAME=VALUE``."""
     headers = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -271,8 +266,8 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # If an option is missing on the command line, the environment or the URL may set its value. They cannot change two
-    # settings: the command waits for the broker, and the outbox keeps each record until it is delivered.
+    # The environment and the URL can set what the command line leaves out, except the first two settings: the command
+    # waits for the broker, and the outbox keeps each record until it is delivered.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -314,8 +309,7 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Remove the old position before the first record is sent. If this run is killed before that, the next
-                # run must not use the old position.
+                # If this run is killed before it stores a position, the next run must not use the old one.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -355,13 +349,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the result of a run.
-
-    Args:
-        took: duration of the run in seconds.
-        failure: error with which the run ended; ``None`` if every record was confirmed.
-        before: number of the record after which the run continued an earlier run; ``None`` if it stores no position.
-    """
+    """Print the result of a run. `before` is the record after which it began; ``None`` if it stores no position."""
     if as_json:
         print_json(
             {

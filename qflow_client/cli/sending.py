@@ -74,7 +74,6 @@ class Tally:
 
     @property
     def confirmed(self) -> int:
-        """The number of records that the broker has confirmed."""
         return self.outcomes[Outcome.CONFIRMED]
 
     @property
@@ -84,7 +83,6 @@ class Tally:
 
     @property
     def not_confirmed(self) -> dict[str, int]:
-        """For each outcome other than confirmed, the number of records with this outcome."""
         return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
 
     @property
@@ -152,9 +150,9 @@ class Sending:
         self._found = self._sent_before = 0
         # Sent records whose outcomes are not in the tally yet, in the order of the records.
         self._pending: deque[tuple[Record, Receipt]] = deque()
-        # Receipts of undelivered messages that were in `_pending` before, and whose outcomes are in the tally.
+        # Receipts of undelivered messages that `account` has moved from `_pending` to the tally.
         self._failed: list[Receipt] = []
-        # Locked while `close` runs. So a second call, which may be in another thread, returns after the first call.
+        # Locked while `close` runs, so that a second call, in any thread, returns after the first call.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
@@ -184,7 +182,6 @@ class Sending:
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state
-            # Closing the producer waits for the remaining answers.
             self.close()
             if self.account():
                 flowed = f", {text.flow_line(state)}" if state.flowed else ""
@@ -193,11 +190,7 @@ class Sending:
             self._fail(stopping, "not every record was confirmed")
 
     def _resume(self, records: RecordSource) -> None:
-        """Start after the records that an earlier run has sent, except if the run begins anew.
-
-        Raises:
-            CommandError: the stored position cannot be used, or the file has changed since the earlier run.
-        """
+        """Start after the records that an earlier run has sent, except if the run begins anew."""
         if self._source is None:
             return
         if self._begins_anew:
@@ -249,7 +242,6 @@ class Sending:
         return items, None
 
     def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:
-        """Send some records, and raise the same errors as `send_all`."""
         while items:
             error: Exception | None = None
             try:

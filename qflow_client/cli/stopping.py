@@ -62,11 +62,7 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Allow SIGINT and SIGTERM to interrupt the block at any place.
-
-        Raises:
-            Stopped: a signal came during the block or before it.
-        """
+        """Let a signal raise `Stopped` at any place of the block. An earlier signal raises `Stopped` at its start."""
         self._breakable = True
         try:
             if self.signal is not None:

@@ -8,7 +8,7 @@ from qflow_client import FlowState
 
 __all__ = ["MAX_ID", "URL_HELP", "by_hold", "count", "flow_line", "rate", "seconds"]
 
-#: Maximum number of a row in a database.
+#: Largest id of a row in a database.
 MAX_ID = 2**63 - 1
 #: Help for the URL of a broker.
 URL_HELP = "URL of the broker: amqp://user:password@host:port/vhost (default: QFLOW_URL, or the broker on localhost)."

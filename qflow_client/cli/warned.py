@@ -33,12 +33,9 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
-    """Show the warnings and errors of a logger during the block.
+    """Show the warnings and errors of a logger on `console` during the block. A live display there stays intact.
 
     If the root logger has a handler, as with ``--debug``, show nothing, because that handler shows the records.
-
-    Args:
-        console: console that shows the records. A live display on this console stays intact.
     """
     if logging.getLogger().handlers:
         yield

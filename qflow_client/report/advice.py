@@ -21,9 +21,9 @@ MESSAGES = 20_000
 #: Approximate maximum number of round trips in a replay. If a replay needs more, its round trips are made longer.
 ROUNDS = 20_000
 
-# For each of these numbers, test settings whose capacities add up to the maximum depth divided by the number.
+# Test settings whose capacities add up to the maximum depth divided by each of these numbers.
 _CAPACITY_PARTS = (16, 8, 4, 2)
-# For each of these fractions (numerator, denominator), test this fraction of the stop threshold as resume threshold.
+# Test each of these fractions (numerator, denominator) of the stop threshold as the resume threshold.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
@@ -43,7 +43,7 @@ class Advice:
         drain_rate: number of messages per second that left the queue, according to the flow log.
         expected: result of the replay with the recommended settings.
         recorded: result of a replay with the recorded thresholds; ``None`` if the queue had no stop threshold.
-        tried: results of the replays with all settings that were tested, including `expected`.
+        tried: results of all tested settings, including `expected`.
     """
 
     queue: str
@@ -113,9 +113,9 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """For each queue with messages, return the time window to replay: start and end in microseconds since 1970.
+    """Return the time window to replay for each queue with messages: start and end in microseconds since 1970.
 
-    If a queue of `queues` has no messages, its window is empty, so that `advise` reports the reason.
+    A queue of `queues` that has no messages gets an empty window, so that `advise` reports the reason.
     """
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
@@ -134,7 +134,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
 
     Args:
         lines: lines of a flow log, in any order. Lines of kinds other than ``depth`` are ignored.
-        wanted: result of `windows`, with a time window for each queue.
+        wanted: result of `windows`.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
@@ -178,9 +178,9 @@ def advise(
 ) -> Advice:
     """Find the thresholds and capacities with which the replay holds the publishers for the shortest time.
 
-    In all tested settings, the sum of the stop threshold and all capacities is at most `maximum`. The sum is also at
-    most the number of messages that leave the queue in `delay` seconds at the recorded drain rate. So if the drain rate
-    stays the same, the queue keeps both limits, even if the publishers send at other times than in the replay.
+    In all tested settings, the sum of the stop threshold and all capacities is at most `maximum`, and at most the
+    messages that leave the queue in `delay` seconds at the recorded drain rate. So while the drain rate stays the same,
+    the queue keeps both limits, whenever the publishers send.
 
     Args:
         publishers: number of messages from each publisher to the queue.
@@ -222,7 +222,7 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    # If results are equal, prefer large capacities: a producer with a longer round trip than in the replay needs them.
+    # Of equal results, prefer large capacities, because real round trips may be longer than in the replay.
     best = min(
         tried,
         key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),

@@ -35,7 +35,6 @@ def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
 
     Args:
         buckets: count of numbers for each bucket; if there are none, the percentile is 0.
-        percent: the percentage, from 1 to 100.
         largest: the largest of all counted numbers.
     """
     left = -(-sum(buckets.values()) * percent // 100)

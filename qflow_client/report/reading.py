@@ -1,4 +1,4 @@
-"""Finds the files of flow logs, reads the lines of these files, and converts the lines to Parquet."""
+"""Finds the files of flow logs, reads their lines, and converts the lines to Parquet."""
 
 from __future__ import annotations
 
@@ -84,11 +84,7 @@ class FlowLogs:
         return (min(times), max(times)) if times else (0, 0)
 
     def lines(self, only: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield all lines.
-
-        Args:
-            only: kind of the lines to yield; ``None`` for all lines.
-        """
+        """Yield the lines of the kind `only`, or all lines if it is ``None``."""
         for path in self.files:
             if path.suffix == ".parquet":
                 yield from (line for line in _parquet_lines(path) if only is None or line["kind"] == only)
@@ -96,7 +92,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # A line of the kind `only` contains this text. Lines without it are not parsed, in order to save time.
+        # Lines without this text are not of the kind `only`. To save time, they are not parsed.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:
@@ -148,7 +144,7 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield lists of unparsed lines. Together, the lists have all lines that begin in the part."""
+    """Yield all unparsed lines that begin in the part, in several lists."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:
@@ -170,11 +166,7 @@ def raws(part: Part) -> Iterator[list[bytes]]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of lines.
-
-    Raises:
-        FlowLogError: the block has read compressed data that is damaged.
-    """
+    """Open a file of lines. If the block reads damaged compressed data, raise `FlowLogError`."""
     with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb", buffering=1 << 20) as file:
         try:
             yield file
@@ -202,9 +194,6 @@ def _ends(path: Path) -> list[int]:
             file.seek(max(0, path.stat().st_size - _TAIL))
             found += [_at(raw) for raw in file.read().splitlines()[-2:]]
     return [at for at in found if at is not None]
-
-
-# Parquet.
 
 
 def _pyarrow(path: Path) -> Any:

