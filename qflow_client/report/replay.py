@@ -52,7 +52,7 @@ class ReplayResult:
         peak: maximum number of messages in the queue.
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
-        seconds_flowed: sum over all publishers of the seconds for which the queue blocked (flowed) them.
+        seconds_flowed: sum over all publishers of the seconds for which the queue kept them from sending messages.
         seconds_full: sum over all publishers of the seconds for which only their capacity kept them from sending.
         delay: maximum seconds that a consumed message was in the queue.
         sent: number of published messages.

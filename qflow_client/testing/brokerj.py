@@ -1,7 +1,7 @@
 """Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
 
-A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
-ports, folder, configuration and password, keeps all data in memory, and listens only on the loopback interface.
+Maven downloads the jars of a version once into a cache folder. Each broker has its own ports, folder, configuration and
+password, keeps all data in memory, and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BrokerJ:
     """A running Broker-J and its REST API. Any program may have started the broker.
 
     Args:
-        url: AMQP URL of a virtual host. The user and the password of this URL are also used for the REST API.
+        url: AMQP URL of a virtual host. The REST API uses the same user and password.
         management_url: HTTP URL of the REST API.
         virtual_host_node: name of the virtual host's node; ``None`` if it is the same as the virtual host's name.
     """
@@ -121,8 +121,7 @@ class BrokerJ:
         """Create a queue.
 
         Args:
-            name: name of the queue. The name must not have a slash, because the broker's HTTP server refuses a slash in
-                a path.
+            name: name of the queue, without a slash, which the broker's HTTP server would refuse.
             attributes: attributes with Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
 
         Raises:
@@ -135,10 +134,9 @@ class BrokerJ:
         self._request("POST", self._queue_path(name), attributes)
 
     def set_context(self, variables: Mapping[str, object]) -> None:
-        """Set the context variables of the virtual host. The errors are the same as for `make_queue`.
+        """Replace all context variables of the virtual host, such as ``queue.defaultOverflowPolicy``.
 
-        Args:
-            variables: names and values of all context variables, such as ``queue.defaultOverflowPolicy``.
+        The errors are the same as for `make_queue`.
         """
         context = {name: str(value) for name, value in variables.items()}
         self._request("POST", f"virtualhost/{self._parent}", {"context": context})
@@ -174,10 +172,10 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: version of the broker. When a version is first used, Maven downloads the jars into the folder of the
-            environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache folder.
-        flow_enforcement_timeout: seconds for which a channel may still publish after ``Channel.Flow(active=false)``. If
-            it publishes later, the broker closes the channel. ``None`` for the broker's default of 5 seconds.
+        version: version of the broker. At its first use, Maven downloads the jars into the folder of the environment
+            variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache folder.
+        flow_enforcement_timeout: seconds after ``Channel.Flow(active=false)`` after which the broker closes a channel
+            that publishes. ``None`` for the broker's default of 5 seconds.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
@@ -203,7 +201,6 @@ class BrokerJNode(Node, BrokerJ):
         BrokerJ.__init__(
             self, f"amqp://{_USER}:{self._password}@{HOST}:{port}/{_VIRTUAL_HOST}", f"http://{HOST}:{self._http_port}"
         )
-        #: Version of the broker.
         self.version = version
         self._context: dict[str, str] = {}
         if flow_enforcement_timeout is not None:

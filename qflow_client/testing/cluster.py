@@ -1,9 +1,8 @@
 """A private cluster of RabbitMQ nodes. Tests can cut the links between the nodes.
 
-All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), for clients and for links
-to other nodes. To cut a link, this module makes iptables drop the packets between two of these addresses. As in a
-broken network, a node detects the cut only after about `NET_TICK_TIME` seconds. Only tests that cut links need root and
-iptables. A cut does not affect the connections of clients, because clients connect from 127.0.0.1.
+All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on). To cut a link, iptables
+drops the packets between the addresses of two nodes, which needs root. As in a broken network, a node detects the cut
+only after about `NET_TICK_TIME` seconds. A cut does not affect clients, because they connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -33,7 +32,7 @@ _START_TIMEOUT = 300.0
 
 
 class _ClusterNode(RabbitMQNode):
-    """A node of a cluster. `epmd_port` is the port of the cluster's port mapper. `peers` are the names of all nodes."""
+    """A node of a cluster. The cluster's port mapper listens on `epmd_port`. `peers` are the names of all nodes."""
 
     _ctl_options = ("--longnames",)
 
@@ -89,9 +88,9 @@ def _name(host: str) -> str:
 
 
 class RabbitMQCluster:
-    """RabbitMQ nodes that form a cluster. The context manager starts the cluster on entry and closes it on exit.
+    """RabbitMQ nodes that form a cluster.
 
-    Example::
+    The context manager starts the cluster on entry and closes it on exit::
 
         with RabbitMQCluster() as cluster:
             producer = Producer(cluster.urls, routing_key="orders", liveness=2.0)
@@ -106,7 +105,7 @@ class RabbitMQCluster:
     """
 
     def __init__(self, size: int = 3) -> None:
-        # If root starts the nodes, they run as the user rabbitmq, which must have access to the folder.
+        # Nodes of root run as the user rabbitmq, which must have access to the folder.
         parent = "/var/tmp" if os.geteuid() == 0 else None
         self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
         Path(self._folder.name).chmod(0o755)
@@ -133,7 +132,7 @@ class RabbitMQCluster:
         return os.geteuid() == 0 and shutil.which("iptables") is not None
 
     def start(self) -> None:
-        """Start all nodes that do not run, in parallel.
+        """Start all nodes that do not run.
 
         Raises:
             RabbitMQError: a node does not start, or does not join the cluster.
@@ -177,7 +176,7 @@ class RabbitMQCluster:
             raise errors[0]
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the link between two nodes until `heal` restores it. The arguments are indexes in `nodes`.
+        """Cut the link between two nodes, given as indexes in `nodes`, until `heal` restores it.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.

@@ -33,14 +33,12 @@ class DepthSample:
 
 
 class DepthRecorder:
-    """Records a queue during a `with` block. A separate thread takes samples when the broker's state changes.
+    """Records a queue of a running embedded broker during a `with` block.
 
-    Args:
-        broker: a running embedded broker.
-        queue: name of a queue of the broker.
+    A thread takes a sample when the broker's state changes, and at the latest `PERIOD` seconds after the last sample.
     """
 
-    #: Maximum seconds between two samples. The thread takes samples even if the broker's state does not change.
+    #: Maximum seconds between two samples.
     PERIOD = 0.05
 
     def __init__(self, broker: Broker, queue: str) -> None:
@@ -73,7 +71,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # `PERIOD` is over. If the recording is not over, the next call takes a sample at its start.
+                # The next call takes a sample at its start.
                 continue
 
     def _look(self, broker: Broker) -> bool:
@@ -89,7 +87,6 @@ class DepthPanel:
     """One diagram of a drawing. The diagram shows the depth of a queue during one recording.
 
     Attributes:
-        title: title of the diagram.
         samples: samples of the recording, oldest first.
         peak: greatest depth of the queue, in messages or body bytes; ``None`` for the maximum of the samples.
         marks: names and values of horizontal lines. Only the names ``highest``, ``stop`` and ``resume`` have colours.
@@ -145,8 +142,8 @@ def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str
 
     Args:
         panels: one or more panels, each with samples.
-        title: title of the drawing for screen readers. The function appends the peak of each panel to the title.
-        made_by: name of the program that creates the drawing. The name is written into a comment of the SVG.
+        title: title of the drawing for screen readers, to which the peak of each panel is added.
+        made_by: name of the program that creates the drawing, for a comment in the SVG.
 
     Returns:
         The drawing as SVG. The same panels always result in the same SVG.

@@ -136,7 +136,7 @@ class Node(ABC):
         if pid is None:
             raise self._error(f"cannot pause the {self._title}: it is not running; call start() first")
         os.killpg(pid, signal.SIGSTOP)
-        # The signal may take effect only after `os.killpg` has returned. So wait until the process is stopped.
+        # The signal may take effect only after `os.killpg` has returned.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
@@ -165,8 +165,6 @@ class Node(ABC):
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.running else "not running"
         return f"<{type(self).__name__}: {self._title}, {state}, {self._directory}>"
-
-    # Methods that the subclass for each kind of broker implements or overrides.
 
     @abstractmethod
     def _prepare(self) -> None:

@@ -1,7 +1,4 @@
-"""Creates SVG drawings in the style of the documentation, for light and dark pages.
-
-The same input always results in the same bytes.
-"""
+"""Creates SVG drawings in the style of the documentation, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ text { fill: #e6edf3 }
 def svg(
     width: float, height: float, parts: Iterable[str], *, title: str, made_by: str, light: str = "", dark: str = ""
 ) -> str:
-    """Return a complete SVG drawing. `width` and `height` are in pixels.
+    """Return a complete SVG drawing, `width` by `height` pixels. The same arguments result in the same text.
 
     Args:
         parts: SVG elements of the drawing. They can use the CSS classes ``title``, ``small`` and ``grid``.
         title: description for screen readers.
-        made_by: name of the program that creates the drawing. The name is written into a comment of the SVG.
+        made_by: name of the program that creates the drawing, for a comment in the SVG.
         light: additional CSS rules, for light and dark pages.
         dark: additional CSS rules for dark pages only. They have priority over the rules in `light`.
     """

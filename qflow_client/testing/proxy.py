@@ -1,8 +1,7 @@
 """A proxy that simulates network faults between clients and any broker.
 
-The proxy passes all bytes on unchanged until a method or a schedule causes a fault. Most faults apply either to one
-connection or to all connections. All random values come from one seed, so a test can repeat them. Connections can use
-TLS. The proxy cannot see the frames of a TLS connection, so it cannot inject or count frames in such a connection.
+The proxy passes all bytes on unchanged until a method or a schedule causes a fault. All random values come from one
+seed, so a test can repeat them. Connections can use TLS, but then the proxy can neither inject nor count frames.
 """
 
 from __future__ import annotations
@@ -106,9 +105,10 @@ class FaultProxy:
     ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. The proxy listens on a port of the
     loopback interface. Any thread may call the methods of the proxy.
 
-    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. If the
-    argument `connection` is given, a lasting fault applies to this connection, otherwise to all current and future
-    connections. The argument `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both directions.
+    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. The
+    argument `connection` is the number of the affected connection, or ``None`` for all current connections. With
+    ``None`` a lasting fault also affects future connections. If there is no such connection, methods raise
+    ``LookupError``. The argument `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both directions.
 
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
@@ -126,7 +126,6 @@ class FaultProxy:
             raise ValueError("the broker must be an AMQP URL or host:port")
         #: Host and port of the broker.
         self.target = parts.hostname, parts.port or _PORTS[parts.scheme]
-        #: Seed of all random values.
         self.seed = seed
         self._parts = parts
         self._port = port
@@ -145,12 +144,10 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Number of changes of connections, counted only while `_waiting` is not 0. `_changed` protects both numbers.
+        # Number of changes of connections, counted only while `_waiting` threads are in `wait_until`.
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0
-
-    # Starting and stopping.
 
     def __enter__(self) -> Self:
         if self._started.done():
@@ -254,8 +251,6 @@ class FaultProxy:
             scheme=self._parts.scheme or "amqp", netloc=f"{login}{at}{_HOST}:{self.port}"
         ).geturl()
 
-    # Calls from other threads.
-
     def _call(self, function: Callable[[], _Result]) -> _Result:
         """Run a function on the proxy's loop, and return its result. On the loop's own thread, run it directly."""
         done: Future[_Result] = Future()
@@ -310,8 +305,6 @@ class FaultProxy:
 
         self._call(cut)
 
-    # Inspecting.
-
     @property
     def connections(self) -> tuple[ProxiedConnection, ...]:
         """The current connections, oldest first."""
@@ -323,10 +316,11 @@ class FaultProxy:
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait until a condition is true. It is checked again when bytes were passed on or a connection has changed.
+        """Wait until `predicate`, called with the proxy, returns true.
+
+        The calling thread calls it again when bytes were passed on or a connection has changed.
 
         Args:
-            predicate: returns whether the condition is true. The calling thread calls it with the proxy as argument.
             timeout: maximum seconds to wait.
 
         Raises:
@@ -356,25 +350,11 @@ class FaultProxy:
     # Momentary faults.
 
     def cut(self, connection: int | None = None) -> None:
-        """Close connections on both sides immediately, as if the process of the peer ended.
-
-        Args:
-            connection: number of the connection; ``None`` for all current connections.
-
-        Raises:
-            LookupError: the connection does not exist.
-        """
+        """Close connections on both sides immediately, as if the process of the peer ended."""
         self._cut(connection, reset=False)
 
     def reset(self, connection: int | None = None) -> None:
-        """Close connections on both sides with a TCP reset, as if the machine of the peer were restarted.
-
-        Args:
-            connection: number of the connection; ``None`` for all current connections.
-
-        Raises:
-            LookupError: the connection does not exist.
-        """
+        """Close connections on both sides with a TCP reset, as if the machine of the peer were restarted."""
         self._cut(connection, reset=True)
 
     def inject(
@@ -394,14 +374,11 @@ class FaultProxy:
         Args:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or the bytes of a complete frame.
             channel: number of the channel of the method and of its answer.
-            direction: direction of the frame.
-            connection: number of the connection; ``None`` for all current connections.
             answer: type of the method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy
-                removes the next answer on the channel, because the side that would receive the answer did not send the
-                frame. For example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to keep all.
+                removes the next method of this type on the channel, because its receiver did not send the frame. For
+                example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to remove nothing.
 
         Raises:
-            LookupError: the connection does not exist.
             ValueError: a connection uses TLS, or does not use AMQP.
         """
         data = frame if isinstance(frame, bytes) else pamqp.frame.marshal(frame, channel)
@@ -425,15 +402,7 @@ class FaultProxy:
     # Lasting faults.
 
     def stall(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Stop reading, so that the sender's socket becomes full. After `heal` the proxy passes all bytes on.
-
-        Args:
-            direction: affected direction; ``None`` for both.
-            connection: number of the connection; ``None`` for all current and future connections.
-
-        Raises:
-            LookupError: the connection does not exist.
-        """
+        """Stop reading, so that the sender's socket becomes full. After `heal` the proxy passes all bytes on."""
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
@@ -442,13 +411,6 @@ class FaultProxy:
         When bytes of a direction have been discarded, no more bytes of this direction are passed on, even after `heal`.
         While both directions are black holes, the proxy does not connect to the broker for a new client. Such a client
         never gets an answer, even after `heal`.
-
-        Args:
-            direction: affected direction; ``None`` for both.
-            connection: number of the connection; ``None`` for all current and future connections.
-
-        Raises:
-            LookupError: the connection does not exist.
         """
         self._change(direction, connection, swallows=True)
 
@@ -466,10 +428,8 @@ class FaultProxy:
             seconds: delay in seconds.
             jitter: maximum additional random delay in seconds.
             direction: affected direction; ``None`` for both, which delays a round trip by two times `seconds`.
-            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: the connection does not exist.
             ValueError: a time is negative.
         """
         _at_least(0, seconds=seconds, jitter=jitter)
@@ -485,12 +445,9 @@ class FaultProxy:
         """Limit the bandwidth, separately for each connection and direction.
 
         Args:
-            bytes_per_second: maximum bytes per second.
-            direction: affected direction; ``None`` for both.
-            connection: number of the connection; ``None`` for all current and future connections.
+            bytes_per_second: maximum bytes per second; more than 0.
 
         Raises:
-            LookupError: the connection does not exist.
             ValueError: the limit is not more than 0.
         """
         if not bytes_per_second > 0:
@@ -515,12 +472,9 @@ class FaultProxy:
             highest: maximum bytes of a write; ``None`` for the value of `lowest`. The size of each write is random
                 between `lowest` and `highest`.
             pause: seconds between two writes.
-            direction: affected direction; ``None`` for both.
-            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: the connection does not exist.
-            ValueError: a size is less than 1, or a time is negative.
+            ValueError: `lowest` is less than 1, `highest` is less than `lowest`, or `pause` is negative.
         """
         highest = lowest if highest is None else highest
         _at_least(1, lowest=lowest)
@@ -541,11 +495,8 @@ class FaultProxy:
         Args:
             size: number of bytes that the proxy collects for each write.
             wait: maximum seconds to collect bytes. After this time the proxy writes the bytes that it has.
-            direction: affected direction; ``None`` for both.
-            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: the connection does not exist.
             ValueError: the size is less than 1, or the time is negative.
         """
         _at_least(1, size=size)
@@ -568,10 +519,8 @@ class FaultProxy:
             frames: number of complete frames; 0 for no limit. A protocol header counts as one frame.
             size: number of bytes; 0 for no limit.
             direction: direction of the counted frames or bytes.
-            connection: number of the connection; ``None`` for each current and future connection.
 
         Raises:
-            LookupError: the connection does not exist.
             ValueError: a number is negative.
         """
         _at_least(0, frames=frames, size=size)
@@ -584,11 +533,9 @@ class FaultProxy:
     def heal(self, connection: int | None = None) -> None:
         """End all lasting faults. Stalled bytes are passed on now, and delayed bytes when their delay has passed.
 
-        Args:
-            connection: number of the connection; ``None`` for all connections, and to accept connections again.
+        If `connection` is ``None``, the proxy also ends `refuse` and accepts connections again.
 
         Raises:
-            LookupError: the connection does not exist.
             OSError: the proxy cannot accept connections again, because another process uses the port now.
         """
         self._change(None, connection, **asdict(NO_RULES))

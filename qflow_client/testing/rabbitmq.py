@@ -1,8 +1,7 @@
 """Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart the node.
 
-A node uses the RabbitMQ that is installed on the machine. Each node has its own ports, data folder, configuration,
-Erlang cookie and port mapper (epmd), and listens only on the loopback interface. So a private node does not disturb
-other nodes. This module never installs RabbitMQ, and never changes the configuration of other nodes.
+A node uses the RabbitMQ that is installed on the machine, and does not disturb other nodes: it has its own ports, data
+folder, configuration, Erlang cookie and port mapper (epmd), and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-# A command that raises or clears an alarm returns before RabbitMQ has informed the connections. This call returns after
-# that, because the Erlang process that informs the connections also answers this call.
+# A command that raises or clears an alarm returns before RabbitMQ has informed the connections. This call returns
+# later, because the Erlang process that informs the connections answers it.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -98,7 +97,7 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node on any machine. Tests can raise alarms in the node."""
+    """A RabbitMQ node on any machine. Methods raise `RabbitMQError` if the node does not accept a command."""
 
     @property
     @abstractmethod
@@ -112,8 +111,6 @@ class RabbitMQ(ABC):
     def evaluate(self, expression: str) -> str:
         """Evaluate an Erlang expression in the node, and return the result as text.
 
-        This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
-
         Args:
             expression: Erlang expression with its full stop. After an error, a subclass may evaluate it a second time.
 
@@ -123,43 +120,23 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes after this.
-
-        Raises:
-            RabbitMQError: the node does not accept the command.
-        """
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes after this."""
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
-        """Clear the memory alarm. If it was the only alarm, the node sends ``Connection.Unblocked`` to blocked clients.
-
-        Raises:
-            RabbitMQError: the node does not accept the command.
-        """
+        """Clear the memory alarm. If no alarm is left, the node sends ``Connection.Unblocked`` to blocked clients."""
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0.4), {_ALARMS_ARE_NOTICED}.")
 
     def raise_disk_alarm(self) -> None:
-        """Raise a disk alarm. The node sends ``Connection.Blocked``, as for a memory alarm.
-
-        Raises:
-            RabbitMQError: the node does not accept the command.
-        """
+        """Raise a disk alarm. The node sends ``Connection.Blocked``, as for a memory alarm."""
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(1000000000000000), {_ALARMS_ARE_NOTICED}.")
 
     def clear_disk_alarm(self) -> None:
-        """Clear the disk alarm. If it was the only alarm, the node sends ``Connection.Unblocked`` to blocked clients.
-
-        Raises:
-            RabbitMQError: the node does not accept the command.
-        """
+        """Clear the disk alarm. If no alarm is left, the node sends ``Connection.Unblocked`` to blocked clients."""
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
-        """Write all declarations to disk. RabbitMQ 3 may answer a declaration before the declaration is on disk.
-
-        Raises:
-            RabbitMQError: the node does not accept the command.
-        """
+        """Write all declarations to disk. RabbitMQ 3 may answer a declaration before the declaration is on disk."""
         self.evaluate("mnesia:sync_log().")
 
 
@@ -171,13 +148,13 @@ class RabbitMQNode(Node, RabbitMQ):
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
-    The data survives `stop` and `kill`. `start` then starts the same node on the same port. If root starts the node,
-    the node runs as the user rabbitmq, if this user exists.
+    The data survives `stop` and `kill`. `start` then starts the same node on the same port. A node of root runs as the
+    user rabbitmq, if this user exists.
 
     Args:
-        directory: folder for data, logs and configuration, created if missing. `close` keeps the folder for a later
-            node. If root starts the node, the user rabbitmq becomes the owner of the folder, and needs access to its
-            path. ``None`` for a temporary folder, which `close` removes.
+        directory: folder for data, logs and configuration, created if missing, which `close` keeps. If the node runs as
+            the user rabbitmq, this user becomes the owner of the folder, and needs access to its path. ``None`` for a
+            temporary folder, which `close` removes.
         port: AMQP port; ``None`` for a free port.
         start_timeout: maximum seconds that `start` waits for an answer of the node.
 
@@ -201,7 +178,6 @@ class RabbitMQNode(Node, RabbitMQ):
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        # The temporary data folder, which `close` removes; None for a given folder.
         temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             # TMPDIR may be a folder that root can access, but the user rabbitmq cannot.
@@ -279,7 +255,6 @@ class RabbitMQNode(Node, RabbitMQ):
         return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
-        """Run a command with the environment and the user of the node."""
         return subprocess.run(
             command,
             cwd=self._directory,
@@ -321,8 +296,8 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # With this variable the start script replaces itself by Erlang. So the process that `start` creates is
-            # Erlang itself, which gets the signals of `stop`, `pause` and `kill`.
+            # With this variable the start script replaces itself by Erlang, so that Erlang gets the signals of `stop`,
+            # `pause` and `kill`.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -416,7 +391,6 @@ def _accepts(port: int) -> bool:
 
 
 def speaks_amqp(host: str, port: int) -> bool:
-    """Return True if the server on this port answers the AMQP protocol header."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
         connection.sendall(_PROTOCOL_HEADER)
         return connection.recv(1) == _METHOD_FRAME

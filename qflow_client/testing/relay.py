@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 _ON_THE_WAY = 1 << 18
 # The same for a direction with a delay and no limited rate. A small maximum would also limit the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
-# is late, the proxy catches up for at most this number of seconds.
+# With a limited rate, one write has at most the bytes of this number of seconds. If the event loop is late, the proxy
+# catches up for at most the same number of seconds.
 _RATE_SLICE = 0.01
 # Maximum seconds that connecting to the broker may take.
 _CONNECT_TIMEOUT = 30.0
@@ -101,14 +101,13 @@ class Borders:
     def __init__(self) -> None:
         # The received part of the header of the current frame.
         self._head = b""
-        # Number of bytes after the header of the current frame that have not been processed; 0 during the header.
+        # Number of unprocessed bytes after the header of the current frame; 0 during the header.
         self._left = 0
         # False after bytes that are not AMQP frames.
         self.is_amqp = True
 
     @property
     def at_border(self) -> bool:
-        """Whether the stream is between two frames."""
         return not self._left and not self._head
 
     def step(self, data: bytes, at: int) -> int:
@@ -167,7 +166,6 @@ class Way:
         self.rules = rules
         # True if no more bytes are passed on, whatever the rules are.
         self.is_dead = False
-        # How many bytes were passed on, and how many were discarded.
         self.passed = self.swallowed = 0
         self.borders = Borders()
         # Bytes to insert at the next frame boundary.
@@ -257,7 +255,7 @@ class Way:
         self.look()
 
     def _take(self, now: float) -> bytes:
-        """Remove and return the next bytes to pass on in one write."""
+        """Remove and return the bytes of the next write."""
         rules, pieces = self.rules, self._pieces
         room = rules.merge or self._size
         if rules.split[1]:
@@ -451,7 +449,7 @@ class Relays:
         self.changed = changed
         #: Rules for future connections.
         self.rules = dict.fromkeys(Direction, NO_RULES)
-        #: The current connections. The keys are the numbers of the connections.
+        #: The current connections by their numbers.
         self.connections: dict[int, Relay] = {}
         #: The proxy's event loop. The proxy sets this attribute when it starts.
         self.loop: asyncio.AbstractEventLoop
