@@ -3,10 +3,9 @@
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
 to the queue. A task receives credits and publishes on one connection. If this connection ends, the task cannot publish.
 
-A second queue has the name of the credit queue plus ``.tasks``, and never has messages. Each task that may hold
-credits is a consumer of the second queue, so the broker counts these tasks. The driver first publishes the credits, and
-then declares the second queue. So if the second queue exists, the credits were published. A third queue has the name of
-the credit queue plus ``.lock``. The third queue exists while a driver checks the other two queues.
+Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
+may hold credits consumes it, so the broker counts these tasks. If it exists, the driver has published the credits. The
+queue ``.lock`` exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ _T = TypeVar("_T")
 
 _CLASSIC = {"x-queue-type": "classic"}
 
-# Reply codes.
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Maximum seconds between two calls of `CreditLine._turn` while the task holds credits, which `_turn` may return.
+# Maximum seconds between two calls of `CreditLine._turn`: while the task holds credits, and while it holds none.
 _CHECK_PERIOD = 0.005
-# Maximum seconds between two calls of `CreditLine._turn` while the task holds no credits.
 _IDLE_PERIOD = 1.0
-# Seconds until the driver tries again to lock the queue, or again counts credits whose number was wrong.
+# Seconds until the driver tries again to lock the queue, or to find the right number of credits.
 _PAUSE = 0.05
 # If a task gets no credit for this number of seconds, it checks whether credits exist.
 _PATIENCE = 5.0
@@ -109,14 +106,8 @@ def _capacity_of(settings: ProducerSettings) -> int:
     return settings.capacity
 
 
-# Functions that the driver calls.
-
-
 def prepare(settings: ProducerSettings, queue: str) -> None:
-    """Publish the credits of a job if the queue is new, and check that all credits exist.
-
-    Args:
-        settings: settings of the job. Their capacity is divided into the credits.
+    """On the driver, publish the credits of a job if the queue is new, and check that all credits exist.
 
     Raises:
         CreditError: the credits are for another capacity, or are too few or too many, or the queue has other messages.
@@ -138,7 +129,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
 
 @contextmanager
 def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> Iterator[None]:
-    """Lock a queue of credits during the ``with`` block, so that only one driver at a time checks the queue."""
+    """Let only one driver at a time execute the ``with`` block for a queue of credits."""
     lock = f"{queue}.lock"
     deadline = time.monotonic() + patience
     while True:
@@ -186,7 +177,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
 
 
 def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int, patience: float) -> None:
-    """Check that the first credit in the queue is valid, and that there are neither too few nor too many credits."""
+    """Check the first credit in the queue, and the number of credits."""
     due = number_of_credits(capacity)
     deadline = time.monotonic() + patience
     while True:
@@ -217,9 +208,6 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
     )
 
 
-# The class that a task uses.
-
-
 class CreditLine:
     """Takes credits for one task from the queue and returns them to the queue, on a separate thread.
 
@@ -244,13 +232,13 @@ class CreditLine:
         self._pool: str | None = None
         # Maximum number of unsettled messages of the producer; 0 while the producer is held for lack of credits.
         self._window = 0
-        # Tag of the consumer of credits; None while the thread does not consume credits.
+        # Tag of the consumer of credits; None if there is no consumer.
         self._consumer_tag: str | None = None
         # Last time when the task had credits, needed no credits, or checked whether credits exist.
         self._since = time.monotonic()
-        # Whether the last call of `_ask` found that all credits are missing.
+        # Whether all credits were missing in the last call of `_ask`.
         self._missed = False
-        # The error that ended the thread; None for a lost connection, because the producer reports this error.
+        # The error that ended the thread; None for a lost connection, which the producer reports.
         self._error: Exception | None = None
         self._stopping = False
         # After the thread has started, other threads only call the connection's `add_callback_threadsafe`.
@@ -283,7 +271,7 @@ class CreditLine:
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
         """Yield `count` rows, and take credits for them. The caller sends each row before it requests the next row."""
         self._goal = self._sent + count
-        # Wake the thread, which takes credits. If the connection has ended, the producer reports the reason.
+        # Wake the thread, which takes credits. If the connection has ended, the producer reports that.
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         for row in rows:
@@ -312,7 +300,7 @@ class CreditLine:
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:
-            # If the connection has ended, the producer ends too and reports the reason.
+            # The producer reports the end of a connection.
             if self._connection.is_open:
                 self._error = CreditError(
                     f"the channel with the credits from queue {self._queue!r} was closed: {error!r}"
@@ -378,8 +366,8 @@ class CreditLine:
     def _ask(self) -> None:
         """Check that the credits exist.
 
-        A credit that moves between a task and the queue arrives before the second check. So if all credits are missing
-        at two checks in a row, the credits are lost.
+        A credit that is on its way to the queue arrives before the next check. So if this task is the only one, and
+        neither it nor the queue has a credit at two checks in a row, the credits are lost.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

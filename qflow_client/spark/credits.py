@@ -1,8 +1,8 @@
 """Divides a job's capacity into credits, which the job's tasks take and return (C6). This module does no I/O.
 
-A *credit* allows a task to have a number of unsettled messages. This number is the *units* of the credit. Each credit
-is a message in a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if
-the task ends, the broker gives the credit to another task. A `Purse` contains the credits of one task.
+A *credit* allows a task to have a number of unsettled messages, the *units* of the credit. Each credit is a message in
+a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if the task ends,
+the broker gives the credit to another task. A `Purse` contains the credits of one task.
 
 There are two rules:
 
@@ -24,11 +24,10 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits into which a capacity is divided. With more credits, tasks share the capacity more evenly.
-# But each use of a credit costs a delivery and a nack.
+# Maximum number of credits. More credits divide a capacity more evenly, but each use costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# A task that needs its credits returns only a part of them in one step: their number divided by this, but at least one.
+# A task returns credits that it still needs only in parts: all its credits divided by this, but at least one.
 _RETURN_DIVISOR = 4
 
 
@@ -72,7 +71,7 @@ def number_of_credits(capacity: int) -> int:
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """Divide a capacity into `number_of_credits` credits. The units of two credits differ by at most one."""
+    """Divide a capacity into credits, whose units differ by at most one."""
     count = number_of_credits(capacity)
     for number in range(count):
         yield Credit(pool, number, count, capacity // count + (number < capacity % count), capacity)

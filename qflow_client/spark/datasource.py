@@ -94,8 +94,8 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     Args:
         spark: the session.
         max_concurrent_tasks: maximum number of tasks that the session runs at the same time. Each limit of a job is
-            divided by this number (C6). The default comes from the session. Set this argument if you use Spark Connect,
-            or if the cluster can grow without a limit. A job's option ``maxConcurrentTasks`` overrides this argument.
+            divided by this number (C6). The default comes from the session. Set this argument with Spark Connect, or if
+            the cluster can grow without a limit. A job's option ``maxConcurrentTasks`` overrides this argument.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.
@@ -110,10 +110,9 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
 
 
 def _slots(spark: Any) -> int | None:
-    """Return how many tasks a session can run at the same time, or ``None`` if the number is unknown.
+    """Return how many tasks a session can run at the same time.
 
-    The number is unknown with Spark Connect, for a cluster that may grow without a limit, and before a cluster has
-    started.
+    ``None`` with Spark Connect, for a cluster that may grow without a limit, and before a cluster has started.
     """
     try:
         context = spark.sparkContext

@@ -25,7 +25,7 @@ from qflow_client.spark.columns import SchemaError
 
 __all__ = ["COLUMNS", "MOST_BYTES", "MOST_ROWS", "SCHEMA", "Row", "batch_of", "check_schema", "in_columns", "row_of"]
 
-#: The values of a message, one for each column in `COLUMNS` except the last column, the offset.
+#: The values of a message, one for each column in `COLUMNS` except the offset, the last column.
 Row = tuple[Any, ...]
 
 _TEXTS = (
@@ -71,16 +71,12 @@ _TYPES: dict[pa.DataType, DataType] = {
     pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
 }
 
-#: The columns of a message that a job reads, as Spark types.
+#: `COLUMNS` as Spark types.
 SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
 
 
 def check_schema(schema: StructType) -> None:
-    """Check that each column of a user's schema is in `SCHEMA` and has an allowed type.
-
-    Raises:
-        SchemaError: a column is not in `SCHEMA`, or has a type that is not allowed.
-    """
+    """Raise `SchemaError` if a column of a user's schema is not in `SCHEMA`, or has a type that is not allowed."""
     known = {field.name: field.dataType for field in SCHEMA}
     for field in schema:
         if field.name not in known:

@@ -1,8 +1,7 @@
 """Creates reports on flow logs of any size. Spark sums up the lines of the logs, in one job or continuously.
 
-Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A `Fact` has
-a key, a bucket (of a histogram or a series), and sums and maxima of whole numbers. Spark merges the facts with the same
-key and bucket. The order of the facts does not matter, so a cluster creates the same report as one process.
+Each task sums up the lines of its part to a small number of facts (`qflow_client.report.tables.Fact`). Spark merges the
+facts with the same keys and bucket, in any order, so a cluster creates the same report as one process.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of parts. Its input rows are the indexes of the parts in `parts`."""
+    """Return a function that reads the lines of the parts whose indexes it gets as rows."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -220,8 +219,8 @@ def flow_report(
         paths: the same as for `flow_events`.
         maximum: recommend settings with which each queue has at most this number of messages (C6).
         delay: recommend settings with which a message is in a queue for at most this number of seconds.
-        queues: queues for which the report recommends settings; ``None`` for all queues whose depth was recorded.
-        round_trip: assumed seconds from the publish of a message to its confirm, for the test of the recommendations.
+        queues: names of the queues to recommend settings for; ``None`` for all queues with recorded messages.
+        round_trip: seconds between the publishing of a message and its confirm in the replays.
 
     Raises:
         FlowLogError: there are no finished flow logs, or a path is wrong.
@@ -257,8 +256,8 @@ def flow_report_stream(
 ) -> Any:
     """Sum up flow logs continuously. The sums of a time window are written when no more of its lines are expected.
 
-    A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
-    files are copied to `folder`. `flow_report_of_stream` creates the report from the written sums.
+    Lines arrive late, because a `FlowLog` finishes a file after `max_seconds`, and because files of other machines are
+    copied to `folder`. `flow_report_of_stream` creates the report from the written sums.
 
     Args:
         spark: the session.

@@ -65,9 +65,8 @@ class Intake:
     """Stores the messages of a queue in a spool. Only one thread may call the methods, except `wake`.
 
     If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
-    recognises such a message, and does not spool it again. The intake recognises a message with a message id by this
-    id. It recognises a message without an id by the content, if the message was certainly not acknowledged. If several
-    messages have the same content, each of them is recognised once.
+    recognises this message by its message id, and does not spool it again. A message without an id is recognised by its
+    content, if it was certainly not acknowledged. If several messages have the same content, each is recognised once.
 
     Args:
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
@@ -94,13 +93,13 @@ class Intake:
         self._bytes = 0
         # Time when the first message of `_rows` came.
         self._since = 0.0
-        # Tag of the first delivery that exceeds the limit; None if there is none. Such deliveries are not acknowledged.
+        # Tag of the first delivery beyond the limit, if any. Deliveries beyond the limit are not acknowledged.
         self._unwanted: int | None = None
         # Whether the broker has cancelled the consumer.
         self._cancelled = False
-        # For each offset of a spooled and unacknowledged message, its delivery tag.
+        # Delivery tags of the spooled and unacknowledged messages, by offset.
         self._unacked: dict[int, int] = {}
-        # For each `_key`, the offsets of messages of an earlier run that the broker may deliver again.
+        # Offsets of the messages of earlier runs that the broker may deliver again, by `_key`.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
         #: Whether a message was recognised since the last call of `acknowledge`.
@@ -113,8 +112,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
-            # With ``x-priority`` RabbitMQ refuses to consume a stream. This is wanted, because a restarted query of a
-            # stream would get only new messages. For queues the argument has no effect, because 0 is the default.
+            # With ``x-priority`` RabbitMQ refuses to consume a stream, of which a restarted query would get only new
+            # messages. For a queue 0 is the default.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -167,7 +166,6 @@ class Intake:
             self.flush()
 
     def flush(self) -> None:
-        """Write the messages in `_rows` to the spool."""
         if not self._rows:
             return
         start = self._spool.end
@@ -197,7 +195,7 @@ class Intake:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
 
     def finish(self) -> None:
-        """Stop consuming, and write the messages that are not in the spool yet to the spool.
+        """Stop consuming, and write the remaining messages to the spool.
 
         Raises:
             ConnectionFailed: the connection is lost.
@@ -238,7 +236,7 @@ class Intake:
             raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
 
     def is_drained(self) -> bool:
-        """Return True if the queue has no ready messages, and no deliveries are on their way."""
+        """Return True if the queue has no ready messages, and no delivery is on its way."""
         before = self.received
         try:
             ready = self._count_ready()
@@ -268,8 +266,8 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # The broker first delivers the unacknowledged messages of the spool again, and then new messages. So the number
-        # of unacknowledged messages in a full spool is a limit for the prefetch count.
+        # The broker first delivers the unacknowledged messages of the spool again, and then new messages. So prefetch
+        # no more than a full spool has unacknowledged messages.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     quiet_since = time.monotonic()
@@ -298,7 +296,8 @@ class Consumer:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Protects the fields below. Notified when messages were received or acknowledged, or the thread has ended.
+        # Protects `_stopping`, `_done`, `_acknowledged`, and the spool's files against deletion. Notified when messages
+        # were received or acknowledged, or the thread has ended.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False

@@ -81,8 +81,6 @@ class OffsetOptions:
         """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
-            given: texts of the options, as Spark passes them.
-            streaming: whether the job is a streaming query.
             slots: number of tasks that run at the same time, the default of ``numPartitions``; ``None`` if unknown.
 
         Raises:
@@ -106,7 +104,7 @@ class OffsetOptions:
         )
 
     def consumer(self) -> StreamConsumer:
-        """Return a consumer of the stream, which is connected to the broker."""
+        """Return a connected consumer of the stream."""
         return StreamConsumer(self.urls, self.connect_timeout, self.stream)
 
 

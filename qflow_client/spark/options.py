@@ -13,9 +13,7 @@ from qflow_client.settings import ProducerSettings, WhenFlowed
 
 __all__ = ["BODY_FORMATS", "MESSAGE_IDS", "Option", "SinkOptions", "camel", "read"]
 
-#: Allowed values of ``bodyFormat``.
 BODY_FORMATS = ("column", "json")
-#: Allowed values of ``messageId``.
 MESSAGE_IDS = ("column", "hash", "position", "producer")
 
 
@@ -78,11 +76,7 @@ def camel(name: str) -> str:
 
 
 def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Parse the given options.
-
-    Args:
-        given: text of each option, with the option's name as the key. Names are not case-sensitive.
-        known: each known `Option`, with its name as the key.
+    """Parse the given options, whose names are not case-sensitive.
 
     Raises:
         SettingsError: an option is unknown, or a value is not allowed.
@@ -138,8 +132,8 @@ class SinkOptions:
     """The options of a job that writes.
 
     Attributes:
-        producer: settings for the producer of each task. Each limit is the limit of one task (C6). But with a credit
-            queue, the capacity is the capacity of the whole job.
+        producer: settings of each task's producer, with the limits of one task (C6). But with a credit queue, the
+            capacity is that of the whole job.
         body_format: ``"column"`` or ``"json"``.
         message_id: source of the message ids, one of `MESSAGE_IDS`.
         job_id: name of the job, for message ids and the summary; ``None`` if the option is missing.
@@ -159,7 +153,6 @@ class SinkOptions:
         """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
-            given: texts of the options, as Spark passes them.
             slots: number of tasks that run at the same time, by which limits are divided; ``None`` if it is unknown.
                 The option ``maxConcurrentTasks`` has priority over this argument.
 

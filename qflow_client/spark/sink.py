@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(WriterCommitMessage):
-    """The totals of one task, after all its messages were confirmed.
+    """The totals of one task whose messages are all confirmed.
 
     Attributes:
         rows: number of sent messages.
@@ -78,18 +78,14 @@ class TaskReport(WriterCommitMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The totals of a job, or of one batch of a streaming query, after all messages were confirmed.
+    """The totals of a job, or of one batch of a streaming query, whose messages are all confirmed.
 
     Attributes:
-        job: id of the job.
-        batch: id of the batch; ``None`` outside of streaming queries.
+        job, batch: see `Task`.
         tasks: number of tasks, including those without rows.
         retried: number of tasks that did not succeed at the first attempt.
-        rows: number of sent messages.
-        bytes: total body bytes of the sent messages.
-        seconds: seconds from the start of the slowest task to its last confirm.
-        times_flowed: how often the tasks' producers were blocked (flowed).
-        seconds_flowed: for each hold kind, the total seconds for which the tasks' producers were held.
+        seconds: seconds of the slowest task.
+        rows, bytes, times_flowed, seconds_flowed: sums over all tasks, see `TaskReport`.
     """
 
     job: str
@@ -130,7 +126,7 @@ class Summary:
 
 
 class _Sink:
-    """The base class of the writers. A writer is created on the driver, and Spark sends it to the tasks."""
+    """A writer, which is created on the driver, and sent to the tasks by Spark."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options
@@ -230,7 +226,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refused the first message of this batch, it usually refuses all. So raise the error now.
+            # If the broker refused the first message of this batch, it usually refuses all.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)

@@ -56,8 +56,6 @@ class SourceOptions:
         """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
 
         Args:
-            given: texts of the options, as Spark passes them.
-            streaming: whether the job is a streaming query.
             slots: number of tasks that run at the same time, the default of ``numPartitions``; ``None`` if unknown.
             local: whether the tasks run on the driver's machine, the default of ``sharedSpool``.
 
@@ -84,11 +82,7 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """Create the spool. The caller enters the spool's context manager.
-
-        Args:
-            kind: ``"batch"`` or ``"stream"``. One spool cannot be used both for a batch job and for a streaming query.
-        """
+        """Return the spool. A spool of one `kind`, ``"batch"`` or ``"stream"``, is refused for the other kind."""
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
 
@@ -101,7 +95,7 @@ class Part(InputPartition):
 
 
 def part_of(pieces: list[Piece], shared: bool) -> Part:
-    """Return the `Part` for one task. If the task cannot read the spool's files, the part itself contains the rows."""
+    """Return the `Part` for one task. If the task cannot read the spool's files, the part contains the rows."""
     return Part(pieces if shared else [inline(piece) for piece in pieces])
 
 

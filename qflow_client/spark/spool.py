@@ -1,8 +1,7 @@
 """A durable spool, which stores messages in the order of their arrival. Each message has an offset.
 
-A queue forgets acknowledged messages, but Spark may request the same rows again. So Spark reads rows from the spool.
-The spool is a folder of Arrow files. Each file is complete or does not exist. The spool does not depend on AMQP or
-Spark.
+A queue forgets acknowledged messages, but Spark may request the same rows again. So Spark reads rows from the spool,
+which is a folder of Arrow files. Each file is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Piece:
 
     Attributes:
         start: index of the piece's first row in `data`, or else in the file, from 0.
-        count: number of rows in the piece.
         data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.
     """
 
@@ -49,8 +47,8 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. A new folder gets a file with this purpose. A folder
-            with another purpose is refused.
+        holds: purpose of the spool, such as the name of the queue, which is stored in a new folder. A folder with
+            another purpose is refused.
 
     Raises:
         SpoolError: the folder cannot be used, is in use by another query, or has another purpose.
@@ -60,9 +58,8 @@ class Spool:
         self.path = Path(path)
         self._holds = {"version": _VERSION} | holds
         self._lock: IO[str] | None = None
-        # The first offset of each file, in order.
+        # The first offset and the number of rows of each file, in order.
         self._starts: list[int] = []
-        # The number of rows of each file, in the same order.
         self._counts: list[int] = []
         #: Offset of the next message.
         self.end = 0
@@ -139,7 +136,7 @@ class Spool:
 
     @property
     def complete(self) -> bool:
-        """Whether `finish` was called. After this call no messages are added."""
+        """Whether `finish` was called."""
         return self._read_state("complete") is not None
 
     def finish(self) -> None:

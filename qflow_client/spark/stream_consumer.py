@@ -1,7 +1,7 @@
 """Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads ranges of offsets.
 
-The module uses pika's event loop. The `BlockingConnection` of pika is not suitable, because it rejects deliveries that
-arrive while it closes. Streams do not support rejects, so RabbitMQ would close the connection with an error.
+The `BlockingConnection` of pika is not suitable, because it rejects deliveries that arrive while it closes. Streams do
+not support rejects, so RabbitMQ would close the connection with an error.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Wait for the answer to a request. All deliveries that the broker sent earlier arrive before this answer."""
+        """Wait until all deliveries that the broker sent before this call have arrived."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
@@ -237,7 +237,7 @@ class StreamConsumer:
         return None if found is None else found[0]
 
     def end(self) -> int | None:
-        """Return the offset after the last message, or ``None`` for an empty stream. Retention can empty a stream."""
+        """Return the offset after the last message, or ``None`` if the stream is empty."""
         found = self._probe("last", to_the_end=True)
         return None if found is None else found[1] + 1
 
@@ -289,7 +289,7 @@ class StreamConsumer:
         if cursor.done:
             return
         with self._consuming(start, _PREFETCH, take):
-            # `_consuming` may already have received all messages. So enter the loop even if `cursor` is done.
+            # `_consuming` may already have received all messages, so enter the loop even if `cursor` is done.
             finished = False
             while not finished:
                 before = received

@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 # With the trigger ``availableNow``, a query of a queue waits at most this number of seconds for the next message.
 _END_TIMEOUT = 2.0
-# Seconds for which the end of a RabbitMQ stream is not requested again. Spark asks for the end a hundred times per
-# second.
+# Seconds for which the end of a RabbitMQ stream is not requested again. Spark asks for it a hundred times per second.
 _END_CACHE_SECONDS = 0.1
 
 
@@ -54,8 +53,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. The consumer is not started, because its messages
-                would get offsets up to `offset`. The next attempt would then read wrong messages without an error.
+            SpoolError: the offset does not belong to this spool. The consumer is not started, because the spool could
+                grow to `offset`, and the next attempt would then read wrong messages without an error.
         """
         options = self._options
         assert options.most is not None
@@ -69,8 +68,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # Prefetch twice the size of a batch, because the next batch arrives while Spark processes the current
-            # batch.
+            # Prefetch two batches, because the next batch arrives while Spark processes the current one.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 
@@ -87,7 +85,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         begin = start["offset"]
         consumer = self._open(begin)
-        # Spark requests the next batch when it has committed the previous batch, which ends at `begin`.
+        # When Spark calls this method, it has committed the previous batch, which ends at `begin`.
         consumer.done(begin)
         end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
@@ -105,7 +103,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return `_target`, or the end of the spool if `_target` is unknown. First wait for a message after `begin`."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
-                # If no message comes, the missing messages have expired, or other consumers have them.
+                # The missing messages have expired, or other consumers have them.
                 if not consumer.wait_beyond(begin, _END_TIMEOUT):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
