@@ -31,10 +31,9 @@ class Config:
     """The contents of a configuration file.
 
     Attributes:
-        path: path of the file; ``None`` if no file was read.
         settings: names and values of the broker's settings, and of `tls_certificate`, `tls_key` and `tls_client_ca`.
             The value of `flow_log` is the path of a folder, not a `FlowLog`.
-        queues: thresholds of each queue to declare at the start. The keys are the names of the queues.
+        queues: thresholds of each queue to declare at the start, by the queue's name.
     """
 
     path: Path | None

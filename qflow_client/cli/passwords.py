@@ -66,11 +66,7 @@ def warn_of_url(url: str | None, instead: str) -> None:
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
-    """Parse lines of the form ``NAME:PASSWORD``, and return a mapping from user names to passwords.
-
-    Raises:
-        CommandError: a line has a different form. The text does not contain the line, which may be a password.
-    """
+    """Parse lines of the form ``NAME:PASSWORD``. Errors do not contain the line, which may be a password."""
     users = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -51,12 +51,7 @@ class BadRecord(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a file, with the message to send.
-
-    Attributes:
-        number: number of the record in the file, from 1.
-        line: number of the record's last line in the file, from 1.
-    """
+    """One record of a file, with the message to send. `line` is the number of its last line. Numbers begin at 1."""
 
     number: int
     line: int
@@ -319,7 +314,6 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Return the column names, which are the first row, or an empty list if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -349,8 +343,7 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        # Only the first line of a file in UTF-8 may start with a byte order mark. The user may have chosen another name
-        # of UTF-8, such as ``utf8``, so compare the name that `codecs.lookup` returns.
+        # The first line of a file in UTF-8 may start with a byte order mark. UTF-8 has other names, such as ``utf8``.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

@@ -46,11 +46,7 @@ class Reached:
 
     @classmethod
     def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
-        """Parse a stored position. ``None`` stands for the start of the file.
-
-        Raises:
-            CommandError: the stored position is invalid, or the earlier run did not use the format `format`.
-        """
+        """Parse a stored position. ``None`` stands for the start of the file. An invalid position is an error."""
         if text is None:
             return cls(format, Place())
         found = _WORDS.fullmatch(str(text))

@@ -42,10 +42,7 @@ _NAME = 40
 
 
 class _Bar(Progress):
-    """Two lines that fit into 80 columns: a progress bar for the file, and the confirmed records with the flow state.
-
-    The bar reads its values from `source` and `sending` each time it is drawn.
-    """
+    """Two lines that fit into 80 columns: a progress bar for the file, and confirmed records with the flow state."""
 
     def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
         self._source = source

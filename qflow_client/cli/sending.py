@@ -58,7 +58,6 @@ class Tally:
         failures: error texts of the first undelivered messages, at most `_MAX_REPORTED`.
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
         left_failed: number of messages of earlier runs in the outbox that this run could not deliver.
-        times_flowed: how often the producer was blocked (flowed).
         seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
@@ -289,7 +288,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait until all messages are settled. Return the error of the producer if this takes too long."""
+        """Wait until all messages are settled. Return the producer's error if this takes too long."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:

@@ -21,7 +21,7 @@ class Stopping:
     """Handles SIGINT and SIGTERM during a `with` block in the main thread. A block in another thread has no effect.
 
     If a signal handler raises an exception, the result of the interrupted call may be lost. So the handler raises
-    `Stopped` only in a `breakable` block. A separate thread calls the function of `on_stop` at the first signal.
+    `Stopped` only in a `breakable` block.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,7 @@ class Stopping:
         self.signal: signal.Signals | None = None
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
-        # Wakes the thread of `on_stop`. A signal handler may call `SimpleQueue.put`, because this method is reentrant.
-        # Other methods that wake a thread, such as `threading.Event.set`, are not reentrant.
+        # Wakes the thread of `on_stop`. A signal handler may call `SimpleQueue.put`, which is reentrant.
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
 

@@ -36,7 +36,6 @@ class Advice:
     """Recommended settings for a queue and its publishers, and the effect of these settings in a replay.
 
     Attributes:
-        queue: name of the queue.
         stop: recommended stop threshold in messages.
         resume: recommended resume threshold in messages.
         capacities: recommended capacity of each publisher.
@@ -130,12 +129,7 @@ def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tu
 
 
 def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[Sample]]:
-    """Return the samples of each queue around the time of its greatest depth, in order of time.
-
-    Args:
-        lines: lines of a flow log, in any order. Lines of kinds other than ``depth`` are ignored.
-        wanted: result of `windows`.
-    """
+    """Return the samples of each queue in its window of `windows` (`wanted`), in order of time."""
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
         window = wanted.get(line["queue"]) if line["kind"] == "depth" else None

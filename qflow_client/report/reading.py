@@ -20,7 +20,6 @@ __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_sc
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 # Number of bytes to read at the end of a file, in order to find the last line.
 _TAIL = 64 << 10
-# Number of bytes to read in one call.
 _BLOCK = 1 << 20
 # Maximum number of rows of a Parquet file to keep in memory at the same time.
 _ROWS = 20_000
@@ -121,12 +120,7 @@ def line_of(raw: str | bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The lines that begin in one part of a file.
-
-    Attributes:
-        start: offset of the first byte of the part.
-        end: offset after the last byte of the part; ``None`` if the part ends where the file ends.
-    """
+    """The lines that begin in one part of a file. An `end` of ``None`` is the end of the file."""
 
     path: str
     start: int = 0

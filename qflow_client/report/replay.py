@@ -48,7 +48,6 @@ class ReplayResult:
     Attributes:
         stop: stop threshold in messages.
         resume: resume threshold in messages.
-        capacities: capacities of the publishers.
         peak: maximum number of messages in the queue.
         overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
@@ -87,7 +86,6 @@ class Sender(FlowSource):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name)
         self.capacity = capacity
-        #: Number of messages that wait to be published.
         self.to_send = 0
         #: Number of published messages that are not confirmed.
         self.unconfirmed = 0
@@ -164,11 +162,9 @@ class Replay:
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
-        """Simulate one round trip.
+        """Simulate one round trip, with `arrivals` of new messages from each publisher.
 
-        Args:
-            arrivals: number of new messages that each publisher has to send.
-            credit: number of messages that the consumers can take in this round trip. A fraction is carried over.
+        The consumers can take `credit` messages. A fraction is carried over to the next round trip.
         """
         queue = self.queue
         self.around.now += self.round_trip

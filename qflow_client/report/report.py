@@ -51,11 +51,10 @@ class FlowReport:
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
+        Return the paths of the written files, first that of ``report.html``.
+
         Args:
             folder: folder for the files, created if missing. Files of an earlier report are replaced or removed.
-
-        Returns:
-            The paths of the written files. The first path is that of ``report.html``.
 
         Raises:
             OSError: a file cannot be written.

@@ -535,11 +535,7 @@ def _hold_key(fact: Fact) -> HoldKey:
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
-    """Return the tables of all lines.
-
-    Args:
-        width: initial width of the bins in microseconds; at most the `bin_width` of the exact times of all lines.
-    """
+    """Return the tables of all lines. `width` is the initial width of the bins in microseconds, see `Tables.widen`."""
     tables = Tables(width)
     add = tables.add
     for line in lines:

@@ -79,7 +79,6 @@ class Rows:
     """Converts rows to messages.
 
     Args:
-        schema: schema of the rows.
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
             all columns that are neither routing nor properties.
         message_id: with ``"column"`` the message id is the value of the column ``message_id``, if there is one. With
@@ -139,7 +138,6 @@ class Rows:
         """Yield the data to send for each row of a batch, in order.
 
         Args:
-            batch: rows with the schema that the constructor got.
             number: number of the batch's first row in the partition, from 0.
             id_prefix: text before the row's number in a message id. ``None`` if message ids do not contain the number.
             mark: name of a header that every message gets with the value true; ``None`` to add no header.

@@ -107,7 +107,7 @@ def _capacity_of(settings: ProducerSettings) -> int:
 
 
 def prepare(settings: ProducerSettings, queue: str) -> None:
-    """On the driver, publish the credits of a job if the queue is new, and check that all credits exist.
+    """On the driver, publish the credits of a job if the queue is new, and check the credits.
 
     Raises:
         CreditError: the credits are for another capacity, or are too few or too many, or the queue has other messages.
@@ -245,7 +245,6 @@ class CreditLine:
         self._connection = _connect(settings)
         try:
             self._channel = self._open()
-            #: The task's producer.
             self.producer = Producer(connection=self._connection, settings=settings)
         except BaseException:
             self._connection.close()

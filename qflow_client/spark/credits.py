@@ -111,12 +111,7 @@ class Purse:
         return self.units - self._due_units
 
     def grant(self, tag: int, units: int, sent: int) -> None:
-        """Add a credit.
-
-        Args:
-            tag: delivery tag of the credit; greater than all earlier tags.
-            sent: number of messages that the task has sent so far.
-        """
+        """Add a credit. `tag` is greater than all earlier tags. `sent` is the number of messages sent so far."""
         self._held.append(_Held(tag, units, sent))
         self.units += units
 
@@ -141,14 +136,7 @@ class Purse:
         self.wants = left > 0 and self.window < need
 
     def release(self, unsettled: int) -> list[int]:
-        """Remove the credits that can be returned now.
-
-        Args:
-            unsettled: number of unsettled messages, counted after the producer's window was set to `window`.
-
-        Returns:
-            The delivery tags of the removed credits, oldest first.
-        """
+        """Remove the credits that can be returned now, and return their delivery tags, oldest first."""
         tags: list[int] = []
         while self._due and self.units - self._held[0].units >= unsettled:
             oldest = self._held.popleft()

@@ -97,7 +97,6 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
     """Return the lines of flow logs as a DataFrame with a column for each field.
 
     Args:
-        spark: the session.
         paths: folders, and files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. In a local folder, only
             finished files are read. Folders at other addresses (``s3a://…``) must contain JSON lines.
 
@@ -215,7 +214,6 @@ def flow_report(
     """Create a report on flow logs of any size, the same as `qflow_client.report.flow_report` creates without Spark.
 
     Args:
-        spark: the session.
         paths: the same as for `flow_events`.
         maximum: recommend settings with which each queue has at most this number of messages (C6).
         delay: recommend settings with which a message is in a queue for at most this number of seconds.
@@ -254,13 +252,12 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs continuously. The sums of a time window are written when no more of its lines are expected.
+    """Start and return a streaming query that sums up flow logs, for `flow_report_of_stream`.
 
-    Lines arrive late, because a `FlowLog` finishes a file after `max_seconds`, and because files of other machines are
-    copied to `folder`. `flow_report_of_stream` creates the report from the written sums.
+    The query writes the sums of a time window when no more of its lines are expected. Lines arrive late, because a
+    `FlowLog` finishes a file after `max_seconds`, and because files of other machines are copied to `folder`.
 
     Args:
-        spark: the session.
         folder: folder of the flow logs.
         output: folder for the sums (facts) and the checkpoint.
         window: length of a window, which is also the smallest width of the bins of series over time, in seconds.
@@ -268,9 +265,6 @@ def flow_report_stream(
             In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
         trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon
             as possible.
-
-    Returns:
-        Spark's streaming query, which has been started.
 
     Raises:
         ValueError: `window` or `late` is less than 0.001 seconds.
@@ -295,11 +289,7 @@ def flow_report_stream(
 
 
 def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -> FlowReport:
-    """Create the report from the facts that `flow_report_stream` has written so far. The report contains no advice.
-
-    Args:
-        spark: the session.
-        output: the folder that was the argument `output` of `flow_report_stream`.
+    """Create a report without advice from the facts that `flow_report_stream` has written to `output` so far.
 
     Raises:
         FlowLogError: no window is complete yet.

@@ -37,10 +37,7 @@ _BY_ID = b"i"
 def connect_first(
     urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
 ) -> Connection:
-    """Call `opening` for each broker in order, and return the result for the first broker that can be reached.
-
-    Args:
-        timeout: maximum seconds to connect to each broker.
+    """Return the result of `opening` for the first broker that can be reached within `timeout` seconds.
 
     Raises:
         ConnectionFailed: no broker can be reached.
@@ -73,7 +70,8 @@ class Intake:
         limit: offset at which the spool is full. Further messages stay in the queue. ``None`` for no limit.
 
     Raises:
-        ConnectionFailed: the queue does not exist, or the user is not allowed to consume it.
+        ConnectionFailed: the queue does not exist, or the user is not allowed to consume it. Methods raise this error
+            if the connection is lost.
     """
 
     def __init__(
@@ -85,17 +83,14 @@ class Intake:
         self._limit = limit
         #: Number of delivered messages.
         self.received = 0
-        # Messages that are not in the spool yet, oldest first.
+        # Messages that are not in the spool yet, oldest first, their delivery tags, and their total body bytes.
         self._rows: list[Row] = []
-        # Delivery tags of the messages in `_rows`.
         self._tags: list[int] = []
-        # Total body bytes of the messages in `_rows`.
         self._bytes = 0
         # Time when the first message of `_rows` came.
         self._since = 0.0
         # Tag of the first delivery beyond the limit, if any. Deliveries beyond the limit are not acknowledged.
         self._unwanted: int | None = None
-        # Whether the broker has cancelled the consumer.
         self._cancelled = False
         # Delivery tags of the spooled and unacknowledged messages, by offset.
         self._unacked: dict[int, int] = {}
@@ -112,8 +107,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
-            # With ``x-priority`` RabbitMQ refuses to consume a stream, of which a restarted query would get only new
-            # messages. For a queue 0 is the default.
+            # RabbitMQ refuses to consume a stream with ``x-priority``. Without it, a restarted query of a stream would
+            # get only new messages. For a queue, 0 is the default.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -177,11 +172,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events until a message has come, a function of `wake` has run, or `patience` seconds have passed.
-
-        Raises:
-            ConnectionFailed: the connection or the channel is lost.
-        """
+        """Process events until a message has come, a function of `wake` has run, or `patience` seconds have passed."""
         if self._rows:
             patience = min(patience, self._since + _MAX_FILE_DELAY - time.monotonic())
         try:
@@ -195,11 +186,7 @@ class Intake:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
 
     def finish(self) -> None:
-        """Stop consuming, and write the remaining messages to the spool.
-
-        Raises:
-            ConnectionFailed: the connection is lost.
-        """
+        """Stop consuming, and write the remaining messages to the spool."""
         try:
             self._channel.basic_cancel(self._consumer_tag)
         except pika.exceptions.AMQPError as error:
@@ -212,11 +199,7 @@ class Intake:
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait until the broker has processed the acks.
-
-        Raises:
-            ConnectionFailed: the connection is lost. Some messages may be acknowledged.
-        """
+        """Acknowledge all messages before an offset, and wait for the broker. If this fails, some may be acknowledged."""
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
         if not tags:
@@ -345,11 +328,7 @@ class Consumer:
         return self._intake.received
 
     def end(self) -> int:
-        """Return the offset after the last message in the spool.
-
-        Raises:
-            ConnectionFailed: the thread has ended because the connection was lost.
-        """
+        """Return the offset after the last message in the spool. If an error has ended the thread, raise it."""
         if self._error is not None:
             raise self._error
         return self._spool.end
@@ -360,11 +339,7 @@ class Consumer:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Acknowledge the messages before an offset, which Spark has committed. Wait until the acks are processed.
-
-        Raises:
-            ConnectionFailed: the thread has ended because the connection was lost.
-        """
+        """Acknowledge the messages before an offset, which Spark has committed. Raise the same errors as `end`."""
         with self._changed:
             if before > self._done and not self._stopping:
                 self._done = before

@@ -58,7 +58,6 @@ class OffsetOptions:
     """The options of a job that reads a RabbitMQ stream.
 
     Attributes:
-        urls: URLs of the brokers to try.
         connect_timeout: maximum seconds to connect to each broker.
         start: position at which to start: `EARLIEST`, `LATEST`, an offset or a time.
         end: offset after the last message to read; ``None`` to read up to the current end of the stream.

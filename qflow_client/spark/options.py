@@ -19,19 +19,13 @@ MESSAGE_IDS = ("column", "hash", "position", "producer")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a job.
-
-    Attributes:
-        parse: function that converts the option's text, or raises ``ValueError`` if the text is not allowed.
-        allowed: description of the allowed values.
-    """
+    """An option of a job. `parse` converts its text, or raises ``ValueError`` if the text is not as `allowed` says."""
 
     parse: Callable[[str], Any]
     allowed: str
 
 
 def one_of(*names: str) -> Option:
-    """Return an option whose text must be one of `names`."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -237,5 +231,4 @@ def _known(slots: int | None, name: str) -> int:
 
 
 def named(settings: ProducerSettings, name: str) -> ProducerSettings:
-    """Return the settings with `name` added to the name of the producer."""
     return settings.replace(name=f"{settings.name} {name}"[:255])

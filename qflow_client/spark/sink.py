@@ -41,7 +41,6 @@ class Task:
     Attributes:
         job: the option ``jobId``, or else the id of the streaming query (which a restart keeps), or else a random id.
         batch: id of the batch; ``None`` outside of streaming queries.
-        partition: partition of the task.
         attempt: number of the attempt; 0 for the first attempt.
     """
 

@@ -36,7 +36,6 @@ class SourceOptions:
     """The options of a job that reads a queue.
 
     Attributes:
-        urls: URLs of the brokers to try.
         connect_timeout: maximum seconds to connect to each broker.
         most: maximum number of messages in a batch job, or in each batch of a streaming query; ``None`` for no limit.
         partitions: number of tasks that read a batch.

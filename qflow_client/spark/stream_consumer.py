@@ -100,11 +100,10 @@ class StreamConsumer:
     """A connection that consumes a stream. Use it as a context manager, and on only one thread.
 
     Args:
-        urls: URLs of the brokers to try.
         timeout: maximum seconds for an answer of the broker.
 
     Raises:
-        ConnectionFailed: no broker can be reached.
+        ConnectionFailed: no broker can be reached. Methods raise this error if the connection or a channel is lost.
     """
 
     def __init__(self, urls: Sequence[str], timeout: float, stream: str) -> None:
@@ -131,7 +130,6 @@ class StreamConsumer:
         """Process events until `done` returns True. Return False if this takes longer than `patience` seconds.
 
         Raises:
-            ConnectionFailed: the connection or a channel is lost.
             StreamError: the deliveries have no offsets, because the queue is not a stream.
         """
         opened = self._opened
@@ -164,11 +162,7 @@ class StreamConsumer:
 
     @contextmanager
     def _consuming(self, offset: str | int | datetime, prefetch: int, take: Callable[..., None]) -> Iterator[Any]:
-        """Open a channel that consumes from an offset, and close the channel at the end of the ``with`` block.
-
-        Raises:
-            ConnectionFailed: the stream does not exist, or the user is not allowed to consume it.
-        """
+        """Open a channel that consumes from an offset, and close the channel at the end of the ``with`` block."""
         opened = self._opened
         channel: Any = opened.connection.channel(on_open_callback=self._moved)
         if not self._run(lambda: channel.is_open, self._timeout):
@@ -259,7 +253,6 @@ class StreamConsumer:
 
         Raises:
             StreamError: retention has removed some of the messages, or no further message came within 30 seconds.
-            ConnectionFailed: the connection is lost.
         """
         cursor = Cursor(start, end)
         rows: list[Row] = []

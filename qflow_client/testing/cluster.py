@@ -88,7 +88,7 @@ def _name(host: str) -> str:
 
 
 class RabbitMQCluster:
-    """RabbitMQ nodes that form a cluster.
+    """A cluster of `size` RabbitMQ nodes.
 
     The context manager starts the cluster on entry and closes it on exit::
 
@@ -96,9 +96,6 @@ class RabbitMQCluster:
             producer = Producer(cluster.urls, routing_key="orders", liveness=2.0)
             with cluster.partition(0):
                 ...
-
-    Args:
-        size: number of nodes.
 
     Raises:
         RabbitMQNotInstalled: this machine has no RabbitMQ.

@@ -84,7 +84,7 @@ class DepthRecorder:
 
 @dataclass(frozen=True, slots=True)
 class DepthPanel:
-    """One diagram of a drawing. The diagram shows the depth of a queue during one recording.
+    """One diagram of a drawing, which shows the depth of a queue during one recording.
 
     Attributes:
         samples: samples of the recording, oldest first.
@@ -138,15 +138,12 @@ _MOST_STEPS = 8
 
 
 def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str:
-    """Draw panels below one another, with the same scales for time and depth.
+    """Return an SVG with the panels below one another, with the same scales for time and depth.
 
     Args:
-        panels: one or more panels, each with samples.
+        panels: one or more panels, each with samples. The same panels always result in the same SVG.
         title: title of the drawing for screen readers, to which the peak of each panel is added.
         made_by: name of the program that creates the drawing, for a comment in the SVG.
-
-    Returns:
-        The drawing as SVG. The same panels always result in the same SVG.
 
     Raises:
         ValueError: there is no panel, or a panel has no samples.

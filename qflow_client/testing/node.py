@@ -105,11 +105,7 @@ class Node(ABC):
             raise
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop the broker cleanly. Do nothing if the broker does not run.
-
-        Args:
-            timeout: maximum seconds until the process ends. After this time it is killed, and a warning is logged.
-        """
+        """Stop the broker cleanly, if it runs. After `timeout` seconds, kill it and log a warning."""
         process = self._process
         if process is not None and process.poll() is None:
             self.resume()

@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Receive buffer in bytes of the proxy's socket to each client. A small buffer soon blocks an unread client.
+# Receive buffer in bytes of the proxy's socket to each client. It is small, so that `stall` soon blocks the client.
 _RECEIVE_BUFFER = 1 << 18
 
 
@@ -52,10 +52,7 @@ class Schedule:
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last step is done, a step has failed, or the schedule is cancelled.
-
-        Args:
-            timeout: maximum seconds to wait; ``None`` for no limit.
+        """Wait until the schedule has ended, for at most `timeout` seconds.
 
         Raises:
             TimeoutError: the schedule has not ended after `timeout` seconds.
@@ -107,8 +104,8 @@ class FaultProxy:
 
     Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. The
     argument `connection` is the number of the affected connection, or ``None`` for all current connections. With
-    ``None`` a lasting fault also affects future connections. If there is no such connection, methods raise
-    ``LookupError``. The argument `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both directions.
+    ``None`` a lasting fault also affects future connections. Methods raise ``LookupError`` if no connection has the
+    number. The argument `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both directions.
 
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
@@ -234,11 +231,7 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The port on which the proxy listens.
-
-        Raises:
-            RuntimeError: the proxy has not been started.
-        """
+        """The port on which the proxy listens. It raises `RuntimeError` if the proxy has not been started."""
         if not self._started.done():
             raise RuntimeError("the proxy is not running; use it in `with FaultProxy(…) as proxy:`")
         return self._port
@@ -320,11 +313,8 @@ class FaultProxy:
 
         The calling thread calls it again when bytes were passed on or a connection has changed.
 
-        Args:
-            timeout: maximum seconds to wait.
-
         Raises:
-            TimeoutError: the condition did not become true in time. The error text lists the connections.
+            TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -442,14 +432,7 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Limit the bandwidth, separately for each connection and direction.
-
-        Args:
-            bytes_per_second: maximum bytes per second; more than 0.
-
-        Raises:
-            ValueError: the limit is not more than 0.
-        """
+        """Limit the bandwidth of each connection and direction to `bytes_per_second`, which must be more than 0."""
         if not bytes_per_second > 0:
             raise ValueError(
                 f"bytes_per_second must be more than 0, not {bytes_per_second!r}; use stall() to let no bytes pass"
@@ -550,8 +533,7 @@ class FaultProxy:
                 proxy's thread calls the function with the proxy as its argument. The function must not block. Each pair
                 is read after the function of the previous pair has returned, so `steps` may be endless.
 
-        Returns:
-            The schedule. If it has not ended when the proxy stops, it is cancelled.
+        If the schedule has not ended when the proxy stops, it is cancelled.
         """
         schedule = Schedule(self, steps)
 

@@ -40,8 +40,8 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-# A command that raises or clears an alarm returns before RabbitMQ has informed the connections. This call returns
-# later, because the Erlang process that informs the connections answers it.
+# A command that raises or clears an alarm returns before RabbitMQ has informed the connections. The Erlang process that
+# informs the connections answers this call afterwards.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -208,14 +208,11 @@ class RabbitMQNode(Node, RabbitMQ):
         return f"amqp://guest:guest@{self._host}:{self._port}/%2F"
 
     def ctl(self, *args: str, timeout: float = 180.0) -> str:
-        """Run ``rabbitmqctl`` for this node.
+        """Run ``rabbitmqctl`` for this node, and return its output without headers and surrounding white space.
 
         Args:
             args: command and its arguments, such as ``"list_queues", "name", "messages"``.
             timeout: maximum seconds to wait for the end of the command.
-
-        Returns:
-            The output, without headers and surrounding white space.
 
         Raises:
             RabbitMQError: the command fails or takes too long. The text has the error output of a failed command.
@@ -231,14 +228,13 @@ class RabbitMQNode(Node, RabbitMQ):
         return done.stdout.strip()
 
     def evaluate(self, expression: str, timeout: float = 180.0) -> str:
-        """Evaluate an Erlang expression in the node, in milliseconds if Erlang's program ``erl_call`` is installed.
+        """Evaluate an Erlang expression in the node, and return the result as text.
+
+        This takes milliseconds if Erlang's program ``erl_call`` is installed, and otherwise about a second.
 
         Args:
             expression: Erlang expression with its full stop. After an error it may be evaluated a second time.
             timeout: maximum seconds for both evaluations together.
-
-        Returns:
-            The result as text.
 
         Raises:
             RabbitMQError: the node does not answer within `timeout`, or the expression fails.

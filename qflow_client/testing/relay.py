@@ -438,10 +438,7 @@ class End(asyncio.Protocol):
 
 
 class Relays:
-    """The shared state of a proxy's connections.
-
-    The loop's thread calls `changed` after bytes were passed on or discarded, and after a socket was opened or closed.
-    """
+    """The shared state of a proxy's connections. `changed` is called after each change of a connection."""
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
         self.target = target
