@@ -199,7 +199,7 @@ class Intake:
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait for the broker. If this fails, some may be acknowledged."""
+        """Acknowledge all messages before an offset, and wait for the broker. An error may come after some acks."""
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
         if not tags:
