@@ -4,7 +4,7 @@ A credit that a task holds is a delivery that the task has not acknowledged. So 
 to the queue. A task receives credits and publishes on one connection. If this connection ends, the task cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
-may hold credits consumes it, so the broker counts these tasks. If it exists, the driver has published the credits. The
+may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
 queue ``.lock`` exists while a driver checks the other two queues.
 """
 

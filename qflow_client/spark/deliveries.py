@@ -56,9 +56,9 @@ COLUMNS = pa.schema(
     ]
 )
 
-#: A batch ends when it has this number of messages.
+#: A batch ends when it has at least this number of messages.
 MOST_ROWS = 2000
-#: A batch ends earlier when its bodies have this total size in bytes.
+#: A batch ends earlier when its bodies have at least this total size in bytes.
 MOST_BYTES = 8 << 20
 
 _TYPES: dict[pa.DataType, DataType] = {

@@ -339,7 +339,7 @@ class Consumer:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Acknowledge the messages before an offset, which Spark has committed. Raise the same errors as `end`."""
+        """Acknowledge the messages before an offset, and wait for the acks. Raise the same errors as `end`."""
         with self._changed:
             if before > self._done and not self._stopping:
                 self._done = before

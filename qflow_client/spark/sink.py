@@ -62,7 +62,7 @@ class TaskReport(WriterCommitMessage):
     Attributes:
         rows: number of sent messages.
         bytes: total body bytes of the sent messages.
-        seconds: seconds from the start of the task to the last confirm.
+        seconds: seconds from the start of the task to the end of its producer.
         times_flowed: how often the task's producer was blocked (flowed).
         seconds_flowed: for each hold kind, the seconds for which the task's producer was held.
     """

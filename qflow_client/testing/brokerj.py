@@ -174,8 +174,8 @@ class BrokerJNode(Node, BrokerJ):
     Args:
         version: version of the broker. At its first use, Maven downloads the jars into the folder of the environment
             variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache folder.
-        flow_enforcement_timeout: seconds after ``Channel.Flow(active=false)`` after which the broker closes a channel
-            that publishes. ``None`` for the broker's default of 5 seconds.
+        flow_enforcement_timeout: if a channel publishes later than this number of seconds after
+            ``Channel.Flow(active=false)``, the broker closes the channel. ``None`` for the broker's default of 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:

@@ -2,7 +2,7 @@
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on). To cut a link, iptables
 drops the packets between the addresses of two nodes, which needs root. As in a broken network, a node detects the cut
-only after about `NET_TICK_TIME` seconds. A cut does not affect clients, because they connect from 127.0.0.1.
+only after about `NET_TICK_TIME` seconds. A cut drops no packets of clients, which connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """

@@ -52,7 +52,7 @@ class Schedule:
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the schedule has ended, for at most `timeout` seconds.
+        """Wait until the schedule has ended, for at most `timeout` seconds; ``None`` for no limit.
 
         Raises:
             TimeoutError: the schedule has not ended after `timeout` seconds.
@@ -110,8 +110,7 @@ class FaultProxy:
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
         port: port to listen on; 0 for a free port.
-        seed: seed of all random values. With the same seed, the n-th connection is always split and delayed in the same
-            way.
+        seed: seed of all random values. With the same seed, the n-th connection gets the same random values.
 
     Raises:
         ValueError: `broker` is neither an AMQP URL nor ``host:port``.
