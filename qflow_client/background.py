@@ -22,7 +22,6 @@ class BackgroundCall(Generic[_Answer]):
         self._function = function
         self._name = name
         self._lock = threading.Lock()
-        # Whether a call is running.
         self._is_running = False
         # The function that gets the result of the running call; ``None`` after `cancel`, and without a running call.
         self._done: Callable[[_Answer], object] | None = None

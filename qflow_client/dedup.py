@@ -203,17 +203,16 @@ class Deduplicator:
     the id is not stored, and the message is handled when the broker delivers it again. Acknowledge the message after
     the block. While a block handles the first copy, a second block for the same id waits before it starts.
 
-    A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
-    message and the storing of its id are not one transaction. If the process ends after the handling and before the
-    storing, the message is handled twice. To prevent this, write the id in the same transaction as your results.
+    The handling of a message and the storing of its id are not one transaction. If the process ends between the two,
+    the message is handled twice. To prevent this, write the id in the same transaction as your results.
 
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
             in memory, with about 200 bytes for each id.
         max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
-            number of messages that can come between two copies of one message. All unconfirmed messages of its
-            producer, and messages of other producers, can come between the copies.
+            number of messages that can come between two copies of one message: all unconfirmed messages of its
+            producer, and messages of other producers.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:

@@ -304,7 +304,6 @@ class Flag:
         self.is_set = False
 
     def set(self) -> None:
-        """Make the call continue."""
         self.is_set = True
 
 
@@ -387,10 +386,8 @@ class DropInFlow:
         for flag in wake:
             flag.set()
 
-    # After a change of the protocol's state.
-
     def after(self) -> None:
-        """Wake waiters, write log entries, and call flow callbacks."""
+        """After a change of the protocol's state, wake waiters, write log entries, and call flow callbacks."""
         self._set_flags()
         protocol = self.protocol
         logs, protocol.reports.logs = protocol.reports.logs, []

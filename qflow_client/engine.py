@@ -4,7 +4,7 @@ The application refers to a producer, and the producer refers to its engine. The
 the engine, and not to the producer. So a producer that the application drops without a close can be collected. The
 engine then ends by itself (`abandon`): it admits no more messages, delivers the admitted ones, and disconnects.
 
-A *step* is one change of the protocol's state (`step`, `try_step`). Then `after` passes its reports to the application.
+A *step* is one change of the protocol's state (`step`, `try_step`). Then `after` passes the reports to the application.
 """
 
 from __future__ import annotations

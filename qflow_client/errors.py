@@ -126,9 +126,9 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    There are three such places: in a signal handler or finalizer that has interrupted a step of a producer (a change of
-    its state); on the I/O thread of a connection; and while this thread has a lock for which a producer's step waits,
-    such as the lock of a log handler.
+    Such places are a signal handler or finalizer that has interrupted a step of a producer (a change of its state), the
+    I/O thread of a connection, and code with a lock for which a producer's step waits, such as the lock of a log
+    handler.
     """
 
     def __init__(

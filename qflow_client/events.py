@@ -48,8 +48,7 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted, so the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The hold has ended because the producer was closed. The reason for the hold may continue: for example, the broker
-    #: may still block the connection.
+    #: The hold has ended because the producer was closed. For example, the broker may still block the connection.
     CLOSED = "closed"
     #: A notice that calls of `send` still wait. While calls wait, one notice for all of them comes every
     #: `flow_control_wait_notify_period` seconds.

@@ -4,7 +4,7 @@ A new file gets permissions only for its owner. An existing file keeps its permi
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.
 
 This module uses the locks and permissions of POSIX. On other systems, such as Windows, the creation of a file raises an
-error. There, only the features of this package that use no files work.
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 _PRIVATE = 0o600
 
 # Locked from the creation of a file to its close. With POSIX, this close ends all locks of this process on the file, so
-# SQLite must not open the file earlier. Reentrant, because a signal handler may create another file meanwhile.
+# SQLite must not open the file before. Reentrant, because a signal handler may create another file meanwhile.
 _making = threading.RLock()
 
 

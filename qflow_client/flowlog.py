@@ -90,10 +90,7 @@ class ProducerLines:
         return {"at": at, "kind": kind, **self._who, "reason": reason, "since": since}
 
     def begin(self, state: FlowState, at: int) -> None:
-        """Handle the holds that exist at the start of the observation as if they were raised at the time `at`.
-
-        So no line covers the time before the observation.
-        """
+        """Treat the present holds as raised at `at`, so that no line covers the time before the observation."""
         for hold in state.holds:
             self._raised(hold, at, None)
 

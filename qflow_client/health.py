@@ -14,7 +14,7 @@ __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 # Kinds of holds that each burst of messages may raise and lift. So these holds do not change the health.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
-# Value of the header Retry-After: seconds after which a client may repeat its request.
+# Value of the header Retry-After in seconds.
 _RETRY_AFTER = "5"
 
 

@@ -66,14 +66,14 @@ class _Array(list[Any]):
         return list, (list(self),)
 
 
-# The types of most values. Values of these types are immutable, so they need not be copied.
+# Types whose values are immutable, and so need not be copied.
 _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 
 
 class _Headers:
     """The attribute `headers` of a message. Each access creates a read-only table.
 
-    The message itself keeps a plain `dict`, which the garbage collector does not track if its values are plain.
+    The message itself keeps a `dict`, which the garbage collector does not track if no value is a container.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
@@ -249,9 +249,8 @@ class Message:
 class RoutedMessage(Message):
     """A message with the exchange and the routing key to which ``producer.send(message)`` sends it.
 
-    `Receipt.message` and `UndeliveredMessages` return such messages, so that the application can send them again. The
-    arguments ``exchange=`` and ``routing_key=`` of `send` have precedence. A comparison ignores the exchange and the
-    routing key. So the message is equal to each `Message` with the same body and properties.
+    `Receipt.message` and `UndeliveredMessages` return such messages, which can be sent again. The arguments
+    ``exchange=`` and ``routing_key=`` of `send` have precedence. A comparison ignores the exchange and the routing key.
 
     Args:
         body: as for `Message`.

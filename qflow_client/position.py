@@ -18,7 +18,7 @@ class Position:
 
     A producer with an outbox stores the position in the same commit as the message: ``producer.send(row,
     position=Position("orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` returns the last stored
-    position. So the program can continue to read after this position.
+    position, after which the program can continue to read.
 
     Attributes:
         source: name of the source, such as a path or a topic. Each source has its own position.

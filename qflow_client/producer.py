@@ -55,7 +55,7 @@ def resolve(
     """Return the payload, the exchange and the routing key of a message.
 
     Args:
-        exchange: the argument `exchange` of `send`; ``None`` for the exchange of a `RoutedMessage`, if it is one.
+        exchange: the argument `exchange` of `send`; ``None`` for the exchange of a `RoutedMessage`.
         routing_key: the argument `routing_key` of `send`; ``None`` for the routing key of a `RoutedMessage`.
 
     Returns:
@@ -266,10 +266,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def _extended(
         self, payload: bytes | Message, exchange: str, routing_key: str, position: Position | None
     ) -> AbstractContextManager[Message]:
-        """Return a context manager that adds `position` to a message, or adds a span if `position` is ``None``.
-
-        The ``with`` block gets the message to send. Errors of the block contain the message of the application.
-        """
+        """Return a context manager that adds `position` to a message, or adds a span if `position` is ``None``."""
         if position is not None:
             return self._stored_with(payload, position)
         assert self._tracer is not None

@@ -47,9 +47,8 @@ class Outcome(StrEnum):
     #: At least a part was written, and the broker's answer is missing: the connection or the channel has ended, or
     #: `delivery_timeout` has passed. Also in a forked child, because only the parent gets the answers.
     UNKNOWN = "unknown"
-    #: The message is still in the outbox. The next producer with this outbox sends it, because this producer was closed
-    #: or did not deliver the message (``outbox_keep_undelivered``). A damaged message also stays in the outbox, but no
-    #: producer sends it.
+    #: The message is still in the outbox, because its producer was closed, or did not deliver the message
+    #: (``outbox_keep_undelivered``). The next producer with this outbox sends the message, unless it is damaged.
     STORED = "stored"
 
 

@@ -1,8 +1,8 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
-The application's function may block or hang. So it runs on a separate thread, and no I/O thread or event loop waits for
-it. One call runs at a time. While a call hangs, each further try to connect waits for the result of this call, and
-fails after `connect_timeout`.
+The application's function may block or hang. So the function runs on a separate thread, one call at a time, and no I/O
+thread or event loop waits for it. While a call hangs, each further try to connect waits for the result of this call,
+and fails after `connect_timeout`.
 
 If the function raises an exception, its text is hidden (except for `SettingsError`), because it may contain a secret.
 """
@@ -81,11 +81,9 @@ class Renewer:
     All methods must be called on the thread or loop of the connection.
 
     Args:
-        call_later: calls a function on the thread or loop of the connection after a number of seconds.
-        post: calls a function on the thread or loop of the connection. Any thread may call `post`.
+        call_later, post, leave: as for `Upkeep`.
         update: sends a secret to the broker, and calls the given function after the answer. Returns False if nothing
             can be sent now.
-        leave: ends the connection; the argument is the reason. The producer then connects again.
         clock: returns the present time in monotonic seconds.
     """
 

@@ -1,9 +1,8 @@
 """Probes the first host while a producer is connected to another one, and lets the producer return to it (E15).
 
 A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, an answer
-to the handshake is enough, even an error, because the host may require a certificate, which the probe does not have. An
-accepted TCP connection is not enough, because the kernel accepts connections even for a suspended broker. The probe
-sends no secrets and does not log in.
+to the handshake is enough, even an error, because the probe has no certificate. An accepted TCP connection is not
+enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets.
 """
 
 from __future__ import annotations
@@ -46,21 +45,19 @@ def answers(url: str, timeout: float) -> bool:
             sock.sendall(_HEADER)
             return sock.recv(1) == bytes((METHOD_FRAME,))
     except ssl.SSLError as error:
-        # A broker that requires a certificate answers with an alert, which shows that the broker works.
+        # A broker that requires a certificate answers with an alert.
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
 
 
 class Returner:
-    """Probes the first host on a separate thread. Ends the present connection when the producer should return.
+    """Probes the first host on a separate thread, and ends the present connection when the producer should return.
 
     All methods must be called on the thread or loop of the connection.
 
     Args:
-        call_later: calls a function on the thread or loop of the connection after a number of seconds.
-        post: calls a function on the thread or loop of the connection. Any thread may call `post`.
-        leave: ends the connection; the argument is the reason. The producer then connects again.
+        call_later, post, leave: as for `Upkeep`.
     """
 
     def __init__(

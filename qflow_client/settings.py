@@ -43,7 +43,6 @@ __all__ = [
 # A comma between two URLs.
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
-# Prefix of the environment variables with settings.
 _PREFIX = "QFLOW_"
 # A variable whose name is at least this similar to the name of a setting (0 to 1) is reported as misspelt.
 _SIMILAR = 0.8
@@ -292,9 +291,8 @@ class ProducerSettings:
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"``, the producer accepts messages immediately.
-        close_timeout: default timeout of `close` and of the end of a ``with`` block, in seconds.
-            `max_producer_flow_control_wait` also limits this time (E12). With ``None``,
-            `max_producer_flow_control_wait` is the only limit.
+        close_timeout: default timeout of `close` and of the end of a ``with`` block, in seconds; ``None`` for no limit.
+            `max_producer_flow_control_wait` also limits this time (E12).
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
             ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
@@ -302,10 +300,11 @@ class ProducerSettings:
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause losses is sent only when a connection has lasted so long.
+            pauses continue to grow. A message that may cause the losses of connections is sent again only after a
+            connection has lasted this long.
         reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The jitter
-            prevents that all clients reconnect at the same time. It also extends pauses after refusals. No pause is
-            longer than its maximum.
+            prevents all clients from reconnecting at the same time. Pauses after refusals are extended, too. No pause
+            exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what a producer with several hosts does while the broker blocks its connection
             (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).
@@ -333,8 +332,7 @@ class ProducerSettings:
             or also a crash of the machine (``"full"``). With ``"full"``, each commit waits for the disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
             The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
-            message again, unless it is still too old. Without this setting the receipt shows the failure, and the
-            message is deleted from the outbox.
+            message again, unless it is still too old. Otherwise the message is deleted from the outbox.
         tracing: whether to create an OpenTelemetry span for each message, and to add the span's context to the
             message's headers. Metrics need no setting.
         name: name of the producer in flow events, in logs and in the broker's management.

@@ -90,8 +90,7 @@ _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
 
-#: The reason why a producer with `connect_in_background` is disconnected at first. If the producer stops trying to
-#: connect, its error contains this text.
+#: The reason why a producer with `connect_in_background` is disconnected at first.
 NOT_CONNECTED = "the producer is not connected yet"
 
 # The text of the error of `send` after `close`.
@@ -248,7 +247,7 @@ class Losses:
 class Subscription:
     """The flow events that wait for one callback.
 
-    The callback is called once for each event that is not dropped. Calls of `put` and `take` must not overlap.
+    Calls of `put` and `take` must not overlap.
 
     Args:
         kinds: the hold kinds of the callback's events; ``None`` for all kinds.
@@ -291,8 +290,7 @@ class Subscription:
 class BaseFlowEvents:
     """The base class of the iterators over a producer's flow events.
 
-    One thread at a time may call `put`. Another thread may take events meanwhile. No lock is needed, because `put`
-    works even if the other thread has just emptied the queue.
+    One thread at a time may call `put`. Another thread may take events meanwhile.
 
     Args:
         limit: maximum number of events that wait for the reader.

@@ -2,8 +2,8 @@
 
 Most metrics are read from the producers when an SDK collects them. An `Observer` measures durations of messages, and
 counts the messages of each destination. A producer uses its observer if an SDK can collect metrics, or if the setting
-`tracing` is on. Otherwise messages cause no additional work. The module needs the package opentelemetry-api, but not
-the SDK, and imports it when the first producer or relay is created.
+`tracing` is on. Otherwise messages cause no additional work. The module imports the package opentelemetry-api when the
+first producer or relay is created, and does not need the SDK.
 """
 
 from __future__ import annotations
@@ -391,8 +391,7 @@ def _unsettled(observer: Observer) -> Iterator[_Point]:
 
 
 def _in_flight(observer: Observer) -> Iterator[_Point]:
-    # Read without the producer's lock, so that the producer and the collection do not wait for each other. The values
-    # may be inconsistent for a moment.
+    # Read without the lock, so that producer and collection do not wait for each other. The values may be inconsistent.
     yield max(0, observer.protocol.in_flight), observer.attributes
 
 
@@ -473,7 +472,7 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Whether an SDK can collect metrics. Without an SDK, the API collects nothing."""
+        """Whether an SDK can collect metrics."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:
@@ -511,8 +510,6 @@ def watch(
     peer: tuple[str, int] | None = None,
 ) -> Observer:
     """Measure a producer until `unwatch` is called, or until the garbage collector removes the producer.
-
-    If the settings enable tracing, the producer's messages are traced.
 
     Args:
         producer: the producer. The measurement has only a weak reference to it.

@@ -1,8 +1,8 @@
 """Supervises the open connection of a producer.
 
 `Upkeep` probes a silent broker (`Watch`) and the first host (`Returner`), and replaces credentials before they expire
-(`Renewer`). It ends the connection if the broker is silent or blocks the connection for too long, if the first host
-answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
+(`Renewer`). `Upkeep` ends the connection if the broker is silent or blocks the connection for too long, if the first
+host answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Upkeep:
     Args:
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on the thread or loop of the connection. Any thread may call `post`.
-        leave: ends the connection; the argument is the reason. The producer then connects again.
+        leave: ends the connection; the argument is the reason.
         asker: requests credentials; ``None`` if the URLs contain them.
     """
 

@@ -1,7 +1,6 @@
 """Flow control as a package of its own (F1): gates, limiters, thresholds, controllers and a registry.
 
-No module here uses AMQP, does I/O, reads a clock or starts a thread. The producers and the broker's queues are built
-from this package. The package can also be used alone.
+No module here uses AMQP, does I/O, reads a clock or starts a thread. Producers and broker queues use this package.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
 between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
 *trip*: the time from the entrance of an element until it leaves. The result of an epoch is a rate and a latency. The
-latency is the shortest trip of the epoch. Only a few elements are timed, so the measurement costs almost nothing.
+latency is the shortest trip of the epoch. Only a few elements are timed.
 
 Four rules change the window:
 
@@ -11,10 +11,10 @@ Four rules change the window:
     same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
     an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
-    queue, or the broker commits in groups, so an element may wait for the next commit. In both cases the last 30 %
-    of the window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput
-    grows in proportion. If the latency is longer than `_bound`, the window stops doubling, or shrinks. Rule 1 would
-    not shrink this window: if other producers use the same queue, a larger window always adds some throughput.
+    queue, or the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the
+    window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in
+    proportion. If the latency is longer than `_bound`, the window stops doubling, or shrinks. Rule 1 would not shrink
+    this window: if other producers use the same queue, a larger window always adds some throughput.
 3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved. This
     happens when the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
@@ -53,12 +53,10 @@ _MAX_FLAT_STEPS = 2
 _EQUAL_RATIO = 1.05
 # If the window was not allowed to grow, this number of full epochs come before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
-# Without a queue, a trip may be longer than `way` by this part of `way`, plus `_QUEUE` in seconds. For example, a
-# broker on a busy machine may get no CPU time for a while.
+# Without a queue, a trip may be longer than `AdaptiveWindow.way` by this part of it, plus `_QUEUE` in seconds.
 _JITTER = 0.25
 _QUEUE = 0.01
-# With group commits, a trip may be longer than `way` by this part of `way`, but at most by `_COMMIT_AT_MOST` in
-# seconds, plus `_QUEUE`.
+# With group commits, a trip may be longer than `way` by this part of `way`, at most `_COMMIT_AT_MOST`, plus `_QUEUE`.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
 # After this number of seconds the latency without a queue is measured again (as in BBR).
@@ -88,10 +86,8 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 class AdaptiveWindow(WindowLimiter):
     """A window with a capacity from 8 elements to a maximum. The capacity adapts to the size that throughput needs.
 
-    The window starts small and doubles while throughput grows. Later it sometimes uses only 70 % of its size for a
-    short time. If the smaller size costs almost no throughput, the window shrinks by about a tenth. If the smaller size
-    costs throughput, the window grows, or stays the same if the latency shows a queue. The window also shrinks if even
-    the fastest element takes much longer than without a queue. The window is halved after a long time without answers.
+    The window starts small and doubles while throughput grows. Later the window shrinks if a smaller window costs
+    almost no throughput, if the latency is much longer than without a queue, or after a long time without answers.
     While no element waits for room, the size does not change.
 
     This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
@@ -210,7 +206,7 @@ class AdaptiveWindow(WindowLimiter):
         return self.kind
 
     def try_add(self, size: int, now: float) -> str | None:
-        # `refusal` and `add` are inlined for speed, because `try_acquire` calls this method for each element.
+        # `refusal` and `add` are inlined for speed, as in `WindowLimiter`.
         if self.used < self._capacity:
             self.used += 1
             return None

@@ -8,10 +8,9 @@ The elements come from *sources*. There are two kinds of sources:
 * A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
     gate is closed, the controller blocks the source.
 
-This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. The caller also
-calls the controller when there may be room again. There may be room after `release`, at the time that `ready_at`
-returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or thresholds. At these times the
-caller calls `grant` until the result is ``None``, and `resume` for the blocked sources. `release` calls `resume`.
+This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. There may be
+room after `release`, at the time that `ready_at` returns, after a hold of the gate was lifted, and after a change of a
+capacity, a rate or thresholds. Then the caller calls `grant` until the result is ``None``, and `resume`.
 """
 
 from __future__ import annotations
@@ -279,9 +278,7 @@ class FlowSource:
 
 
 class FlowController:
-    """The entrance of one resource (F1).
-
-    A controller is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
+    """The entrance of one resource (F1). The caller prevents concurrent calls, and passes the time.
 
     Args:
         limiter: the limit for elements.
@@ -414,8 +411,7 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        While tickets wait only for the limiter, the limiter's hold stays. If the limiter has room, its hold is lifted
-        when no ticket waits, or when the next ticket waits for another hold.
+        The limiter's hold is lifted if there is room, and no ticket waits or the next ticket waits for another hold.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.
@@ -469,7 +465,7 @@ class FlowController:
     def look(self, now: float) -> bool:
         """Raise or lift the limiter's hold, depending on whether the next element could enter.
 
-        While a ticket waits only for the limiter, the hold stays. `grant` lifts the hold when no ticket waits any more.
+        If the next ticket can be granted now, the hold stays until `grant` is called.
 
         Returns:
             Whether a new element of size 1 could enter now.
@@ -544,24 +540,18 @@ class FlowController:
     def resume(self, now: float | None = None) -> None:
         """Unblock the sources that can continue, oldest first.
 
-        Call this at the time that `ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate
-        or thresholds were changed. `release` already calls this method.
-
         Args:
             now: seconds; ``None`` if the time is unknown. Without the time, sources that wait for a certain time stay
                 blocked.
         """
         for source in tuple(self._blocked):
-            # An unblocked source may immediately offer elements. After that, the remaining sources may have to stay
-            # blocked.
+            # An unblocked source may immediately offer elements, so check again before each source.
             if not self._may_go_on(now):
                 return
             self._unblock(source)
 
     def block(self, source: FlowSource, now: float | None = None) -> None:
-        """Block a source that offers no element now. Do nothing if the sources can continue.
-
-        For example, block a source because it has offered an element recently (D12).
+        """Block a source that offers no element now (D12). Do nothing if the sources can continue.
 
         Args:
             source: the source to block.

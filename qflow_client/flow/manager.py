@@ -29,10 +29,7 @@ class FlowResource(Protocol):
 
 
 class FlowManager:
-    """A thread-safe registry of all registered resources that still exist (F1).
-
-    The manager has only weak references to resources. `stop_all` raises a hold on all registered resources, and on each
-    resource that registers before `start_all`. If a resource is unregistered, the manager lifts this hold.
+    """A thread-safe registry with weak references to its resources (F1).
 
     Args:
         name: the source of the holds. If two managers register the same resource, they need different names.
@@ -88,7 +85,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on every resource, and on those that register before `start_all`.
+        """Stop all producers (D5): raise a hold on each resource, including those that register before `start_all`.
 
         Args:
             reason: text for people, used as the detail of the hold.

@@ -1,7 +1,4 @@
-"""The thresholds of a queue's flow state, in two forms.
-
-* `StopResume` is from Qpid C++ (C1-C4): ON above a stop threshold, OFF below every resume threshold.
-* `Capacity` is from Qpid Java (J1 J2): ON above a capacity in bytes, OFF at a resume capacity or below.
+"""The thresholds of a queue's flow state: `StopResume` as in Qpid C++, and `Capacity` as in Qpid Java.
 
 Between the thresholds the state does not change. Both forms are immutable values. `ThresholdLimiter` has the state.
 """
