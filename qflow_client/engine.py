@@ -359,8 +359,7 @@ class BaseEngine(ABC):
         """In a forked child, replace the state, which belongs to the parent.
 
         The parent will write the unwritten messages, so no unsettled message is safe to send again. This method reads
-        the state without the lock: if another thread of the parent had the lock during the fork, no thread of the child
-        will ever release it.
+        the state without the lock, which another thread of the parent may have had during the fork.
         """
         self.is_copy = self.ended = True
         self.detach()

@@ -126,9 +126,8 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    Such places are a signal handler or finalizer that has interrupted a step of a producer (a change of its state), the
-    I/O thread of a connection, and code with a lock for which a producer's step waits, such as the lock of a log
-    handler.
+    Such places are a signal handler or finalizer that has interrupted a step (a change of a producer's state), the I/O
+    thread of a connection, and code with a lock for which a step waits, such as the lock of a log handler.
     """
 
     def __init__(
@@ -209,8 +208,7 @@ class MessageFailed(DeliveryError):
 class OutcomeUnknown(DeliveryError):
     """The message was written at least in part, and the broker's answer is missing.
 
-    The connection or the channel has ended, or `delivery_timeout` has passed. If the message is sent again, a second
-    copy is possible.
+    The connection or the channel has ended, or `delivery_timeout` has passed. A second send may cause a second copy.
     """
 
 

@@ -106,8 +106,7 @@ class FlowState:
         times_flowed: how often the producer was blocked (flowed) so far.
         seconds_flowed: seconds of holds so far, for each hold kind. The present holds are included.
         closed: reason why the producer accepts no more messages; ``None`` if it is not closed. If the producer closed
-            because it could not reconnect, it stays flowed (hold kind ``disconnected``). A call of `close` raises no
-            hold.
+            because it could not reconnect, it stays flowed (hold kind ``disconnected``).
     """
 
     holds: tuple[Hold, ...]

@@ -3,8 +3,7 @@
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.
 
-This module uses the locks and permissions of POSIX. On other systems, such as Windows, the creation of a file raises an
-error.
+This module uses locks and permissions of POSIX. On other systems, such as Windows, the creation of a file fails.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ class FlowLog:
     unfinished file, the next log in the folder finishes it.
 
     Callbacks of the producers, and a broker's loop, fill a queue. A separate thread encodes and writes the lines. If
-    the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost lines. A forked
-    child process needs its own log.
+    the disk is slow and the queue is full, lines are lost, and a later line contains their number. A forked child
+    process needs its own log.
 
     Args:
         folder: the folder, which is created if it does not exist.

@@ -160,8 +160,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         Raises:
             ProducerFlowed: the producer is flowed; the message was not sent and never will be.
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
-            ProducerClosed: the producer is closed, or has no connection, or its loop is closed; the message was not
-                sent.
+            ProducerClosed: the producer or its loop is closed, or there is no connection; the message was not sent.
             WrongLoop: an `AsyncProducer` belongs to another event loop, which does not run; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
             TypeError: the message is of another type.
@@ -186,8 +185,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 receipt = engine.protocol.admission.send_at_once(payload, exchange, routing_key)
                 if receipt is not None:
                     link = engine.link
-                    # Another thread or a signal handler may send before `connect` has set the link. Then `connect`
-                    # wakes the writer.
+                    # Before `connect` has set the link, another thread may send. Then `connect` wakes the writer.
                     if link is not None and not link.writer.awake:
                         link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
@@ -322,8 +320,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """The size of the window: the maximum number of unsettled messages, without those that wait on disk.
 
         The program may set this attribute at any time. A lower capacity cancels no message, but further messages wait
-        for room (C6). With ``capacity="auto"`` this is the present window. If the program sets a number, the window is
-        fixed.
+        for room (C6). With ``capacity="auto"`` this is the present window; a number that the program sets fixes it.
 
         Raises:
             SettingsError: the new value is not allowed.

@@ -283,8 +283,7 @@ class Watch:
             settled: number of messages that were settled so far.
 
         Returns:
-            ``None`` to keep the connection. ``""`` to keep the connection and to send a probe. Any other text is the
-            reason to end the connection.
+            ``None`` to keep the connection; ``""`` to send a probe as well; any other text is the reason to end it.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None

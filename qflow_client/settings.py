@@ -67,10 +67,10 @@ class WhenFlowed(StrEnum):
 class OnDisconnect(StrEnum):
     """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: The messages are sent again, in order and before new messages. Messages that may have arrived have the header
+    #: Send the messages again in order, before new ones. Messages that may have arrived have a header
     #: ``x-qflow-republished``.
     REPUBLISH = "republish"
-    #: The messages are settled: as *unknown* if they were written at least in part, and otherwise as *failed*.
+    #: Settle the messages: as *unknown* if they were written at least in part, and otherwise as *failed*.
     FAIL = "fail"
 
 
@@ -278,8 +278,8 @@ class ProducerSettings:
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: number of messages that, after an idle time, may be sent without a pause. ``None`` for the number of
             messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
-        max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. Above this limit the producer
-            has a hold of kind ``transport``.
+        max_unwritten_bytes: maximum bytes of admitted, unwritten messages. Above it the producer has the hold
+            ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
             application has not seen them. Each receipt counts as the size of its body plus 512 bytes. Above this limit
             the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. But if messages fail
@@ -293,18 +293,16 @@ class ProducerSettings:
             ``when_flowed="spill"``, the producer accepts messages immediately.
         close_timeout: default timeout of `close` and of the end of a ``with`` block, in seconds; ``None`` for no limit.
             `max_producer_flow_control_wait` also limits this time (E12).
-        on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
-            ``"fail"``.
+        on_disconnect: what happens to unsettled messages after a lost connection: ``"republish"`` or ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
             pause, twice as long as the previous one.
-        reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause the losses of connections is sent again only after a
-            connection has lasted this long.
-        reconnect_jitter: maximum random extension of a pause, as a fraction of the pause; 0 for none. The jitter
-            prevents all clients from reconnecting at the same time. Pauses after refusals are extended, too. No pause
-            exceeds its maximum.
+        reconnect_delay_max: maximum pause in seconds between two tries. After a shorter connection the pauses continue
+            to grow. A message that may cause losses of connections is sent again only after a connection has lasted
+            this long.
+        reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
+            none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what a producer with several hosts does while the broker blocks its connection
             (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).

@@ -118,8 +118,7 @@ class Observer:
         self.attributes: dict[str, Any] = {"messaging.system": "rabbitmq", "qflow.producer.name": name} | _server(url)
         #: The time in seconds when each unsettled message was passed to `send`; the keys are message numbers.
         self.began: dict[int, float] = {}
-        #: Number of settled messages by destination and outcome. The destination is ``None`` for destinations that are
-        #: counted together.
+        #: Number of settled messages by destination (``None`` for those that are counted together) and outcome.
         self.counts: dict[tuple[str | None, Outcome], int] = {}
         self._histogram = histogram
         # Destination names by exchange and routing key.

@@ -140,7 +140,6 @@ class TapTransport(asyncio.Transport):
     class passes one record at a time to asyncio's transport.
 
     Args:
-        protocol: the protocol, which pauses the library and handles failures.
         transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
     """
 
@@ -203,7 +202,6 @@ class TapTransport(asyncio.Transport):
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:
-        """Stop calling a function that `add_after` added."""
         if after in self._afters:
             self._afters.remove(after)
 
@@ -354,7 +352,6 @@ class TapTransport(asyncio.Transport):
             self._loop.remove_writer(self._socket.fileno())
 
     def lost(self) -> None:
-        """Record that the connection has ended."""
         self._broken = self._closing = True
         _transports.discard(self)
         if self._gathers is not None:

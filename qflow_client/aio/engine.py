@@ -1,8 +1,7 @@
-"""Runs the protocol of an `AsyncProducer`. Tasks of one event loop execute steps, and the loop uses the socket.
+"""Runs the protocol of an `AsyncProducer`. Tasks of one loop change its state in steps, and the loop uses the socket.
 
 `AsyncProducer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets tasks
-wait, and schedules the application's callbacks on the loop. A step is a call that changes the protocol's state (see
-`core.step`).
+wait, and schedules the application's callbacks on the loop.
 """
 
 from __future__ import annotations
@@ -116,9 +115,7 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which the engine opens a channel; ``None`` to make a connection.
-        line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
-        credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
+        connection, line, credentials: as for `AsyncProducer`.
     """
 
     lock = LOOPS
@@ -167,10 +164,7 @@ class Engine(BaseEngine):
             connected: called when the producer is connected.
 
         Raises:
-            ConnectionFailed: no host accepted a connection.
-            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
-            ProducerClosed: the producer was closed before or during this call.
-            QflowError: this method was called before, or no event loop of asyncio is running.
+            ConnectionFailed, OutboxInUse, OutboxError, ProducerClosed, QflowError: as for `AsyncProducer.connect`.
         """
         if self.ended:
             raise ProducerClosed(CLOSED)
@@ -355,20 +349,13 @@ class Engine(BaseEngine):
         return await turns.drive(call, waiter)
 
     async def made_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Wait until a message is on disk. Without an outbox, return immediately.
-
-        Args:
-            deadline: the deadline of the caller in seconds of `time.monotonic`.
-
-        Raises:
-            NotDurable: the message is not on disk `GRACE` seconds after the deadline, or the disk failed.
-        """
+        """Wait until a message is on disk, see `Commits.wait_durable`. Without an outbox, return immediately."""
         if self.storage is not None:
             assert self._commits is not None
             assert isinstance(receipt, AsyncReceipt)
             await self._commits.wait_durable(receipt, deadline)
 
-    # The methods below run after a step. `after` schedules calls of the application's callbacks.
+    # The methods below run after a step.
 
     def after(self) -> None:
         self._passes_on = False

@@ -118,7 +118,7 @@ class Link:
 
     @property
     def url(self) -> str:
-        """The URL of the host."""
+        """The URL of the host, with its password."""
         return self._reconnection.host_url if self._is_own else str(self._connection.url)
 
     @property
@@ -354,8 +354,8 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # aio-pika's tasks now end without the broker's answer. Wait for these tasks, because the loop may be closed
-            # soon. The loop would then cancel these tasks while they wait for each other.
+            # aio-pika's tasks now end without the broker's answer. Wait for these tasks, because the end of the loop
+            # would cancel them while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
@@ -520,8 +520,8 @@ async def _close_connection(connection: Any) -> None:
     """Close a connection with AMQP's closing handshake.
 
     If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. At the end of
-    `asyncio.run`, this task may be cancelled before it begins. In this case the wait never ends. So this function
-    closes aiormq's connection itself, and aio-pika's `close` has nothing to wait for.
+    `asyncio.run`, this task may be cancelled before it begins, and the wait never ends. So this function closes
+    aiormq's connection itself, and leaves aio-pika's `close` nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:

@@ -1,4 +1,4 @@
-"""Declares a topology and opens a publishing channel on a connection of aiormq. `Link` uses this module."""
+"""Declares a topology and opens a publishing channel on a connection of aiormq."""
 
 from __future__ import annotations
 

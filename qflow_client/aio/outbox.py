@@ -1,4 +1,4 @@
-"""The receipts of an `AsyncProducer` with an outbox, and its waits for the disk. `Engine` uses this module."""
+"""The receipts of an `AsyncProducer` with an outbox, and its waits for the disk."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Commits:
         self._waits: deque[_Wait] = deque()
         # Whether a request for a commit is scheduled.
         self._is_due = False
-        # One timer for all deadlines, because deadlines are rarely reached. The timer fires at the earliest deadline.
-        # ``None`` if no task has a deadline.
+        # One timer, for the earliest deadline, because deadlines are rarely reached; ``None`` without a deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 

@@ -128,8 +128,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Raises:
             ConnectionFailed: no host accepted a connection. After this error, the producer is closed.
-            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. After this error, the
-                producer is closed.
+            OutboxInUse, OutboxError: another producer uses the outbox, or it cannot be used. Then, too, the producer is
+                closed.
             ProducerClosed: the producer was closed before or during this call.
             QflowError: the method was called before, or no event loop of asyncio is running.
         """
@@ -357,12 +357,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     async def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, and close the channel. If the connection belongs to the producer, close the connection too.
 
-        The call returns within a second after the timeout, even if the broker or the network does not answer.
-
-        A second call only waits until the first call ends. If the first call is cancelled, the producer no longer waits
-        for confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute
-        ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when all parts of the
-        producer have ended.
+        The call returns within a second after the timeout, even if the broker or the network does not answer. A second
+        call only waits until the first call ends. If the first call is cancelled, the producer no longer waits for
+        confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute ``undelivered``
+        of the `asyncio.CancelledError`. This error is raised within a second, when the producer has ended.
 
         Args:
             timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the

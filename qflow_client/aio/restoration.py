@@ -1,4 +1,4 @@
-"""Waits until aio-pika restores a lost shared connection, or the application closes it. `Link` uses this module."""
+"""Waits until aio-pika restores a lost shared connection, or the application closes it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
 
     Args:
         deadline: when to set the future, in seconds of `time.monotonic`.
-        waiter: the future. If it is already done at the deadline, nothing happens.
 
     Returns:
         The timer, which does nothing if `waiter` is done. So it need not be cancelled.
@@ -184,7 +183,6 @@ class Turns:
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
 
         Raises:
             FlowControlTimeout: the message was not admitted within the timeout, and will not be sent.
@@ -227,9 +225,7 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # Inside a step (see `core.step`), for example if a finalizer cancels a task, try again later. If the loop
-            # is closed, `call_soon_threadsafe` raises RuntimeError. Then no `send` waits, so there is nothing to
-            # withdraw.
+            # Inside a step, for example in a finalizer, try again later. If the loop is closed, no `send` waits in it.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return

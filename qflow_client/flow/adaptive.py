@@ -17,8 +17,7 @@ Four rules change the window:
     this window: if other producers use the same queue, a larger window always adds some throughput.
 3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved. This
     happens when the next elements leave, before further elements enter.
-4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
-    nothing.
+4. *Was the window the limit?* If the application was too slow to fill the window, the epoch changes nothing.
 """
 
 from __future__ import annotations

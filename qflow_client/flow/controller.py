@@ -347,8 +347,7 @@ class FlowController:
     def stand_in_front(self, ticket: Ticket, now: float, *, ignoring: str) -> None:
         """Put a ticket in front of the line, so that it is served next.
 
-        Callbacks use this method. The senders in line may be waiting for the callback to return, so the callback must
-        not wait for these senders.
+        Callbacks use this method, because senders in line may be waiting for the callback to return.
 
         Args:
             ignoring: the ticket ignores the holds that have this `Hold.source`.
@@ -541,8 +540,7 @@ class FlowController:
         """Unblock the sources that can continue, oldest first.
 
         Args:
-            now: seconds; ``None`` if the time is unknown. Without the time, sources that wait for a certain time stay
-                blocked.
+            now: seconds; ``None`` if the time is unknown. Then sources that wait for a certain time stay blocked.
         """
         for source in tuple(self._blocked):
             # An unblocked source may immediately offer elements, so check again before each source.

@@ -193,7 +193,7 @@ class RateLimiter(Limiter):
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: number of elements that can pass without a pause after an idle time, or their total size if `by_size`. At
+        burst: number (or total size if `by_size`) of elements that can pass without a pause after an idle time; at
             least 1.
         by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
             `burst` passes when the bucket is full, and leaves a debt.

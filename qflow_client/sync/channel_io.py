@@ -51,18 +51,15 @@ class ChannelIO(ABC):
         """The URL of the host without secrets."""
 
     def call_after(self) -> None:
-        """Call `after` on the I/O thread. If the I/O thread has ended, do nothing. Any thread may call this method."""
+        """Call `after` on the I/O thread. If the I/O thread has ended, do nothing."""
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread call `on_timer` of the protocol, which first repairs an interrupted step (`core.step`).
-
-        Any thread may call this method. If the I/O thread has ended, nothing happens.
-        """
+        """Make the I/O thread call `on_timer` of the protocol, which first repairs an interrupted step."""
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Start the timer for the next `on_timer` of the protocol. Any thread may call this method."""
+        """Start the timer for the next `on_timer` of the protocol."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:

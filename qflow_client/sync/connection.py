@@ -144,8 +144,6 @@ class Carrier:
         """Use a connected socket, and begin the transfer.
 
         Args:
-            ssl_context: the TLS context; ``None`` for no TLS.
-            server_hostname: the broker's host name for TLS; ``None`` if there is none.
             on_done: called on the I/O thread, with ``None`` when the connection is open, or with an error.
 
         Returns:
@@ -178,10 +176,9 @@ class Carrier:
             self._links = tuple(each for each in self._links if each is not link)
 
     def take_number(self) -> int:
-        """Return a free channel number for a producer; 0 if all numbers are in use.
+        """Return a free channel number for a producer; 0 if there is none.
 
-        The highest free number is taken, because pika takes the lowest. A number that pika has ever used is not taken,
-        even if pika has closed its channel.
+        Take the highest free number, because pika takes the lowest, and never a number that pika has used before.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -273,7 +270,6 @@ class Carrier:
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """Handle the end of the connection to the broker."""
         self._end(lost(self._why or self.tap.closed or _words(error)))
 
     # The methods below use the socket pair to pika.
@@ -486,9 +482,6 @@ class SharedLink(ChannelIO):
     """The publishing channel of a producer on a shared connection.
 
     pika does not know the channel. The I/O thread opens and closes the channel, without the application's thread.
-
-    Args:
-        after: called on the I/O thread after every event that may have changed the protocol, without the lock.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
@@ -543,10 +536,9 @@ class SharedLink(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle all unsettled messages with the reason `GIVEN_UP`, and close the channel.
+        """Settle all unsettled messages as `GIVEN_UP`, and close the channel.
 
-        Args:
-            timeout: the longest wait for the broker's answer in seconds.
+        Wait about `timeout` seconds for the broker.
         """
         if self.ended:
             return
@@ -649,7 +641,6 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def lost(self, why: str) -> None:
-        """Handle the loss of the channel."""
         self._leaves = False
         if not self._not_opened(why):
             self._settle(why)

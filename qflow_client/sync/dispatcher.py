@@ -31,10 +31,7 @@ def _run(calls: _Calls) -> None:
 
 
 class Dispatcher:
-    """Calls callbacks in order on one thread, until the dispatcher is deleted or stopped.
-
-    An exception of a callback is logged and has no other effect.
-    """
+    """Calls callbacks in order on one thread, until the dispatcher is deleted or stopped."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,8 +41,7 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it was started before.
 
-        Do not call this method under the engine's lock. It waits for the new thread, where a finalizer may need the
-        lock.
+        Do not call this under the engine's lock: it waits for the new thread, in which a finalizer may need the lock.
         """
         if self._thread is not None:
             return
@@ -72,10 +68,9 @@ class Dispatcher:
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the scheduled calls, and wait for its end. On the thread itself, do not wait.
+        """End the thread after the scheduled calls.
 
-        Args:
-            timeout: the longest wait in seconds.
+        Wait at most `timeout` seconds for its end, but not on the thread itself.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

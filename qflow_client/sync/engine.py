@@ -1,8 +1,7 @@
-"""Runs the protocol of a `Producer`. Any thread may execute steps. Only the I/O thread uses the socket.
+"""Runs the protocol of a `Producer`. Any thread may change its state in a step. Only the I/O thread uses the socket.
 
 `Producer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets threads wait,
-and passes flow events and receipts to the callback thread. A step is a call that changes the protocol's state (see
-`core.step`).
+and passes flow events and receipts to the callback thread.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which the engine opens a channel; ``None`` to make a connection.
-        credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
+        connection, credentials: as for `Producer`.
     """
 
     make_waiter = Waiter
@@ -133,8 +131,7 @@ class Engine(BaseEngine):
         """Connect. If there are callbacks, start the callback thread. After an error, the caller must call `discard`.
 
         Args:
-            line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
-            on_flow: called with every flow event; ``None`` for no call.
+            line, on_flow: as for `Producer`.
 
         Raises:
             ConnectionFailed: no host accepted a connection.
@@ -494,8 +491,6 @@ class Engine(BaseEngine):
         """Execute one of the final steps, without the lock if another thread keeps the lock too long."""
         result = self.lock.try_take(step)
         return step() if result is NOT_TAKEN else result
-
-    # The method below runs after the application has dropped the producer.
 
     def _end_later(self) -> None:
         deadline = deadline_of(self.settings.max_producer_flow_control_wait)

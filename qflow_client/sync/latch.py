@@ -11,7 +11,7 @@ class Latch:
     """A flag that is never cleared after it was set. Any number of threads can wait until it is set.
 
     `Latch` replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay
-    locked. In this case the I/O thread, which sets the `Event`, would wait for this lock forever.
+    locked. Then the I/O thread, which sets the `Event`, would wait for this lock forever.
     """
 
     __slots__ = ("_locks", "is_set")
@@ -32,14 +32,7 @@ class Latch:
                 continue
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the latch is set.
-
-        Args:
-            timeout: the longest wait in seconds; ``None`` for no limit.
-
-        Returns:
-            True if the latch is set; False after the timeout.
-        """
+        """Wait until the latch is set, at most `timeout` seconds (``None`` for no limit). Return True if it is set."""
         if not self.is_set:
             lock = threading.Lock()
             lock.acquire()

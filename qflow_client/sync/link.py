@@ -117,8 +117,7 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's default limits may be shorter than `connect_timeout`. Replace them by longer limits, so that
-    # `connect_timeout` ends the try. Keep a shorter limit that the URL contains.
+    # pika's default limits may be shorter than `connect_timeout`. Use longer ones, unless the URL contains a limit.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
@@ -130,8 +129,7 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
 class Link(ChannelIO):
     """The producer's connection, its I/O thread, and the publishing channel.
 
-    Lost connections and channels are replaced. The I/O thread runs pika's own loop, so heartbeats are sent even if the
-    application is busy.
+    The I/O thread runs pika's own loop, so heartbeats are sent even if the application is busy.
 
     Args:
         hosts: pika's connection parameters for each host, made by `parameters`.

@@ -2,7 +2,7 @@
 
 When pika has connected a socket, it calls `create_streaming_connection`, where `TapIOServices` wraps the socket. The
 tap filters received data before pika gets the data. Data that pika sends waits for a frame boundary. `pump` writes the
-producers' bytes when the socket accepts them. `Link` and `SharedLink` use this module.
+producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -364,8 +364,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         try:
             return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
-            # The peer has already reset the connection. pika treats this as a mistake of its caller. It has closed the
-            # socket, and has raised an error that no other code catches.
+            # The peer has already reset the connection. pika has closed the socket, but has not called `on_done`.
             self.tapped = None
             error = ConnectionResetError(errno.ECONNRESET, "the connection was reset as soon as it was open")
             return self.call_later(0.0, partial(on_done, error))

@@ -12,13 +12,12 @@ from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the creation of latches. One lock for all receipts is enough, because threads hold it only for a moment. The
-# lock is reentrant, because a finalizer may run on the same thread and wait for a receipt.
+# Guards the creation of latches. Reentrant, because a finalizer may run on the same thread and wait for a receipt.
 _making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock. The child has no such thread that releases the lock.
+    # Another thread of the parent may have held the lock. No thread of the child would release it.
     global _making
     _making = threading.RLock()
 
