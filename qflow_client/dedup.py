@@ -209,10 +209,9 @@ class Deduplicator:
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use the file at the same time. A
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
-            in memory, with about 200 bytes for each id.
-        max_count: maximum number of ids. If a further id is stored, the oldest id is forgotten. Choose more than the
-            number of messages that can come between two copies of one message: all unconfirmed messages of its
-            producer, and messages of other producers.
+            in memory (about 200 bytes each).
+        max_count: maximum number of ids. The oldest ids are forgotten first. Choose more than the number of messages
+            that can come between two copies: all unconfirmed messages of the producer, and messages of other producers.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:

@@ -50,8 +50,7 @@ class FlowEventKind(StrEnum):
     UNFLOWED = "unflowed"
     #: The hold has ended because the producer was closed. For example, the broker may still block the connection.
     CLOSED = "closed"
-    #: A notice that calls of `send` still wait. While calls wait, one notice for all of them comes every
-    #: `flow_control_wait_notify_period` seconds.
+    #: A notice that calls of `send` still wait; one for all of them every `flow_control_wait_notify_period` seconds.
     WAITING = "waiting"
 
 

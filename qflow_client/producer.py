@@ -387,8 +387,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             A function that unregisters the callback. Events that happened before may still reach the callback.
 
         Raises:
-            TypeError: `callback` is not callable, `callback` is a coroutine function (which would never be awaited), or
-                `kinds` is not a collection of strings.
+            TypeError: `callback` is not callable or is a coroutine function, or `kinds` is not a collection of strings.
             ValueError: an element of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")

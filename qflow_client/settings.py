@@ -67,8 +67,7 @@ class WhenFlowed(StrEnum):
 class OnDisconnect(StrEnum):
     """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: Send the messages again in order, before new ones. Messages that may have arrived have a header
-    #: ``x-qflow-republished``.
+    #: Send the messages again in order, before new ones. Those that may have arrived get ``x-qflow-republished``.
     REPUBLISH = "republish"
     #: Settle the messages: as *unknown* if they were written at least in part, and otherwise as *failed*.
     FAIL = "fail"
@@ -273,13 +272,11 @@ class ProducerSettings:
         confirms: whether to use publisher confirms. Without confirms, a written message has the outcome ``sent``.
         mandatory: whether the broker returns messages that no queue receives, so that they are not lost silently.
             Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
-            `is_mandatory` is the resulting value.
         message_ids: whether to assign a message id to each message without an id.
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: number of messages that, after an idle time, may be sent without a pause. ``None`` for the number of
             messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
-        max_unwritten_bytes: maximum bytes of admitted, unwritten messages. Above it the producer has the hold
-            ``transport``.
+        max_unwritten_bytes: maximum bytes of admitted, unwritten messages; above it there is the hold ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
             application has not seen them. Each receipt counts as the size of its body plus 512 bytes. Above this limit
             the oldest receipts are dropped, and `UndeliveredMessages.dropped` has their number. But if messages fail
@@ -296,11 +293,9 @@ class ProducerSettings:
         on_disconnect: what happens to unsettled messages after a lost connection: ``"republish"`` or ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
             ``None`` for no limit, 0 to end at the first loss.
-        reconnect_delay: seconds before the first try to reconnect. After each round of all hosts there is a further
-            pause, twice as long as the previous one.
+        reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. After a shorter connection the pauses continue
-            to grow. A message that may cause losses of connections is sent again only after a connection has lasted
-            this long.
+            to grow. A message that may cause losses is sent again only after a connection has lasted this long.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
             none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
@@ -316,13 +311,13 @@ class ProducerSettings:
             tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
         retry_for: seconds for which the producer sends a refused message again and again. Then the message is settled.
-        delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
-            sent any more. ``None`` for no limit.
+        delivery_timeout: maximum seconds from admission until a message is settled and no longer sent; ``None`` for no
+            limit.
         retry_delay: seconds before a refused message is sent again. Each further pause is twice as long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
-        outbox: path of a file that keeps admitted messages until they are settled, so that a crash of the process loses
-            no message. ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a
-            time may use the file.
+        outbox: path of a file that keeps admitted messages until they are settled, even if the process crashes;
+            ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a time may use
+            the file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.

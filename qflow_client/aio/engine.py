@@ -93,8 +93,7 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 class _Drop:
     """Ends a producer that the application has dropped.
 
-    Only the loop refers to this object, until the producer has ended. If the loop is closed earlier, this object is
-    deleted, and `__del__` ends the producer.
+    Only the loop refers to this object. If the loop closes before the producer has ended, `__del__` ends the producer.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -438,8 +438,7 @@ class Link:
             )
         else:
             why = lost("it was closed" if error is None else words(error))
-        # If there is no error, aiormq's tasks were cancelled. Either the loop has ended, or aiormq has received nothing
-        # for too long (`stuck`).
+        # Without an error, aiormq's tasks were cancelled: the loop has ended, or the broker was silent (`stuck`).
         self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
@@ -501,8 +500,7 @@ class Link:
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
         protocol = self._protocol
-        # The answer to a stop (``Channel.Flow``) is written immediately. The answer to a restart is written together
-        # with the waiting messages.
+        # Write the answer to a stop (``Channel.Flow``) at once, and the answer to a restart with the waiting messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 

@@ -69,11 +69,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
     Args:
         url: URL of the broker, or several URLs to try one after the other.
-        connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` for its own
-            connection.
+        connection: a connection from `connect_async` for the producer's channel; ``None`` for its own connection.
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. A message that the callback sends with `send_nowait` is sent before the
-            messages of waiting calls.
+            report these receipts again. A message that the callback sends with `send_nowait` goes before waiting
+            messages.
         on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
@@ -83,8 +82,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
-            `WeightedLine` uses the `source` of each call.
+        line: order of waiting calls of `send`; by default first come, first served (F4). `WeightedLine` uses their
+            `source`.
         manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
@@ -128,8 +127,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Raises:
             ConnectionFailed: no host accepted a connection. After this error, the producer is closed.
-            OutboxInUse, OutboxError: another producer uses the outbox, or it cannot be used. Then, too, the producer is
-                closed.
+            OutboxInUse, OutboxError: the outbox is in use or cannot be used. After this error, the producer is closed.
             ProducerClosed: the producer was closed before or during this call.
             QflowError: the method was called before, or no event loop of asyncio is running.
         """
@@ -236,9 +234,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts``. This tuple has the receipts of the messages that were already admitted and will be sent. After
-        `NotDurable`, the last receipt belongs to the message that was admitted but is not on disk. No further message
-        was taken from the iterable.
+        ``receipts``, a tuple with the receipts of the messages that will be sent. After `NotDurable`, the last receipt
+        belongs to the message that was admitted but is not on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -363,8 +360,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         of the `asyncio.CancelledError`. This error is raised within a second, when the producer has ended.
 
         Args:
-            timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the
-                setting `close_timeout`.
+            timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.
 
         Raises:
             UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.

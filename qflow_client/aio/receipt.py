@@ -32,8 +32,7 @@ after_fork_in_child(_after_fork_in_child)
 class AsyncReceipt(Receipt):
     """The receipt of one message that an `AsyncProducer` sent.
 
-    ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any number of tasks may wait, in
-    any event loop.
+    ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any task of any loop may wait.
     """
 
     __slots__ = ()

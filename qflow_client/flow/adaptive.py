@@ -45,8 +45,7 @@ _WORTH_ADDING = 0.9
 # A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of doublings in a row that add too little. With group commits, throughput grows in
-# steps, so one such doubling proves nothing.
+# Doubling ends after this number of useless doublings in a row. With group commits, throughput grows in steps.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05

@@ -258,9 +258,8 @@ class FlowSource:
             size: size of the element.
             downstream: controller of the next resource.
             now: seconds.
-            held: controller of the resource that the element leaves, if the element occupies room in it. If
-                `downstream` blocks this source now, the room is released when `downstream` unblocks this source (F3).
-                Otherwise the room is released immediately.
+            held: controller of the resource that the element leaves, if it occupies room there. If `downstream` blocks
+                this source now, the room is released when `downstream` unblocks it (F3), otherwise immediately.
 
         Returns:
             True if `downstream` blocks this source now.

@@ -86,8 +86,7 @@ class Limiter(ABC):
         """Return the time at which an element can enter if nothing else happens.
 
         Returns:
-            Seconds on the clock of `now`; `now` if the element can enter immediately. ``None`` if the element cannot
-            enter before something else happens.
+            Seconds; `now` if the element can enter immediately; ``None`` if it cannot enter before something happens.
         """
 
 
@@ -193,8 +192,7 @@ class RateLimiter(Limiter):
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: number (or total size if `by_size`) of elements that can pass without a pause after an idle time; at
-            least 1.
+        burst: number (or total size if `by_size`) of elements that pass without a pause after an idle time; at least 1.
         by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
             `burst` passes when the bucket is full, and leaves a debt.
         kind: kind of the hold while the bucket has too little for the next element.

@@ -41,8 +41,7 @@ class FlowManager:
     def __init__(self, name: str = "manager") -> None:
         #: The source of the holds.
         self.name = name
-        # Reentrant, because the garbage collector may run the finalizer of a resource while this thread has the lock,
-        # and the finalizer calls `unregister`.
+        # Reentrant, because a finalizer of a resource may call `unregister` while this thread has the lock.
         self._lock = threading.RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
         # The reason that was passed to `stop_all`; ``None`` if the resources are not stopped.

@@ -98,8 +98,7 @@ class StopResume:
             The thresholds. A dimension without a maximum has no thresholds.
 
         Raises:
-            ValueError: a percentage is not from 0 to 100, `stop_percent` is below `resume_percent`, or a maximum is <
-                0.
+            ValueError: a percentage is not from 0 to 100, `stop_percent` < `resume_percent`, or a maximum is negative.
         """
         for name, maximum in (("max_count", max_count), ("max_size", max_size)):
             if maximum < 0:

@@ -444,8 +444,7 @@ def connect(
     consumers should limit the number of unacknowledged messages with ``basic_qos``.
 
     Args:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, with pika's query parameters; or pika's own connection
-            parameters.
+        url: ``amqp://`` or ``amqps://`` URL with pika's query parameters, or pika's own connection parameters.
         timeout: the longest time in seconds to connect to one address; ``None`` for pika's own limits.
         client_properties: properties that the connection sends to the broker, such as ``connection_name``.
 

@@ -251,8 +251,7 @@ class Engine(BaseEngine):
         """Run a call that waits, see `core.calls`.
 
         Args:
-            deadline: as for `Guard.try_take`. Only threads of this package pass ``None``, for no deadline, because they
-                hold no lock of the application.
+            deadline: as for `Guard.try_take`; ``None`` for no limit, if this thread holds no lock of the application.
             ticket: the ticket of a call of `send`; ``None`` for other calls. After an error the ticket is withdrawn.
 
         Returns:

@@ -224,8 +224,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
         # Set `awake` last. If an exception interrupts this method earlier, the next sender wakes the I/O thread. If the
-        # I/O thread has cleared `awake` meanwhile, `awake` stays False. No other code runs between this check and the
-        # assignment (see `is_undisturbed`).
+        # I/O thread has cleared `awake` meanwhile, it stays False. No other code runs between check and assignment (see
+        # `is_undisturbed`).
         if self._may_set_awake and rests == self._rests:
             self.awake = True
 
@@ -295,8 +295,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         while not tapped.full and not tapped.broken:
             # pika and the producers write in turns, so that a socket that is always full does not delay pika's
             # heartbeats and acks without end. If pika has data to write, and has written nothing since a producer last
-            # wrote, only the present frame is completed here. Then pika writes. After about one chunk of pika, a
-            # producer writes.
+            # wrote, only the present frame is completed here. Then pika writes about one chunk.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)

@@ -73,8 +73,7 @@ class Producer(BaseProducer[SyncReceipt]):
         connection: a connection from `connect`, on which the producer opens a channel; ``None`` for its own connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
-            stops the producer. A call of `send` by the callback waits neither for other senders nor for other
-            callbacks.
+            stops the producer. A `send` by the callback waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
@@ -83,8 +82,8 @@ class Producer(BaseProducer[SyncReceipt]):
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
-            `WeightedLine` uses the `source` of each call.
+        line: order of waiting calls of `send`; by default first come, first served (F4). `WeightedLine` uses their
+            `source`.
         manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
@@ -223,9 +222,9 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        If the call or the iterable raises an exception, the exception has an attribute ``receipts``. This tuple has the
-        receipts of the messages that were already admitted and will be sent. After `NotDurable`, the last receipt
-        belongs to the message that was admitted but is not on disk. No further message was taken from the iterable.
+        If the call or the iterable raises an exception, the exception has an attribute ``receipts``, a tuple with the
+        receipts of the messages that will be sent. After `NotDurable`, the last receipt belongs to the message that was
+        admitted but is not on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -365,8 +364,7 @@ class Producer(BaseProducer[SyncReceipt]):
         the broker or the network does not answer.
 
         Args:
-            timeout: the longest wait for unsettled messages in seconds; ``None`` for no limit. The default is the
-                setting `close_timeout`.
+            timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.
 
         Raises:
             NestedCall: a wait might never end here, as in a finalizer (E2). The call may nevertheless have begun to
