@@ -113,11 +113,7 @@ class DropIn:
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
-        """Separate the settings from the library's parameters, which are returned second.
-
-        Raises:
-            TypeError: `given` contains a setting that connections of this library do not accept.
-        """
+        """Separate the settings from the library's parameters, and return both."""
         ours: dict[str, _Value] = {}
         theirs: list[tuple[str, _Value]] = []
         for name, value in given:
@@ -146,10 +142,6 @@ class DropIn:
 
     def settings(self, query: Mapping[str, str] | None = None, **keywords: Any) -> ProducerSettings:
         """Collect the settings of a connection from keywords, a URL's query and the environment.
-
-        Args:
-            query: name and text of each setting in the URL's query.
-            keywords: name and value of each setting.
 
         Raises:
             SettingsError: a value is not allowed.
@@ -205,11 +197,7 @@ class RepeatableMessage(EncodedMessage):
         return frames[7 : header - 1], frames[header + 7 : stop], stop + 1
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """Return the frames for a channel. `max_body` is the maximum payload of a frame in bytes.
-
-        Raises:
-            ValueError: the properties do not fit into a frame of `max_body` bytes.
-        """
+        """Return the frames for a channel. `max_body` is the maximum payload of a frame in bytes."""
         frames, body = self.frames, self.body
         is_for_channel = frames[1] << 8 | frames[2] == channel
         if is_for_channel and len(body) <= max_body:
@@ -264,11 +252,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages whose callers have stopped waiting. Otherwise the next channel might send the messages.
-
-        Args:
-            receipts: receipts of the messages, in the order of admission.
-        """
+        """Settle messages whose callers have stopped waiting. Otherwise the next channel might send the messages."""
         self.consequences.abandon(receipts, reason, now)
 
     @step
@@ -412,14 +396,7 @@ class DropInFlow:
             log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
 
     def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a listener with each flow event from now on.
-
-        Returns:
-            A function that unregisters the listener.
-
-        Raises:
-            TypeError: the listener cannot be called.
-        """
+        """Call a listener with each flow event from now on. Return a function that unregisters the listener."""
         check_argument("callback", listener, callable(listener), "callable")
         if self.protocol.reports.events is None:
             self.protocol.reports.events = []

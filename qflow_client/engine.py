@@ -129,14 +129,7 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application. If another thread is in a step, wait for a limited time.
-
-        Args:
-            deadline: as for `Guard.try_take`.
-
-        Returns:
-            The result of the step, or `NOT_TAKEN`; see `Guard.try_take`.
-        """
+        """Execute a step for a call of the application. The arguments and the result are as for `Guard.try_take`."""
         try:
             result = self.lock.try_take(lambda: step(self.protocol), deadline)
             if result is not NOT_TAKEN:

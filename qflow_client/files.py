@@ -79,9 +79,6 @@ def make_private(path: Path) -> None:
 
     Args:
         path: path of the file. A symbolic link is followed, even to a file that does not exist yet.
-
-    Raises:
-        OSError: the file cannot be created.
     """
     with _making:
         try:
@@ -101,9 +98,5 @@ def lock(file: int | IO[Any]) -> None:
 
 
 def unlock(file: int) -> None:
-    """Unlock an open file. Copies of the descriptor in forked children lose the lock, too.
-
-    Raises:
-        OSError: the file cannot be unlocked.
-    """
+    """Unlock an open file. Copies of the descriptor in forked children lose the lock, too."""
     fcntl.flock(file, fcntl.LOCK_UN)

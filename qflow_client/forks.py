@@ -31,11 +31,7 @@ def replace_copy(descriptor: int) -> None:
 
 
 def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
-    """Call a function for each object. An exception of one call does not prevent the other calls.
-
-    Raises:
-        ExceptionGroup: the errors of the calls that have failed.
-    """
+    """Call a function for each object, even if a call fails. Then raise an `ExceptionGroup` of the errors."""
     errors = []
     for each in tuple(objects):
         try:
@@ -47,11 +43,7 @@ def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
 
 
 def not_shared(what: str, pid: int) -> str:
-    """Return the text of an error: why a forked child cannot use an object of its parent.
-
-    Args:
-        pid: id of the process that made the object.
-    """
+    """Return the text of an error: why a forked child cannot use an object of its parent, the process `pid`."""
     return (
         f"the {what} was made in process {pid}, and this is process {os.getpid()}: a child process cannot share a "
         f"connection; make a {what} in the child"

@@ -58,14 +58,7 @@ def is_inside() -> bool:
 def check_can_wait(
     what: str, message: object = None, exchange: str | None = None, routing_key: str | None = None
 ) -> None:
-    """Raise an error if a wait on this thread might never end.
-
-    Args:
-        what: name of the call, for errors.
-
-    Raises:
-        NestedCall: this thread is inside a step, or runs the loop of a connection.
-    """
+    """Raise `NestedCall` if this thread must not wait: inside a step, or in the loop of a connection."""
     me = get_ident()
     if me in _inside or me in _serving:
         raise NestedCall(what, message, exchange=exchange, routing_key=routing_key)

@@ -87,12 +87,7 @@ class _Headers:
 
 
 def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of headers with immutable values (E3).
-
-    Raises:
-        TypeError: the headers are not a mapping.
-        ValueError: another thread changed the headers during the copy, or the headers are nested too deeply.
-    """
+    """Return a copy of headers with immutable values (E3)."""
     if not isinstance(headers, (dict, Mapping)):
         raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
     try:
@@ -106,11 +101,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(value: Any, depth: int) -> Any:
-    """Return an immutable copy of a value. `depth` counts the tables and arrays around the value.
-
-    Raises:
-        ValueError: the value is nested too deeply to be encoded.
-    """
+    """Return an immutable copy of a value. `depth` counts the tables and arrays around the value."""
     if type(value) in _IMMUTABLE:
         return value
     if depth > MAX_DEPTH:
@@ -315,12 +306,7 @@ class _StoredWith(NamedTuple):
 
 
 def with_position(payload: bytes | Message, position: Position) -> Message:
-    """Return a copy of a message, with a position that the outbox stores in the same commit as the message.
-
-    Args:
-        payload: the payload that the application has passed to `send`.
-        position: how far the program has read the source of the message.
-    """
+    """Return a copy of a message, with a position that the outbox stores in the same commit as the message."""
     if isinstance(payload, Message):
         made = object.__new__(Message)
         made.__dict__.update((name, value) for name, value in payload.__dict__.items() if name in _FIELDS)
@@ -400,11 +386,7 @@ def republished(message: Message) -> Message:
 
 
 def as_body(body: object) -> bytes:
-    """Return a body as bytes.
-
-    Raises:
-        TypeError: the body is not ``bytes``, ``bytearray``, ``memoryview`` or ``str``.
-    """
+    """Return a body as bytes."""
     if isinstance(body, str):
         return body.encode()
     if isinstance(body, (bytes, bytearray, memoryview)):

@@ -52,18 +52,7 @@ _Receipt = TypeVar("_Receipt", bound=Receipt)
 def resolve(
     message: bytes | str | Message, exchange: str | None, routing_key: str | None
 ) -> tuple[bytes | Message, str | None, str | None]:
-    """Return the payload, the exchange and the routing key of a message.
-
-    Args:
-        exchange: the argument `exchange` of `send`; ``None`` for the exchange of a `RoutedMessage`.
-        routing_key: the argument `routing_key` of `send`; ``None`` for the routing key of a `RoutedMessage`.
-
-    Returns:
-        The payload, the exchange and the routing key. An exchange or routing key of ``None`` is that of the settings.
-
-    Raises:
-        TypeError: the message is not ``bytes``, ``str`` or a `Message`.
-    """
+    """Return the payload, the exchange and the routing key of a message; ``None`` for those of the settings."""
     if type(message) is bytes:
         return message, exchange, routing_key
     if not isinstance(message, Message):
@@ -77,11 +66,7 @@ def resolve(
 def split(
     message: bytes | str | Message | tuple[bytes | str | Message, Position],
 ) -> tuple[bytes | str | Message, Position | None]:
-    """Split an element of `send_many` into message and position. The position is ``None`` if there is only a message.
-
-    Raises:
-        TypeError: the element is a tuple, but does not consist of a message and a `Position`.
-    """
+    """Split an element of `send_many` into the message and its position, which is ``None`` if there is none."""
     if not isinstance(message, tuple):
         return message, None
     if len(message) != 2 or not isinstance(message[1], Position):
@@ -221,8 +206,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             call: name of the call, for errors.
-            deadline: as for `BaseEngine.admit`.
-            spills: as for `BaseEngine.admit`.
+            deadline, spills: as for `BaseEngine.admit`.
             cannot_wait: the error if the message cannot be admitted now; ``None`` if the message may wait in line.
 
         Returns:

@@ -169,9 +169,6 @@ class Reconnection:
 
         After each failed try of the host, the next try begins with another address. This is necessary because a try
         fails as a whole if its first address accepts the connection and then sends nothing.
-
-        Args:
-            found: one or more addresses of the host name.
         """
         first = self._turns[self.host] % len(found)
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
@@ -183,8 +180,7 @@ class Reconnection:
     def lost(self, why: str, now: float) -> float | None:
         """Handle the loss of the connection.
 
-        Returns:
-            Seconds until the first try; ``None`` if there will be no try.
+        Return the seconds until the first try; ``None`` if there will be no try.
         """
         self._failures.clear()
         self.verdict = why
@@ -209,14 +205,7 @@ class Reconnection:
         return pause
 
     def failed(self, why: str, final: bool, now: float) -> float | None:
-        """Handle a failed try.
-
-        Args:
-            final: whether each further try with this host would fail (`is_final`).
-
-        Returns:
-            Seconds until the next try; ``None`` if there will be no try.
-        """
+        """Handle a failed try. Return the seconds until the next try; ``None`` if there will be no try."""
         self.last = why
         self._turns[self.host] += 1
         self._failures[self.host] = why, final and not self._credentials_change

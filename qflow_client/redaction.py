@@ -235,9 +235,6 @@ def censored(error: Exception, url: object) -> Exception:
     """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
     Raise the result outside the exception handler. Inside, Python would store the original error in ``__context__``.
-
-    Args:
-        url: URL that the library got.
     """
     if not isinstance(url, str) or not _repeats_secret(error, url):
         return error
@@ -266,12 +263,7 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters by Python's escapes, because a terminal would execute them.
-
-    Args:
-        text: any text, such as a name from a client.
-        keep: characters that stay unchanged.
-    """
+    """Replace control characters, except those in `keep`, by Python's escapes. A terminal would execute them."""
     if text.isprintable():
         return text
     return "".join(

@@ -118,11 +118,7 @@ class Renewer:
         return self._taker is not None
 
     def log_in(self, done: Callable[[Answer], object]) -> None:
-        """Request the credentials for a new connection.
-
-        Args:
-            done: called with the answer, unless `end` is called before.
-        """
+        """Request credentials for a new connection. Pass the answer to `done`, unless `end` is called before."""
 
         def take(answer: Answer) -> None:
             if isinstance(answer, Credentials):

@@ -26,11 +26,7 @@ _PORTS = {"amqp": 5672, "amqps": 5671}
 
 
 def answers(url: str, timeout: float) -> bool:
-    """Return True if the broker of a URL answers a probe. The call blocks.
-
-    Args:
-        timeout: maximum seconds for each network operation.
-    """
+    """Return True if the broker of a URL answers a probe. Each network operation may block for `timeout` seconds."""
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     try:

@@ -581,33 +581,20 @@ def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Check the value of a setting.
-
-    Raises:
-        SettingsError: the value is not allowed. The text contains the setting, the value and the allowed values.
-    """
+    """Raise a `SettingsError` if the value of a setting is not allowed."""
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
         raise _refused(name, value, metadata["allowed"])
 
 
 def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    """Check an argument that is not a setting.
-
-    Raises:
-        TypeError: the value is not allowed. The text contains the argument, the value and the allowed values.
-    """
+    """Raise a `TypeError` if the value of an argument that is not a setting is not allowed."""
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 
 
 def check_timeout(timeout: object) -> None:
-    """Check that a timeout is a number or ``None``. A negative timeout is allowed, and has already expired.
-
-    Raises:
-        TypeError: the timeout is not a number.
-        ValueError: the timeout is NaN.
-    """
+    """Raise an error if a timeout is neither a number nor ``None``. A negative timeout has already expired."""
     if timeout is None:
         return
     allowed = "None (for ever) or seconds"

@@ -111,7 +111,6 @@ def check_arguments(
     """Check the arguments of a producer's constructor that are not settings.
 
     Raises:
-        SettingsError: `connection` is given together with `url`, `declare` or `credentials`.
         TypeError: an argument has the wrong type.
     """
     if connection is not None and url is not None:
@@ -130,11 +129,7 @@ def check_arguments(
 
 
 def refuse_coroutine_function(name: str, callback: object) -> None:
-    """Reject a coroutine function, because its coroutine would never run.
-
-    Raises:
-        TypeError: `callback` is a coroutine function.
-    """
+    """Reject a coroutine function, because its coroutine would never run."""
     if inspect.iscoroutinefunction(callback):
         raise TypeError(
             f"{name}={shown(callback)}: it must be a plain function, because its result is not awaited; in asyncio it "
@@ -149,9 +144,6 @@ def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
 
 def deadline_of(timeout: float | None) -> float:
     """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
-
-    Args:
-        timeout: seconds from now; ``None`` for no limit.
 
     Raises:
         TypeError, ValueError: `timeout` is not a number.
@@ -173,15 +165,7 @@ def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
-    """Check the hold kinds of a listener.
-
-    Returns:
-        The kinds; ``None`` for all.
-
-    Raises:
-        TypeError: a kind is not a string, or `kinds` is a single string.
-        ValueError: there is no such hold kind.
-    """
+    """Check and return the hold kinds of a listener; ``None`` for all."""
     if kinds is None:
         return None
     found = None if isinstance(kinds, str) else frozenset(kinds)
@@ -384,11 +368,7 @@ class Listeners(Generic[_Events]):
                     call(subscription)
 
     def end(self) -> list[LogEntry]:
-        """End the iterators.
-
-        Returns:
-            Log entries with warnings about dropped events that were not reported yet.
-        """
+        """End the iterators. Return log entries about dropped events that were not reported yet."""
         logs = []
         for iterator in tuple(self.iterators):
             if (entry := iterator.losses.entry()) is not None:
@@ -521,11 +501,7 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """If the block raises an exception, add the receipts of the admitted messages to the exception.
-
-    Args:
-        receipts: list to which the block appends the receipts.
-    """
+    """If the block raises an exception, add `receipts` to the exception. The block appends to this list."""
     try:
         yield
     except BaseException as error:

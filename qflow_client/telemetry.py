@@ -150,11 +150,7 @@ class Observer:
         return attributes
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Record receipts that were settled together.
-
-        Args:
-            receipts: receipts in the order of admission.
-        """
+        """Record receipts that were settled together, in the order of admission."""
         forget = self.began.pop
         first = receipts[0]
         route, outcome = first._route, first._outcome
@@ -512,7 +508,6 @@ def watch(
 
     Args:
         producer: the producer. The measurement has only a weak reference to it.
-        peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics
     with _making:

@@ -63,11 +63,7 @@ class Upkeep:
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
-        """Start the supervision of an open connection.
-
-        Args:
-            pump: writes the output of the protocol to the connection.
-        """
+        """Start the supervision of an open connection, to which `pump` writes the output of the protocol."""
         self._tap, self._pump = tap, pump
         self._watch.opened(now)
         self._look_later()

@@ -176,7 +176,6 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
     """Connect. After an error, close the connection.
 
     Args:
-        url: the URL of the connection, for error messages.
         timeout: the time limit for connecting in seconds. With ``None`` only aio-pika's own limits apply.
 
     Raises:

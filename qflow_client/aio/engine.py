@@ -159,9 +159,6 @@ class Engine(BaseEngine):
     async def open(self, connected: Callable[[], object]) -> None:
         """Open the outbox and connect. A producer can connect only once.
 
-        Args:
-            connected: called when the producer is connected.
-
         Raises:
             ConnectionFailed, OutboxInUse, OutboxError, ProducerClosed, QflowError: as for `AsyncProducer.connect`.
         """

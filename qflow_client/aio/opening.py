@@ -23,9 +23,6 @@ async def open_channel(
 ) -> tuple[Any, int]:
     """Make the declarations, announce a new channel to the `Tap`, and open the channel for publishing.
 
-    Args:
-        topology: the objects to declare first; ``None`` for nothing.
-
     Returns:
         aiormq's channel, and its number.
 

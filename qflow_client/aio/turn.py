@@ -183,10 +183,6 @@ class Turns:
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-
-        Raises:
-            FlowControlTimeout: the message was not admitted within the timeout, and will not be sent.
-            ProducerClosed: the producer was closed during the wait.
         """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)

@@ -344,11 +344,7 @@ class Carrier:
 
 
 class _PikaServices(SelectorIOServicesAdapter):
-    """pika's I/O services for the application's thread. A `Carrier` transfers the data of each socket.
-
-    Args:
-        url: the broker's URL without secrets, for logs and errors.
-    """
+    """pika's I/O services for the application's thread. A `Carrier` transfers the data of each socket."""
 
     # The carrier of the newest socket; not set before the first socket.
     carrier: Carrier

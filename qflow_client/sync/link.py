@@ -109,9 +109,6 @@ def url_parameters(url: str) -> pika.URLParameters:
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """Return pika's parameters for one host.
 
-    Args:
-        url: the host's URL, with pika's query parameters.
-
     Raises:
         SettingsError: pika rejects the URL, or cannot use a file of its ``ssl_options``.
     """
@@ -220,11 +217,7 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle all unsettled messages with the reason `GIVEN_UP`, and close the connection.
-
-        Args:
-            timeout: the longest wait for the broker's answer in seconds. After this time the connection is aborted.
-        """
+        """Settle all unsettled messages as `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
         if self._thread.ident is None:
             # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()
