@@ -93,11 +93,7 @@ class Expiry:
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:
-        """Record that new credentials could not be obtained.
-
-        Returns:
-            Seconds until the next request. ``None`` if the present credentials have expired: the connection must end.
-        """
+        """Return the seconds until the next request after a failed one; ``None`` if the connection must end."""
         left = self._expires_at - now
         pause = self._backoff.pause(now)
         assert pause is not None

@@ -119,7 +119,6 @@ class Database:
             )
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-        """Execute a statement with a value for each ``?``."""
         self._check_process()
         try:
             return self._file.execute(statement, values)

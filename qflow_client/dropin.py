@@ -141,20 +141,11 @@ class DropIn:
         return environ
 
     def settings(self, query: Mapping[str, str] | None = None, **keywords: Any) -> ProducerSettings:
-        """Collect the settings of a connection from keywords, a URL's query and the environment.
-
-        Raises:
-            SettingsError: a value is not allowed.
-        """
+        """Collect the settings of a connection from keywords, a URL's query and the environment."""
         return ProducerSettings.load(f"{_URL}?{urlencode(query or {})}", environ=self._environ(), **(keywords | _FIXED))
 
     def of_url(self, url: str) -> tuple[ProducerSettings, str]:
-        """Return the settings in a URL, and the URL without these settings.
-
-        Raises:
-            SettingsError: a value is not allowed.
-            TypeError: the URL contains a setting that connections of this library do not accept.
-        """
+        """Return the settings in a URL, and the URL without these settings."""
         parts = urlsplit(url)
         ours: list[tuple[str, str]] = []
         theirs: list[str] = []
@@ -244,7 +235,6 @@ class EncodedProtocol(ProducerProtocol):
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
 
     def send(self, message: EncodedMessage, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        """Admit a message if this is possible now; see `Admission.send`."""
         admission = self.admission
         # `send_at_once` takes half as long as `send`, and usually succeeds.
         receipt = admission.send_at_once(message, exchange, routing_key)
@@ -322,7 +312,6 @@ class DropInFlow:
 
     @property
     def name(self) -> str:
-        """The name of the channel in flow events and logs."""
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:

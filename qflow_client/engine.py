@@ -51,13 +51,7 @@ DROPPED = "the producer was dropped without close()"
 
 
 class BaseEngine(ABC):
-    """The part of an engine that does no I/O and does not wait.
-
-    Args:
-        on_delivery: called with each settled receipt; ``None`` for no calls.
-        manager: manager with which the producer registers.
-        topology: objects to declare on each connection; ``None`` for none.
-    """
+    """The part of an engine that does no I/O and does not wait."""
 
     #: The state of the producer. Only steps change this state.
     protocol: ProducerProtocol
@@ -197,11 +191,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
-        """Begin to close, and return immediately. Messages that are not delivered are logged.
-
-        Args:
-            deadline: end of the wait for unsettled messages, in seconds of `time.monotonic`.
-        """
+        """Begin to close, and return immediately. Later, log the messages that are not delivered by the deadline."""
 
     @property
     def last_failure(self) -> str:
@@ -292,7 +282,6 @@ class BaseEngine(ABC):
     # Closing.
 
     def unflushed(self, timeout: float | None) -> ConfirmTimeout:
-        """Return the error for messages that were not settled within `timeout` seconds."""
         unsettled = self.protocol.unsettled if self.storage is None else len(self.storage)
         return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
 
@@ -300,8 +289,7 @@ class BaseEngine(ABC):
         """Return the error for undelivered messages whose receipts the application has not seen.
 
         Args:
-            failures: failed receipts that the application has not seen.
-            dropped: number of further failed receipts, which were dropped because of `max_failed_bytes`.
+            failures, dropped: the result of `take_failures`.
             left: receipts that were unsettled before the end of the channel, and settled receipts that `after` has not
                 taken. If there is an `on_delivery`, the error also contains the failed receipts of `left`.
         """

@@ -75,11 +75,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """If a file is missing, create it, empty and with permissions only for its owner.
-
-    Args:
-        path: path of the file. A symbolic link is followed, even to a file that does not exist yet.
-    """
+    """If a file is missing, create it, empty and only for its owner. Follow a symbolic link even to a missing file."""
     with _making:
         try:
             os.close(open_private(os.path.realpath(path), os.O_WRONLY | os.O_EXCL))

@@ -65,11 +65,7 @@ def check_can_wait(
 
 
 def take(step: Callable[[], _T]) -> _T:
-    """Mark this thread as inside a step while a function runs. Unlike `Guard.take`, take no lock.
-
-    Raises:
-        NestedCall: this thread is inside a step.
-    """
+    """Mark this thread as inside a step while a function runs. Unlike `Guard.take`, take no lock."""
     me = get_ident()
     if me in _inside:
         raise NestedCall("a call")
@@ -107,11 +103,7 @@ class Guard:
         self._lock = threading.Lock()
 
     def take(self, step: Callable[[], _T]) -> _T:
-        """Execute a step when no other thread executes one. Any thread may call this method.
-
-        Raises:
-            NestedCall: this thread is inside a step.
-        """
+        """Execute a step when no other thread executes one. Raise `NestedCall` if this thread is inside a step."""
         me = get_ident()
         if me in _inside:
             raise NestedCall("a call")

@@ -155,7 +155,6 @@ class Reconnection:
         return self._urls[self.host]
 
     def opened(self, now: float) -> None:
-        """Record a new connection."""
         self._opened_at = now
         self.last = ""
 
@@ -178,24 +177,14 @@ class Reconnection:
         self.host = 0
 
     def lost(self, why: str, now: float) -> float | None:
-        """Handle the loss of the connection.
-
-        Return the seconds until the first try; ``None`` if there will be no try.
-        """
+        """Handle a lost connection. Return the seconds until the first try; ``None`` if there will be no try."""
         self._failures.clear()
         self.verdict = why
         self._backoff.begin(now, anew=self._opened_at is None or now - self._opened_at >= self._proves)
         return self._backoff.pause(now)
 
     def channel_closed(self, settled: int, now: float) -> float:
-        """Handle a channel that the broker has closed. The connection is still open.
-
-        Args:
-            settled: number of messages that were settled so far.
-
-        Returns:
-            Seconds until the next channel is opened; 0 at first, or if messages were settled since the last call.
-        """
+        """Handle a channel that the broker has closed. Return the seconds until the next channel is opened."""
         if settled > self._settled:
             self._settled = settled
             self._reopening.begin(now)

@@ -128,14 +128,12 @@ class Renewer:
         self._ask(take)
 
     def begin(self) -> None:
-        """Start the renewals, because the connection is open."""
         self._why = ""
         wait = self._expiry.wait(self._clock())
         if wait is not None:
             self._set_timer(wait, self._renew)
 
     def end(self) -> None:
-        """Stop the renewals, because the connection has ended or is not needed any more."""
         self._asker.cancel()
         self._taker = self._given = None
         if self._timer is not None:

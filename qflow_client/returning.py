@@ -76,13 +76,11 @@ class Returner:
         self._is_open = False
 
     def begin(self) -> None:
-        """Start the probes, because the channel is open."""
         self._is_open = True
         self._return.opened(self._reconnection.host, time.monotonic())
         self._probe_later()
 
     def end(self) -> None:
-        """Stop the probes, because the channel has ended."""
         self._is_open = False
         self._probe.cancel()
         if self._timer is not None:

@@ -108,11 +108,7 @@ def check_arguments(
     declare: object,
     credentials: object,
 ) -> None:
-    """Check the arguments of a producer's constructor that are not settings.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-    """
+    """Check the arguments of a producer's constructor that are not settings."""
     if connection is not None and url is not None:
         raise SettingsError("url and connection: give only one; a producer has its own connection, or a shared one")
     if connection is not None and declare is not None:
@@ -143,21 +139,13 @@ def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
-
-    Raises:
-        TypeError, ValueError: `timeout` is not a number.
-    """
+    """Check a timeout, and return the deadline of a call that begins now, in seconds of `time.monotonic`."""
     check_timeout(timeout)
     return math.inf if timeout is None else time.monotonic() + timeout
 
 
 def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
-    """Return the deadline of a close that begins now. For `DEFAULT`, see the setting `close_timeout`.
-
-    Raises:
-        TypeError, ValueError: `timeout` is not a number.
-    """
+    """Return the deadline of a close that begins now. For `DEFAULT`, see the setting `close_timeout`."""
     if timeout is DEFAULT:
         limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
         timeout = min((limit for limit in limits if limit is not None), default=None)
@@ -215,11 +203,7 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log a warning if `_next` dropped events are unreported. Called after the reader has taken an event.
-
-        Args:
-            waiting: number of events that still wait for the reader.
-        """
+        """After the reader has taken an event, log a warning if `_next` dropped events are unreported."""
         if self._count - self._reported >= self._next and (entry := self.entry()) is not None:
             self._next = self._limit
             write_log([entry])
@@ -249,11 +233,7 @@ class Subscription:
         self._events: deque[FlowEvent] = deque()
 
     def put(self, event: FlowEvent) -> bool:
-        """Append an event. If `limit` events wait already, drop the oldest event.
-
-        Returns:
-            True if the caller has to schedule one more call of the callback.
-        """
+        """Append an event. If `limit` events wait already, drop the oldest event."""
         is_full = len(self._events) >= self._limit
         # Append first, so that an interrupt never leaves fewer events than scheduled calls.
         self._events.append(event)
@@ -263,7 +243,6 @@ class Subscription:
         return not is_full
 
     def take(self) -> FlowEvent:
-        """Remove and return the oldest event, for a call of the callback."""
         return self._events.popleft()
 
     def report(self) -> None:
@@ -275,9 +254,6 @@ class BaseFlowEvents:
     """The base class of the iterators over a producer's flow events.
 
     One thread at a time may call `put`. Another thread may take events meanwhile.
-
-    Args:
-        limit: maximum number of events that wait for the reader.
     """
 
     def __init__(self, name: str, limit: int, events: Any) -> None:
@@ -300,11 +276,7 @@ _Events = TypeVar("_Events", bound=BaseFlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """The callbacks and iterators for a producer's flow events. Calls of the methods must not run at the same time.
-
-    Args:
-        limit: maximum number of events that wait for one callback.
-    """
+    """The callbacks and iterators for a producer's flow events. Calls of the methods must not run at the same time."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -321,17 +293,11 @@ class Listeners(Generic[_Events]):
         callback: Callable[[FlowEvent], object],
         kinds: frozenset[str] | None,
     ) -> None:
-        """Register a callback for flow events.
-
-        Args:
-            key: identifies the callback for `remove`.
-            kinds: the hold kinds of the callback's events; ``None`` for all kinds.
-        """
+        """Register a callback for flow events. `key` identifies the callback for `remove`."""
         self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
         self._listen(protocol)
 
     def remove(self, key: object) -> None:
-        """Remove a callback; a second call changes nothing."""
         self._callbacks.pop(key, None)
 
     def iterate(self, protocol: ProducerProtocol, events: _Events, kinds: frozenset[str] | None) -> None:
@@ -344,11 +310,7 @@ class Listeners(Generic[_Events]):
             protocol.reports.events = []
 
     def pass_on(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
-        """Pass the recorded events to the callbacks and iterators.
-
-        Args:
-            call: schedules one call of a subscription's callback, with the oldest waiting event.
-        """
+        """Pass the recorded events to the callbacks and iterators. `call` schedules one call of a callback."""
         reports = protocol.reports
         events, reports.events = reports.events or (), []
         lost, reports.lost_events = reports.lost_events, {}
@@ -432,7 +394,6 @@ class Deliveries:
     """Passes settled receipts to `on_delivery`, and keeps the receipts that are not passed yet.
 
     Args:
-        on_delivery: the application's callback.
         reported: called with the number of receipts that `on_delivery` got since the last call of `reported`.
     """
 

@@ -504,11 +504,7 @@ def watch(
     url: str,
     peer: tuple[str, int] | None = None,
 ) -> Observer:
-    """Measure a producer until `unwatch` is called, or until the garbage collector removes the producer.
-
-    Args:
-        producer: the producer. The measurement has only a weak reference to it.
-    """
+    """Measure a producer until `unwatch` is called, or until the garbage collector removes the producer."""
     global _metrics
     with _making:
         if _metrics is None:

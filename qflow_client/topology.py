@@ -36,7 +36,6 @@ class Declaration(NamedTuple):
     if_missing: bool = False
 
     def refusal(self, words: str) -> str:
-        """Return the error text, with advice, for a refused declaration."""
         return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
 
     def accepts(self, code: int) -> bool:

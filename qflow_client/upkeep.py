@@ -72,7 +72,6 @@ class Upkeep:
             self.renewer.begin()
 
     def end(self) -> None:
-        """Stop the supervision, because the connection has ended or is not needed any more."""
         self._tap = None
         if self._next_look is not None:
             self._next_look.cancel()
@@ -86,7 +85,6 @@ class Upkeep:
             self._next_look = self._call_later(self._watch.period, self._look)
 
     def _look(self) -> None:
-        """End the connection if the broker is silent for too long, or blocks the connection for too long."""
         tap = self._tap
         if tap is None:
             return

@@ -76,11 +76,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
-        """Make the transport that the library writes to.
-
-        Args:
-            transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
-        """
+        """Make the transport that the library writes to. The arguments are as for `TapTransport`."""
         self._transport = transport
         self._tapped = TapTransport(self._tap, self, raw, transport, loop)
         super().connection_made(self._tapped)

@@ -24,7 +24,6 @@ class AsyncAsker(Asker):
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        """Cancel the request, and the task that awaits its result."""
         super().cancel()
         if self._task is not None:
             self._task.cancel()

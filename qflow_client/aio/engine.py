@@ -110,12 +110,7 @@ class _Drop:
 
 
 class Engine(BaseEngine):
-    """The engine of one producer.
-
-    Args:
-        settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection, line, credentials: as for `AsyncProducer`.
-    """
+    """The engine of one `AsyncProducer`, which describes the arguments."""
 
     lock = LOOPS
     make_waiter = Waiter
@@ -398,18 +393,7 @@ class Engine(BaseEngine):
     # Closing.
 
     async def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
-        """Close the producer. A second call waits for the end of the first call.
-
-        Args:
-            deadline: the end of the wait for unsettled messages, in seconds of `time.monotonic`.
-            waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
-
-        Raises:
-            WrongLoop: the running loop is not the producer's.
-
-        Returns:
-            The error for messages that were not delivered; ``None`` if there are none, or if this is a second call.
-        """
+        """Close the producer. The arguments and the result are as for the `Engine` of a `Producer`."""
         if self.loop is not None and not self.loop.is_closed():
             self.check_loop()
         if self.ended:

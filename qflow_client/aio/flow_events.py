@@ -16,7 +16,6 @@ class FlowEvents(BaseFlowEvents):
     """An asynchronous iterator over flow events.
 
     Args:
-        name, limit: as for `BaseFlowEvents`.
         check_loop: raises an error if the running loop is not the producer's loop.
     """
 

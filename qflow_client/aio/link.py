@@ -378,7 +378,6 @@ class Link:
         return self._closing
 
     def arm_timer(self) -> None:
-        """Start the timer for the protocol's next `on_timer`."""
         now = time.monotonic()
         at = LOOPS.take(lambda: self._protocol.next_timer(now))
         if at is not None and (self._timer_at is None or at < self._timer_at):

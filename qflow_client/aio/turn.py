@@ -179,11 +179,7 @@ class Turns:
     async def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str = ""
     ) -> Receipt:
-        """Wait in line until a message is admitted. If the caller is cancelled before that, the message is not sent.
-
-        Args:
-            timeout: the longest wait in seconds; ``None`` for no limit.
-        """
+        """Wait in line until a message is admitted. If the caller is cancelled before that, the message is not sent."""
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
         now = _monotonic()

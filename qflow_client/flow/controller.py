@@ -189,7 +189,6 @@ class WeightedLine:
         heapq.heappush(self._heap, (start, self._serial, source))
 
     def _leave(self) -> None:
-        """Take the next source out of the line."""
         del self._lines[heapq.heappop(self._heap)[2]]
         if not self._heap:
             self._finish.clear()

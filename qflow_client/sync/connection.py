@@ -187,7 +187,6 @@ class Carrier:
         return 0
 
     def give_back(self, number: int) -> None:
-        """Free the number of a closed channel of a producer."""
         self._taken.discard(number)
 
     def write(self, number: int, method: bytes) -> None:

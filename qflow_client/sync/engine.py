@@ -73,7 +73,6 @@ class Waiter:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake the thread. A second call changes nothing."""
         try:
             self._lock.release()
         except RuntimeError:
@@ -85,12 +84,7 @@ class Waiter:
 
 
 class Engine(BaseEngine):
-    """The engine of one producer.
-
-    Args:
-        settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection, credentials: as for `Producer`.
-    """
+    """The engine of one `Producer`, which describes the arguments."""
 
     make_waiter = Waiter
 
@@ -293,11 +287,7 @@ class Engine(BaseEngine):
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> Receipt:
-        """Wait in line until a message is admitted. The arguments are those of `SendLine.make_ticket`.
-
-        Raises:
-            FlowControlTimeout, NestedCall, ProducerClosed: the message was not sent and never will be.
-        """
+        """Wait in line until a message is admitted. The arguments are those of `SendLine.make_ticket`."""
         self.warn_in_loop(stacklevel=4)
         line, now, waiter, first = self.protocol.line, _monotonic(), Waiter(), self.is_in_callback
         ticket = line.make_ticket(

@@ -107,11 +107,7 @@ def url_parameters(url: str) -> pika.URLParameters:
 
 
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
-    """Return pika's parameters for one host.
-
-    Raises:
-        SettingsError: pika rejects the URL, or cannot use a file of its ``ssl_options``.
-    """
+    """Return pika's parameters for one host, as `url_parameters` does, with the settings applied."""
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
     # pika's default limits may be shorter than `connect_timeout`. Use longer ones, unless the URL contains a limit.
@@ -130,7 +126,6 @@ class Link(ChannelIO):
 
     Args:
         hosts: pika's connection parameters for each host, made by `parameters`.
-        after: called after every event that may have changed the protocol, usually on the I/O thread, without `lock`.
         topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """
