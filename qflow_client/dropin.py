@@ -2,7 +2,7 @@
 
 A drop-in is a package that replaces a client library (pika, aio-pika, kombu) and adds flow control. The library still
 manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol` decides when messages are
-sent, as in every producer. This module does no I/O and never waits itself, because each library does it differently.
+sent, as in every producer. This module does no I/O, because each library has its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that drop-ins reject, because the library does this in its own way. Robust aio-pika accepts `on_disconnect`.
+#: Settings that drop-ins reject, because each library has its own way. Robust aio-pika accepts `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -263,7 +263,7 @@ class EncodedProtocol(ProducerProtocol):
     def forget_past(self) -> None:
         """Treat the next channel as the first one. So the time until that channel does not count as flow control.
 
-        The drop-ins call this method if the program has closed the channel, or if the end affects no message.
+        The drop-ins call this method if the program has closed the channel, or if its end affects no message.
         """
         self.channel.was_open = False
 

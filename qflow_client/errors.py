@@ -1,7 +1,8 @@
 """The errors of qflow_client.
 
-`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about an admitted
-message is a `DeliveryError` (the outcome is final), a `ConfirmTimeout` (not known yet), or the outbox's `NotDurable`.
+`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about admitted
+messages is a `DeliveryError` or `UndeliveredMessages` (the outcomes are final), a `ConfirmTimeout` (not known yet), or
+the outbox's `NotDurable`.
 """
 
 from __future__ import annotations

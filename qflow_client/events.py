@@ -48,7 +48,7 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted, so the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The hold has ended because the producer was closed. For example, the broker may still block the connection.
+    #: The hold has ended because the producer was closed, even if the broker still blocks the connection.
     CLOSED = "closed"
     #: A notice that calls of `send` still wait; one for all of them every `flow_control_wait_notify_period` seconds.
     WAITING = "waiting"

@@ -304,7 +304,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """The size of the window: the maximum number of unsettled messages, without those that wait on disk.
 
         The program may set this attribute at any time. A lower capacity cancels no message, but further messages wait
-        for room (C6). With ``capacity="auto"`` this is the present window; a number that the program sets fixes it.
+        for room (C6). With ``capacity="auto"`` this is the present window, until the program sets a number.
 
         Raises:
             SettingsError: the new value is not allowed.

@@ -98,7 +98,7 @@ class _Censored:
     """The harmless text that replaces a text with a URL, and the secrets that were removed.
 
     Attributes:
-        is_clear: whether the begin and end of the secrets are certain.
+        is_clear: whether the beginning and end of the secrets are certain.
     """
 
     text: str
@@ -227,7 +227,7 @@ def shown_of_unknown(value: object) -> str:
 
 
 def is_clear(url: str) -> bool:
-    """Return True if the begin and end of the password in a URL are certain."""
+    """Return True if the beginning and end of the password in a URL are certain."""
     return _censor(url).is_clear
 
 

@@ -257,7 +257,7 @@ class ProducerSettings:
 
     Attributes:
         url: ``amqp://`` or ``amqps://`` URL of the broker. Several URLs are tried one after the other. Query parameters
-            that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
+            that are not settings, such as ``heartbeat``, are passed to pika or aio-pika.
         exchange: exchange of a message if `send` names no exchange. ``""`` is the default exchange of the broker.
         routing_key: routing key of a message if `send` names no routing key.
         capacity: maximum number of unsettled messages, without those that wait on disk (C6). With ``"auto"`` the

@@ -214,7 +214,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Queues, exchanges and bindings that a producer declares on each new connection.
+    """Queues, exchanges and bindings that a producer declares before each opening of its channel.
 
     Example::
 

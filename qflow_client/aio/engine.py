@@ -63,8 +63,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Maximum seconds for the end of the channel and the outbox after the deadline of a close. After a cancel: the maximum
-# seconds for the end of the outbox, or for its opening.
+# Maximum seconds that channel and outbox take to end after the deadline of a close. A cancelled close waits this long
+# for the end of the outbox, and a cancelled `open` for its opening.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.

@@ -15,13 +15,13 @@ from qflow_client.settings import check_timeout
 
 __all__ = ["AsyncReceipt", "wake_in_its_loop"]
 
-# Guards the registration of futures, because tasks in the loops of several threads may wait for one receipt. The lock
-# is reentrant, because a finalizer may run on the same thread and register a future.
+# Guards the registration of futures, because tasks in the loops of several threads may wait for one receipt. Reentrant,
+# because a finalizer may run on the same thread and register a future.
 _registering = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock. The child has no such thread that releases the lock.
+    # Another thread of the parent may have held the lock. No thread of the child would release it.
     global _registering
     _registering = threading.RLock()
 

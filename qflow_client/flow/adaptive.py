@@ -45,7 +45,7 @@ _WORTH_ADDING = 0.9
 # A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of useless doublings in a row. With group commits, throughput grows in steps.
+# Doubling ends after this number of useless doublings in a row. One proves nothing if the broker commits in groups.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05

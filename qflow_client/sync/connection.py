@@ -532,7 +532,7 @@ class SharedLink(ChannelIO):
     def close(self, timeout: float) -> None:
         """Settle all unsettled messages as `GIVEN_UP`, and close the channel.
 
-        Wait about `timeout` seconds for the broker.
+        Wait at most `timeout` seconds for the broker.
         """
         if self.ended:
             return

@@ -158,7 +158,7 @@ class Link(ChannelIO):
         self._leaves = False
         # The timer that starts the next try to open a connection or channel, or ends a try that takes too long.
         self._next: Any = None
-        # Why this link ends the connection, and whether all further tries would fail; ``None`` if the link does not.
+        # Why this link ends the connection, and whether all further tries would fail; ``None`` if it does not end it.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
