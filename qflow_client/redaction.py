@@ -2,8 +2,7 @@
 
 Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions hide each part of a URL that
 may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. `shown` shows only the type
-of a value of an unknown type. Errors of libraries pass through `words_of`, because libraries repeat what they cannot
-parse.
+of a value of an unknown type. Errors of libraries about URLs pass through `words_of`, because they may repeat secrets.
 
 A text that looks neither like a URL nor like credentials is shown. So the secret in ``name="s3cr3t"`` is not hidden.
 """

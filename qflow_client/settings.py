@@ -311,13 +311,12 @@ class ProducerSettings:
             tries the next host first. ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
         retry_for: seconds for which the producer sends a refused message again and again. Then the message is settled.
-        delivery_timeout: maximum seconds from admission until a message is settled and no longer sent; ``None`` for no
-            limit.
+        delivery_timeout: maximum seconds from the admission of a message until it is settled; ``None`` for no limit.
         retry_delay: seconds before a refused message is sent again. Each further pause is twice as long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
         outbox: path of a file that keeps admitted messages until they are settled, even if the process crashes;
-            ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a time may use
-            the file.
+            ``None`` for none. Messages of an earlier producer are sent first. Only one producer at a time may use the
+            file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.

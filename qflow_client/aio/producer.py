@@ -70,9 +70,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     Args:
         url: URL of the broker, or several URLs to try one after the other.
         connection: a connection from `connect_async` for the producer's channel; ``None`` for its own connection.
-        on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. A message that the callback sends with `send_nowait` goes before waiting
-            messages.
+        on_delivery: called on the loop with every settled receipt. `flush` and `close` do not report these receipts
+            again. A message that the callback sends with `send_nowait` goes before waiting messages.
         on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
@@ -82,8 +81,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: order of waiting calls of `send`; by default first come, first served (F4). `WeightedLine` uses their
-            `source`.
+        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
         manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 

@@ -82,8 +82,7 @@ class Producer(BaseProducer[SyncReceipt]):
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: order of waiting calls of `send`; by default first come, first served (F4). `WeightedLine` uses their
-            `source`.
+        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
         manager: can stop and start all of its producers together; by default the one manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
