@@ -315,8 +315,8 @@ class ProducerSettings:
         retry_delay: seconds before a refused message is sent again. Each further pause is twice as long.
         retry_delay_max: maximum pause in seconds before a refused message is sent again.
         outbox: path of a file that keeps admitted messages until they are settled, even if the process crashes;
-            ``None`` for none. Messages of an earlier producer are sent first. Only one producer at a time may use the
-            file.
+            ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a time may use
+            the file.
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.

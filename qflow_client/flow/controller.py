@@ -535,7 +535,7 @@ class FlowController:
             self._unblock(source)
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that can continue, oldest first.
+        """Unblock the sources that can continue, oldest first. Call this after any change that may make room.
 
         Args:
             now: seconds; ``None`` if the time is unknown. Then sources that wait for a certain time stay blocked.

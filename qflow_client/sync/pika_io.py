@@ -224,7 +224,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
         # Set `awake` last. If an exception interrupts this method earlier, the next sender wakes the I/O thread. If the
-        # I/O thread has cleared `awake` meanwhile, it stays False. No code runs between check and assignment
+        # I/O thread has cleared `awake` meanwhile, it stays False. No other code runs between check and assignment
         # (`is_undisturbed`).
         if self._may_set_awake and rests == self._rests:
             self.awake = True
