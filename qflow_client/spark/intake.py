@@ -27,8 +27,10 @@ Connection = TypeVar("Connection")
 
 # Maximum seconds for which messages are collected before they are written to the spool as one file.
 _MAX_FILE_DELAY = 0.05
-# If no message is delivered for this number of seconds, `drain` checks whether the queue is empty.
+# If no message is delivered for this number of seconds, `is_drained` asks the broker whether the queue is empty.
 _QUIET_SECONDS = 0.2
+# After this number of answers that the queue has messages, without a delivery, `is_drained` raises an error.
+_MAX_ANSWERS = 50
 
 # First byte of each `_key` that consists of a message id.
 _BY_ID = b"i"
@@ -81,6 +83,10 @@ class Intake:
         self._queue = queue
         self._spool = spool
         self._limit = limit
+        # Time of the last delivery or ack. Since then, the broker could deliver the next message.
+        self._quiet_since = time.monotonic()
+        # Number of answers since the last delivery that the queue has ready messages.
+        self._answers = 0
         #: Number of delivered messages.
         self.received = 0
         # Messages that are not in the spool yet, oldest first, their delivery tags, and their total body bytes.
@@ -139,6 +145,7 @@ class Intake:
 
     def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
         self.received += 1
+        self._quiet_since, self._answers = time.monotonic(), 0
         values = {"body": body, "exchange": method.exchange, "routing_key": method.routing_key}
         if method.redelivered and self._known:
             key = _key(lambda name: values[name] if name in values else getattr(properties, name))
@@ -215,11 +222,18 @@ class Intake:
                     self._channel.basic_ack(tag)
             # The broker answers this request after it has processed the acks.
             self._count_ready()
+            self._quiet_since = time.monotonic()
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
 
     def is_drained(self) -> bool:
-        """Return True if the queue has no ready messages, and no delivery is on its way."""
+        """Return True if the queue has no ready messages, and no delivery is on its way. Call this after `run_once`.
+
+        Raises:
+            ConnectionFailed: the connection is lost, or the queue has messages that the broker does not deliver.
+        """
+        if time.monotonic() < self._quiet_since + _QUIET_SECONDS:
+            return False
         before = self.received
         try:
             ready = self._count_ready()
@@ -227,7 +241,15 @@ class Intake:
             self._connection.process_data_events(0)
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error}") from error
-        return ready == 0 and self.received == before
+        if self.received > before:
+            return False
+        self._answers += ready > 0
+        if self._answers >= _MAX_ANSWERS:
+            raise ConnectionFailed(
+                f"queue {self._queue!r} has {ready} ready messages, but the broker delivers none of them; "
+                "end the other consumers of the queue, because one of them may be the single active consumer"
+            )
+        return ready == 0
 
     @property
     def pending(self) -> int:
@@ -253,15 +275,11 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
         # no more than a full spool has unacknowledged messages.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
-    quiet_since = time.monotonic()
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
-        before = intake.received
         intake.run_once(_QUIET_SECONDS)
         # For each ack the broker delivers one more message. So do not acknowledge the last `prefetch` messages yet.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
-        if intake.received > before:
-            quiet_since = time.monotonic()
-        elif time.monotonic() >= quiet_since + _QUIET_SECONDS and intake.is_drained():
+        if intake.is_drained():
             break
     intake.finish()
     intake.acknowledge(spool.end)
@@ -284,6 +302,10 @@ class Consumer:
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False
+        #: Number of delivered messages that the intake has processed.
+        self.received = 0
+        # Whether `wait_beyond` asks if the queue is drained, and the answer.
+        self._is_asked = self._is_drained = False
         # Offset up to which Spark has committed messages, and offset up to which messages are acknowledged.
         self._done = self._acknowledged = 0
         self._thread = threading.Thread(target=self._run, name=f"qflow-intake {queue}", daemon=True)
@@ -304,10 +326,12 @@ class Consumer:
                         self._spool.forget(done)
                 if stopping:
                     break
-                before = self._intake.received
                 self._intake.run_once(_QUIET_SECONDS)
-                if self._intake.received != before:
+                if self._is_asked and not self._intake.pending:
+                    self._is_drained = self._intake.is_drained()
+                if self._intake.received != self.received or self._is_drained:
                     with self._changed:
+                        self.received = self._intake.received
                         self._changed.notify_all()
         except Exception as error:
             self._error = error
@@ -322,10 +346,6 @@ class Consumer:
     def ready(self) -> int:
         """The number of ready messages in the queue when this object was created."""
         return self._intake.ready
-
-    @property
-    def received(self) -> int:
-        return self._intake.received
 
     def end(self) -> int:
         """Return the offset after the last message in the spool. If an error has ended the thread, raise it."""
@@ -349,17 +369,14 @@ class Consumer:
                 self._changed.wait()
         self.end()
 
-    def wait_beyond(self, offset: int, timeout: float) -> bool:
-        """Wait until the spool has a message with this offset. Return False if the message does not come in time."""
-        deadline = time.monotonic() + timeout
+    def wait_beyond(self, offset: int) -> bool:
+        """Wait until the spool has a message with this offset. Return False if the queue is drained."""
+        self._is_drained, self._is_asked = False, True
         with self._changed:
-            while self._spool.end <= offset and not self._stopping:
+            while self._spool.end <= offset and not self._stopping and not self._is_drained:
                 # A write to the spool does not notify `_changed`. So check again after `_MAX_FILE_DELAY`.
-                if (
-                    not self._changed.wait(min(_MAX_FILE_DELAY, deadline - time.monotonic()))
-                    and time.monotonic() >= deadline
-                ):
-                    return False
+                self._changed.wait(_MAX_FILE_DELAY)
+        self._is_asked = False
         return self.end() > offset
 
     def wait_spooled(self) -> None:

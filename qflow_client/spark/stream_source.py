@@ -26,8 +26,6 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 
 T = TypeVar("T")
 
-# With the trigger ``availableNow``, a query of a queue waits at most this number of seconds for the next message.
-_END_TIMEOUT = 2.0
 # Seconds for which the end of a RabbitMQ stream is not requested again. Spark asks for it a hundred times per second.
 _END_CACHE_SECONDS = 0.1
 
@@ -103,8 +101,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return `_target`, or the end of the spool if `_target` is unknown. First wait for a message after `begin`."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
-                # The missing messages have expired, or other consumers have them.
-                if not consumer.wait_beyond(begin, _END_TIMEOUT):
+                # If the queue is drained, the missing messages have expired, or other consumers have them.
+                if not consumer.wait_beyond(begin):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
                 consumer.wait_spooled()

@@ -13,7 +13,7 @@ import pytest
 from qflow_client import Message, Producer
 from qflow_client.broker import Broker
 from qflow_client.errors import ConnectionFailed
-from qflow_client.spark.intake import Intake, connect
+from qflow_client.spark.intake import Consumer, Intake, connect, drain
 from qflow_client.spark.spool import Spool, SpoolError, inline, read_piece
 
 HOLDS = {"queue": "rows"}
@@ -160,6 +160,37 @@ def test_the_error_for_a_queue_that_is_deleted_while_it_is_consumed_names_the_qu
         broker.delete_queue("rows")
         with pytest.raises(ConnectionFailed, match=r"queue 'rows' ended.*was deleted"):
             receive(intake, 1)
+
+
+def test_the_error_for_a_queue_that_delivers_only_to_another_consumer_names_the_queue(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qflow_client.spark.intake._QUIET_SECONDS", 0.01)
+    broker.declare_queue("single", arguments={"x-single-active-consumer": True})
+    for _ in range(2):
+        broker.publish(b"", "single")
+    with connect([broker.url], 60) as active, Spool(tmp_path, HOLDS) as spool:
+        channel = active.channel()
+        channel.basic_qos(prefetch_count=1)
+        channel.basic_consume("single", lambda *_: None)
+        with (
+            connect([broker.url], 60) as connection,
+            pytest.raises(ConnectionFailed, match="'single' has 1 ready messages, but the broker delivers none"),
+        ):
+            drain(connection, "single", spool, None)
+        assert spool.end == 0
+
+
+def test_a_consumer_waits_for_a_message_until_the_queue_is_drained(broker: Broker, tmp_path: Path) -> None:
+    with Spool(tmp_path, HOLDS) as spool:
+        consumer = Consumer(connect([broker.url], 60), "rows", spool, 10)
+        try:
+            assert not consumer.wait_beyond(0)
+            broker.publish(b"", "rows")
+            assert consumer.wait_beyond(0)
+        finally:
+            consumer.stop()
+        assert spool.end == 1
 
 
 def test_a_message_beyond_the_limit_stays_in_the_queue_even_if_a_redelivered_message_follows(
