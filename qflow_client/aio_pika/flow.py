@@ -204,7 +204,7 @@ class ChannelFlow(DropInFlow):
         return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
 
     def restored(self) -> None:
-        """Send the messages that waited, because aio-pika has repeated the declarations on the new channel."""
+        """Send the messages that waited until aio-pika had repeated the declarations on the new channel."""
         self.protocol.restored(_monotonic())
         self._kick()
 

@@ -80,7 +80,7 @@ class Consequences:
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def next_review(self, now: float) -> float | None:
-        """Return when a message can be sent again or must be settled; ``None`` if time alone changes nothing."""
+        """Return the time at which a message can be sent again or must be settled; ``None`` if there is none."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None

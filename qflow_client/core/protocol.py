@@ -452,7 +452,7 @@ class ProducerProtocol:
     # Timers.
 
     def next_timer(self, now: float) -> float | None:
-        """Return when to call `on_timer`; ``None`` if time alone changes nothing."""
+        """Return the time of the next call of `on_timer`; ``None`` if none is needed."""
         times = [self.controller.ready_at(now), self.consequences.next_review(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))

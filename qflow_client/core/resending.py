@@ -126,7 +126,7 @@ class Resending:
         return times
 
     def candidate_at(self) -> float | None:
-        """Return when the next message can be sent if it is the candidate for poison; ``None`` if it is not."""
+        """Return the time at which the next message can be sent if it is the candidate; ``None`` if it is not."""
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:

@@ -160,7 +160,7 @@ class SendLine:
     def notice(self, now: float) -> float | None:
         """Log a notice for waiting calls of `send` if one is due. Use this method if `look_at` is not polled.
 
-        Return when to call again; ``None`` if no call of `send` waits.
+        Return the time of the next call; ``None`` if no call of `send` waits.
         """
         ticket = next(iter(self.tickets), None)
         if ticket is None:

@@ -71,7 +71,7 @@ class Store(Protocol):
         """Drop a waiter of `when_flushed`. Return False if the waiter was already dropped or woken."""
 
     def next_timer(self, now: float) -> float | None:
-        """Return when the limits admit the next message of the backlog; ``None`` if time alone changes nothing."""
+        """Return the time when the limits admit the next message of the backlog; ``None`` if more than time decides."""
 
     # The end.
 

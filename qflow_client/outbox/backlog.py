@@ -211,7 +211,7 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """Return when the next message may enter the window; ``None`` if that depends on more than time."""
+        """Return the time at which the next message may enter the window; ``None`` if more than time decides."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)

@@ -51,8 +51,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. The consumer is not started, because the spool could
-                grow to `offset`, and the next attempt would then read wrong messages without an error.
+            SpoolError: the offset does not belong to this spool. The consumer is not started: with its messages the
+                spool could reach `offset`, and the next start of the query would read wrong messages without an error.
         """
         options = self._options
         assert options.most is not None

@@ -257,6 +257,6 @@ class Output:
 
     @property
     def memory(self) -> int:
-        """Bytes in memory that wait for `take`."""
+        """Bytes of the frames that wait for `take`, and of the frames behind promises."""
         behind = (promise.behind for promises in self.promises.values() for promise in promises)
         return sum(len(data) for part in (self._frames, *behind) for data in part)

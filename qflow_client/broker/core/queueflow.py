@@ -354,7 +354,7 @@ class QueueFlows(EntryObserver):
             family.let_go()
 
     def end(self) -> None:
-        """Drop all references. The queue is deleted, `let_go` was called, and all entries have left."""
+        """Drop all references. Call this after `let_go`, when all entries have left the deleted queue."""
         self.families = ()
         self.observer = self._spacing = None
         del self._queue, self._wake_at, self._on_overdue

@@ -49,7 +49,7 @@ async def _outcome(receipt: AsyncReceipt) -> object:
 
 
 @pytest.mark.parametrize("wait", [_outcome, AsyncReceipt.wait, AsyncReceipt.result], ids=["await", "wait", "result"])
-def test_a_receipt_keeps_no_future_of_a_wait_that_is_closed_by_hand(
+def test_closing_the_coroutine_of_a_wait_removes_its_future_from_the_receipt(
     wait: Callable[[AsyncReceipt], Coroutine[Any, Any, object]],
 ) -> None:
     async def main() -> None:

@@ -53,7 +53,7 @@ def test_E6_lost_flow_events_of_a_slow_reader_are_logged_once_until_the_reader_h
     assert losses.entry() is None
 
 
-def test_E6_a_subscription_to_flow_events_keeps_the_newest_events_and_schedules_one_call_for_each() -> None:
+def test_E6_a_full_subscription_drops_the_oldest_flow_event_for_a_new_one_and_schedules_no_further_call() -> None:
     subscription = Subscription(print, None, "orders", 3)
     assert [subscription.put(event(number)) for number in range(5)] == [True] * 3 + [False] * 2
     assert [subscription.take().at for _ in range(3)] == [2.0, 3.0, 4.0]
