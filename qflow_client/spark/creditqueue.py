@@ -1,8 +1,8 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
-Each credit is a message (see `credits.py`). A task holds a credit while it does not acknowledge the message. So if a task
-is killed, its credits return to the queue. A task receives credits and publishes on one connection. If this connection
-ends, the task cannot publish.
+Each credit is a message (see `credits.py`). A task holds a credit as long as it does not acknowledge the message. So if
+a task is killed, its credits return to the queue. A task receives credits and publishes on one connection. If this
+connection ends, the task cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
 may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
