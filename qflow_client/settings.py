@@ -357,9 +357,7 @@ class ProducerSettings:
     )
     message_ids: bool = _setting(True, *_BOOL)
     rate: float | None = _setting(None, *_number("messages per second", "None"))
-    rate_burst: int | None = _setting(
-        None, int, "a whole number of messages, at least 1", lambda v: v is None or (_is_int(v) and v >= 1)
-    )
+    rate_burst: int | None = _setting(None, *_whole("messages", "None"))
     max_unwritten_bytes: int = _setting(1 << 20, *_whole("bytes"))
     max_failed_bytes: int = _setting(1 << 24, *_whole("bytes"))
     max_flow_events: int = _setting(10_000, *_whole("events"))

@@ -239,6 +239,11 @@ class Channel:
 
     # Publishing.
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether a message is coming in, or the open transaction has messages."""
+        return self._target is not None or self.unfinished > 0
+
     def _on_publish(self, payload: bytes, method: commands.Basic.Publish) -> None:
         if method.immediate:
             raise ConnectionException(

@@ -254,6 +254,14 @@ class Server:
             self._go_on()
         self._on_change()
 
+    def check_growth(self) -> None:
+        """Check the memory now if it is above a limit. Before the turn ends, each connection could add a read to it."""
+        journal = self.host.journal
+        if journal is not None and journal.limit:
+            is_full = journal.held > journal.limit and not self._waits_for_memory
+            if is_full or journal.unfinished > journal.limit // 2:
+                self._check_memory(journal)
+
     def _check_memory(self, journal: Journal) -> None:
         """Stop reading from publishers while too many bytes wait for the disk, or while memory is full."""
         self.host.relieve()
@@ -438,6 +446,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             _log.exception("%s: a frame could not be handled; the connection is closed", session.name)
             session.fail_internally(self._server.clock())
+        self._server.check_growth()
         if self._server.is_paused and not session.is_paused:
             self.pause(True)
         self._check_timer()

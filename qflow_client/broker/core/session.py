@@ -473,7 +473,7 @@ class Session:
         """Whether the connection has published or started to publish, and is not closing."""
         has_published = self.waits_to_publish or self.channels.published
         return self.state is not State.CLOSE_OK and (
-            bool(has_published) or any(channel.unfinished for channel in self.channels.values())
+            bool(has_published) or any(channel.is_publishing for channel in self.channels.values())
         )
 
 

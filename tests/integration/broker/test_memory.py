@@ -56,6 +56,23 @@ def test_E9_at_the_memory_limit_the_broker_stops_reading_from_a_publisher_that_i
         assert broker.memory.peak < LIMIT * 1.2
 
 
+@pytest.mark.parametrize("size", [100_000, 4_000_000], ids=["complete", "incomplete"])
+def test_E9_bodies_that_many_connections_send_at_once_do_not_exceed_the_memory_limit(size):
+    limit, reads = 1 << 20, threading.Event()
+    with Broker(memory_limit=limit) as broker, contextlib.ExitStack() as opened:
+        broker.declare_queue("q")
+        attackers = [opened.enter_context(raw_publisher(broker)) for _ in range(20)]
+        broker.wait_until(lambda broker: len(broker.channels()) == 20)
+        # All bytes are there before the event loop reads the first of them.
+        broker._runner._post(lambda: reads.wait(30))
+        for attacker in attackers:
+            attacker.setblocking(False)
+            assert attacker.send(content(size, 100_000)) > 100_000
+        reads.set()
+        broker.wait_until(lambda broker: sum(each.bytes_received > 100_000 for each in broker.connections()) > 5)
+        assert broker.memory.peak < limit * 1.2
+
+
 def test_E9_incomplete_message_bodies_do_not_exceed_the_memory_limit():
     with Broker(memory_limit=LIMIT) as broker, contextlib.ExitStack() as opened:
         broker.declare_queue("q")

@@ -226,7 +226,7 @@ def test_the_usual_texts_for_false_are_accepted_as_values_of_settings(text: str)
     assert load(environ={"QFLOW_CONFIRMS": text}).confirms is False
 
 
-@pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes", "mandatory"])
+@pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate_burst", "capacity_bytes", "mandatory"])
 @pytest.mark.parametrize("text", ["none", "None"])
 def test_the_text_none_in_the_environment_or_in_a_url_sets_an_optional_setting_to_none(name: str, text: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
@@ -297,7 +297,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("mandatory", "yes", "None (as message_ids), True or False"),
     ("message_ids", None, "True or False"),
     ("rate", 0, "None or messages per second, more than 0"),
-    ("rate_burst", 0, WHOLE),
+    ("rate_burst", 0, f"None or {WHOLE}"),
     ("max_unwritten_bytes", 0, "a whole number of bytes, at least 1"),
     ("max_failed_bytes", 0, "a whole number of bytes, at least 1"),
     ("max_failed_bytes", None, "a whole number of bytes, at least 1"),
