@@ -1,6 +1,6 @@
 """The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
 
-A drop-in is a package that replaces a client library (pika, aio-pika, kombu) and adds flow control. The library still
+A drop-in adds flow control to a client library (pika, aio-pika, kombu), which programs use as before. The library still
 manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol` decides when messages are
 sent, as in every producer. This module does no I/O, because each library has its own.
 """

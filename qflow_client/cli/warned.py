@@ -33,7 +33,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
-    """Show the warnings and errors of a logger on `console` during the block. A live display there stays intact.
+    """Show the warnings and errors of a logger on `console` during the block. A live display on `console` stays intact.
 
     If the root logger has a handler, as with ``--debug``, show nothing, because that handler shows the records.
     """

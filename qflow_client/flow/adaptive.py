@@ -35,11 +35,11 @@ _INITIAL = 32
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
-# The throughput that a part of the window must add: the first value to keep the part, the second to double the window.
-# The unit is d(log rate) / d(log capacity): 1 if only the window limits throughput, and 0 if the window has no effect.
+# The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, and 0 if it has no
+# effect. Up to the first value the window shrinks. Above the second value it may double. In between it grows.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same if elements may wait in a queue: the first value to keep the part, the second to let the window grow.
+# The same if elements wait in a queue, but up to the second value the window stays.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
 # A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
@@ -51,7 +51,7 @@ _MAX_FLAT_STEPS = 2
 _EQUAL_RATIO = 1.05
 # If the window was not allowed to grow, this number of full epochs come before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
-# Without a queue, a trip may be longer than `AdaptiveWindow.way` by this part of it, plus `_QUEUE` in seconds.
+# A trip with a latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
 _JITTER = 0.25
 _QUEUE = 0.01
 # With group commits, a trip may be longer than `way` by this part of `way`, at most `_COMMIT_AT_MOST`, plus `_QUEUE`.

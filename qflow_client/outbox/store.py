@@ -79,7 +79,7 @@ class OutboxStore:
         self.outbox = outbox
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Steps of the store are steps of the producer's protocol.
+        #: Shared with the protocol: the next step of either repairs an interrupted step of the other too (`core.step`).
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports

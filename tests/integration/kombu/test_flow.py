@@ -467,7 +467,7 @@ def test_after_a_lost_connection_a_retry_of_kombu_reconnects_and_publishes(make_
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_channel_closed_by_the_broker_is_reopened_under_flow_control(broker, connect):
+def test_a_channel_that_is_reopened_after_the_broker_closed_it_obeys_the_brokers_flow(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     publish(channel)
     with pytest.raises(amqp.NotFound):

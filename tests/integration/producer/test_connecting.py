@@ -263,7 +263,7 @@ def test_a_missing_certificate_file_raises_an_error_that_names_the_setting(broke
         Producer(url)
 
 
-def test_an_invalid_host_raises_an_error_before_the_next_host_is_tried(silent: int) -> None:
+def test_an_invalid_parameter_in_any_url_raises_an_error_before_a_host_is_tried(silent: int) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
     with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
         Producer(urls, connect_timeout=10)

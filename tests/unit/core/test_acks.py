@@ -119,7 +119,7 @@ def test_undefined_bits_of_a_basic_ack_frame_are_ignored() -> None:
     assert channel.acks == [(1, 2), (3, 1), (4, 0), (5, 1), (6, 1)]
 
 
-def test_acks_between_the_method_and_the_content_of_a_basic_return_are_reported() -> None:
+def test_acks_between_the_method_and_the_content_of_a_basic_return_raise_a_frame_error() -> None:
     tap, (channel,) = tapped(1)
     tap.received(frame(METHOD_FRAME, 1, RETURN + b"\1\x38\0\0\0"), 0.0)
     with pytest.raises(FrameError, match="before the end of a returned message"):
