@@ -6,7 +6,7 @@ can perhaps take messages again, its channel calls `Dispatcher.wake`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from qflow_client.broker.core.contents import Contents
@@ -44,9 +44,10 @@ class Dispatcher:
         self._dropping = dropping
         self._storage = storage
         self._single_active = single_active
-        self.consumers: dict[Consumer, None] = {}
+        # An `OrderedDict` finds its first consumer in constant time, even after many removals. A dict does not.
+        self.consumers: OrderedDict[Consumer, None] = OrderedDict()
         # Active consumers. The first active consumer gets the next message.
-        self.active: deque[Consumer] = deque()
+        self.active: OrderedDict[Consumer, None] = OrderedDict()
         self.exclusive: Consumer | None = None
         # Whether the queue has ever had a consumer. An auto-delete queue is not deleted before its first consumer ends.
         self.was_used = False
@@ -69,7 +70,7 @@ class Dispatcher:
         """Make a consumer active, because it can perhaps take messages again."""
         if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
             consumer.is_active = True
-            self.active.append(consumer)
+            self.active[consumer] = None
 
     def _may_serve(self, consumer: Consumer) -> bool:
         return not self._single_active or next(iter(self.consumers)) is consumer
@@ -79,11 +80,11 @@ class Dispatcher:
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
-            self.active.remove(consumer)
+            del self.active[consumer]
         if self.exclusive is consumer:
             self.exclusive = None
-        for other in self.consumers if self._single_active else ():
-            self.wake(other)
+        if self._single_active and self.consumers:
+            self.wake(next(iter(self.consumers)))
 
     def cancel_all(self) -> None:
         """Cancel all consumers, because the queue is deleted."""
@@ -114,9 +115,9 @@ class Dispatcher:
         if storage is not None and not storage.may_lack:
             storage = None
         while ready and active:
-            consumer = active[0]
+            consumer = next(iter(active))
             if not consumer.can_take:
-                active.popleft()
+                del active[consumer]
                 consumer.is_active = False
                 continue
             if storage is not None and ready[0].message.body is None and not ready[0].is_gone:
@@ -127,7 +128,7 @@ class Dispatcher:
                 contents.gaps -= 1
                 continue
             if len(active) > 1:
-                active.rotate(-1)
+                active.move_to_end(consumer)
             self.delivered += 1
             if consumer.no_ack:
                 consumer.deliver(entry)

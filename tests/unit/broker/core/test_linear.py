@@ -1,14 +1,22 @@
-"""The time for decoding is proportional to the input. No byte is copied once for each field before it."""
+"""The time for decoding is proportional to the input. No byte is copied once for each field before it.
+
+Frequent operations of queues do not look at each consumer or message.
+"""
 
 from __future__ import annotations
+
+import random
+from collections import deque
 
 import pytest
 
 from qflow_client.broker.core import wire
+from qflow_client.broker.core.entries import QueueEntry
 from qflow_client.broker.core.errors import ConnectionException
 from qflow_client.broker.core.properties import decode_headers, decode_properties
 
-from ..tools import PROPERTIES
+from ..tools import PROPERTIES, make_queue, message
+from .test_queue import Taker, fill
 
 # The number of nulls that fit in a frame of 128 KiB.
 NULLS = b"A" + (130_000).to_bytes(4, "big") + b"V" * 130_000
@@ -86,3 +94,85 @@ def test_E9_the_cache_of_header_tables_that_were_already_checked_is_small(monkey
         wire.check_properties(header(b"\1%c" % (65 + number) + b"A" + table(b"V" * 10_000)))
     assert len(known) == 20
     assert wire._MAX_SOUND_TABLES * wire._MAX_SOUND_TABLE <= 1 << 20
+
+
+class CountedConsumer(Taker):
+    """A consumer that counts how often any such consumer is compared or looked at."""
+
+    looks = 0
+
+    def __init__(self):
+        super().__init__()
+        self._is_active = False
+
+    def __eq__(self, other):
+        CountedConsumer.looks += 1
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+    @property
+    def is_active(self):
+        CountedConsumer.looks += 1
+        return self._is_active
+
+    @is_active.setter
+    def is_active(self, value):
+        self._is_active = value
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("removed", [0, 50, 99])
+def test_the_time_to_remove_a_consumer_does_not_depend_on_the_number_of_consumers(is_single, removed):
+    queue = make_queue({"x-single-active-consumer": is_single})
+    consumers = [CountedConsumer() for _ in range(100)]
+    for consumer in consumers:
+        queue.dispatcher.add(consumer, exclusive=False)
+    CountedConsumer.looks = 0
+    queue.remove_consumer(consumers[removed])
+    assert CountedConsumer.looks < 5
+    # The other consumers get the messages, in turn or by their age.
+    del consumers[removed]
+    for _ in range(2):
+        queue.enqueue(message())
+        queue.after_publish()
+    assert [len(consumer.entries) for consumer in consumers[:2]] == ([2, 0] if is_single else [1, 1])
+
+
+class CountedDeque(deque[QueueEntry]):
+    """A deque that counts how often an element is read or removed."""
+
+    looks = 0
+
+    def __getitem__(self, index):
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def popleft(self):
+        self.looks += 1
+        return super().popleft()
+
+
+@pytest.mark.parametrize("place", [0, 1, 499, 500, 998, 999])
+def test_a_message_is_requeued_into_a_long_queue_without_a_look_at_every_message(place):
+    queue = fill(make_queue(), [1] * 1000)
+    entries = [queue.take(no_ack=False) for _ in range(1000)]
+    queue.dispatcher.requeue(entry for entry in entries if entry is not entries[place])
+    queue.contents.ready = ready = CountedDeque(queue.contents.ready)
+    queue.dispatcher.requeue([entries[place]])
+    assert ready.looks < 50
+    assert list(queue.contents.ready) == entries
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_that_are_requeued_in_any_order_return_to_their_places(seed):
+    chance = random.Random(seed)
+    queue = fill(make_queue(), [1] * 50)
+    entries = [queue.take(no_ack=False) for _ in range(50)]
+    unacked = list(entries)
+    while unacked:
+        back = chance.sample(unacked, chance.randint(1, len(unacked)))
+        unacked = [entry for entry in unacked if entry not in back]
+        queue.dispatcher.requeue(back)
+        assert list(queue.contents.ready) == [entry for entry in entries if entry not in unacked]
