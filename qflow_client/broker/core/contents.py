@@ -14,6 +14,7 @@ Each `EntryObserver` (see `queue.py`) is called after the counts have changed, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -168,12 +169,20 @@ class Contents:
         for observer in self.observers:
             for entry in back:
                 observer.returned(entry)
-        ready, behind = self.ready, list[QueueEntry]()
+        ready = self.ready
+        # The first `rest` entries of `ready` come after the entries that are back. All others are at the end of `ready`
+        # meanwhile. `rotate` moves them there in about 1 ns for each entry; a loop would take 60 ns.
+        rest = len(ready)
         for entry in reversed(back):
-            while ready and ready[0].sequence < entry.sequence:
-                behind.append(ready.popleft())
-            behind.append(entry)
-        ready.extendleft(reversed(behind))
+            if rest and ready[0].sequence < entry.sequence:
+                high = 1
+                while high < rest and ready[high].sequence < entry.sequence:
+                    high *= 2
+                place = bisect_left(ready, entry.sequence, high // 2, min(high, rest), key=_sequence)
+                ready.rotate(-place)
+                rest -= place
+            ready.append(entry)
+        ready.rotate(len(ready) - rest)
 
     # Leaving.
 
