@@ -7,7 +7,7 @@ can perhaps take messages again, its channel calls `Dispatcher.wake`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.dropping import Dropping
@@ -45,7 +45,7 @@ class Dispatcher:
         self._storage = storage
         self._single_active = single_active
         # An `OrderedDict` finds its first consumer in constant time, even after many removals. A dict does not.
-        self.consumers: OrderedDict[Consumer, None] = OrderedDict()
+        self.consumers: dict[Consumer, None] = OrderedDict()
         # Active consumers. The first active consumer gets the next message.
         self.active: OrderedDict[Consumer, None] = OrderedDict()
         self.exclusive: Consumer | None = None
@@ -80,19 +80,20 @@ class Dispatcher:
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
-            del self.active[consumer]
+            self.active.pop(consumer, None)
         if self.exclusive is consumer:
             self.exclusive = None
         if self._single_active and self.consumers:
             self.wake(next(iter(self.consumers)))
 
-    def cancel_all(self) -> None:
-        """Cancel all consumers, because the queue is deleted."""
+    def cancel_all_in_steps(self) -> Iterator[None]:
+        """Cancel all consumers, because the queue is deleted. Each step cancels one consumer."""
         consumers = tuple(self.consumers)
         self.consumers.clear()
         self.active.clear()
         for consumer in consumers:
             consumer.cancelled_by_queue()
+            yield
 
     # Deliveries.
 

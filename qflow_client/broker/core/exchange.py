@@ -88,6 +88,7 @@ class Exchange(ABC):
         self.auto_delete = auto_delete
         self.internal = internal
         self.arguments = dict(arguments or {})
+        self.is_deleted = False
         # The bindings from this exchange, in the order in which they were added.
         self.bindings: dict[object, Binding] = {}
         #: The destinations that are exchanges. The keys are the same as in `bindings`.

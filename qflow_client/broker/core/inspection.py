@@ -139,11 +139,11 @@ class InspectableBroker(EmbeddedBroker):
 
     def each_binding(self) -> Iterator[BindingSnapshot]:
         """Yield a snapshot of each binding, grouped by exchange."""
-        exchanges = self._host.topology.exchanges
-        for exchange in tuple(exchanges.values()):
+        for exchange in tuple(self._host.topology.exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
-                # A deleted exchange keeps its bindings, so check that the exchange still exists.
-                if exchanges.get(exchange.name) is exchange and exchange.bindings.get(binding.key) is binding:
+                # A deleted exchange keeps its bindings, and those of a deleted destination are removed in slices.
+                is_deleted = exchange.is_deleted or binding.destination.is_deleted
+                if not is_deleted and exchange.bindings.get(binding.key) is binding:
                     yield binding_snapshot(exchange, binding)
 
     @property

@@ -381,7 +381,7 @@ class Queue:
         return count
 
     def delete(self) -> int:
-        """Remove all messages, and return how many were ready. The caller calls `Dispatcher.cancel_all` afterwards."""
+        """Remove all messages, and return how many were ready. Afterwards run `Dispatcher.cancel_all_in_steps`."""
         self.is_deleted = True
         count = self.purge()
         self.release_withheld()

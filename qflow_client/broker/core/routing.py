@@ -140,6 +140,9 @@ def reach(
         exchange = todo.pop()
         is_routed = False
         for destination in _destinations(exchange, routing_key, headers, queues):
+            if destination.is_deleted:
+                # The bindings of a deleted queue or exchange are removed in slices.
+                continue
             is_routed = True
             if isinstance(destination, Queue):
                 found[destination] = None

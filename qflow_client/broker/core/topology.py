@@ -5,7 +5,7 @@ Durable objects are recorded in the journal. Every change increases `Router.vers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qflow_client.amqp.fields import MAX_DEPTH
@@ -17,6 +17,7 @@ from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.routing import ALTERNATE_EXCHANGE, Router
 from qflow_client.broker.core.settings import Settings
+from qflow_client.broker.core.timers import Slices
 
 __all__ = ["Topology", "check_depth", "check_owner", "check_same"]
 
@@ -34,6 +35,7 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
+        slices: removes the bindings of deleted queues and exchanges.
         on_bindings: called after a `bind` or `unbind`, with the destination of the binding. Also called with ``None``
             if an exchange is deleted, or declared with an alternate exchange.
     """
@@ -43,9 +45,11 @@ class Topology:
         settings: Settings,
         queues: Mapping[str, Queue],
         journal: TopologyJournal | None,
+        slices: Slices,
         on_bindings: Callable[[Queue | Exchange | None], None],
     ) -> None:
         self._journal = journal
+        self._slices = slices
         self._on_bindings = on_bindings
         self.exchanges: dict[str, Exchange] = {"": DirectExchange("", durable=True)}
         for name, kind in _PREDECLARED:
@@ -131,6 +135,7 @@ class Topology:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
+        exchange.is_deleted = True
         if self._journal is not None and exchange.durable:
             self._journal.exchange_gone(name)
         for binding in exchange.bindings.values():
@@ -237,10 +242,16 @@ class Topology:
             )
 
     def unbind_everywhere(self, destination: Queue | Exchange) -> None:
-        """Remove all bindings to a deleted queue or exchange."""
+        """Remove all bindings to a deleted queue or exchange, in slices."""
+        self._slices.run(self._unbind_in_steps(destination))
+
+    def _unbind_in_steps(self, destination: Queue | Exchange) -> Iterator[None]:
         for binding in tuple(self._bound.get(destination, ())):
-            self._remove(binding)
-            self._after_unbind(binding.source)
+            # If the source was deleted meanwhile, the binding is already removed.
+            if not binding.source.is_deleted:
+                self._remove(binding)
+                self._after_unbind(binding.source)
+            yield
 
     def inheritance(self, queue: Queue) -> Inheritance:
         """Return the exchanges from which messages can come to a queue."""

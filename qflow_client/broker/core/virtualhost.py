@@ -25,7 +25,7 @@ from qflow_client.broker.core.queueflow import FlowOptions
 from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.settings import FlowScope, Settings
-from qflow_client.broker.core.timers import Timers
+from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology, check_depth, check_owner, check_same
 from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import WaitingRoom, refusal
@@ -63,7 +63,8 @@ class VirtualHost:
         self.queues: dict[str, Queue] = {}
         self.timers = Timers(clock, journal.divide if journal is not None else lambda: None)
         self.wake_at = self.timers.wake_at
-        self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
+        self.slices = Slices(clock, self.timers)
+        self.topology = Topology(settings, self.queues, self._store, self.slices, self._bindings_changed)
         self.router = self.topology.router
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
@@ -72,7 +73,8 @@ class VirtualHost:
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
-        self._inheriting = _Inheriting(self)
+        # The queues whose limits have to be computed again after a change of exchanges.
+        self._inheriting: OrderedDict[Queue, None] = OrderedDict()
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.
         self.meter: PublishMeter | None = None
@@ -200,7 +202,8 @@ class VirtualHost:
         """
         if queue.is_deleted:
             return 0
-        del self.queues[queue.name]
+        if self.queues.get(queue.name) is queue:
+            del self.queues[queue.name]
         self.router.version += 1
         if queue.number and self._store is not None:
             self._store.queue_gone(queue.name)
@@ -208,7 +211,7 @@ class VirtualHost:
         count = queue.delete()
         if on_deleted is not None:
             on_deleted(count)
-        queue.dispatcher.cancel_all()
+        self.slices.run(queue.dispatcher.cancel_all_in_steps())
         return count
 
     def unused(self, queue: Queue) -> None:
@@ -224,8 +227,16 @@ class VirtualHost:
 
     def owner_gone(self, owner: object) -> None:
         """Delete the exclusive queues of a connection that has ended."""
-        for queue in [queue for queue in self.queues.values() if queue.exclusive_owner is owner]:
+        queues = [queue for queue in self.queues.values() if queue.exclusive_owner is owner]
+        for queue in queues:
+            # Other connections can declare queues with these names now, even before these queues are deleted.
+            del self.queues[queue.name]
+        self.slices.run(self._delete_in_steps(queues))
+
+    def _delete_in_steps(self, queues: Iterable[Queue]) -> Iterator[None]:
+        for queue in queues:
             self.delete_queue(queue)
+            yield
 
     def source_gone(self, source: FlowSource) -> None:
         """Record that a channel has ended."""
@@ -258,7 +269,21 @@ class VirtualHost:
         if isinstance(destination, Queue):
             self.apply_rules(destination)
         else:
-            self._inheriting.start(self.queues.values())
+            is_running = bool(self._inheriting)
+            # A queue that is still to come keeps its place, so frequent changes cannot keep a queue from its turn.
+            self._inheriting.update(dict.fromkeys(self.queues.values()))
+            if not is_running:
+                self.slices.run(self._inherit_in_steps())
+
+    def _inherit_in_steps(self) -> Iterator[None]:
+        while self._inheriting:
+            queue, _ = self._inheriting.popitem(last=False)
+            if not queue.is_deleted:
+                try:
+                    self.apply_rules(queue)
+                except ChannelException as error:
+                    _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
+            yield
 
     # Publishing.
 
@@ -323,36 +348,6 @@ class VirtualHost:
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
     """Call the callback immediately. Used without a journal, because every body is then in memory."""
     callback()
-
-
-class _Inheriting:
-    """Computes the limits of all queues again, in slices, after a change of exchanges or of bindings between them."""
-
-    #: Number of queues in a slice.
-    AT_ONCE = 200
-
-    def __init__(self, host: VirtualHost) -> None:
-        self._host = host
-        # The queues whose limits have to be computed again.
-        self._queues: OrderedDict[Queue, None] = OrderedDict()
-
-    def start(self, queues: Iterable[Queue]) -> None:
-        is_running = bool(self._queues)
-        # A queue that still waits keeps its place, so frequent changes cannot delay it forever.
-        self._queues.update(dict.fromkeys(queues))
-        if not is_running:
-            self.tick(self._host.clock())
-
-    def tick(self, now: float) -> None:
-        for _ in range(min(self.AT_ONCE, len(self._queues))):
-            queue, _ = self._queues.popitem(last=False)
-            if not queue.is_deleted:
-                try:
-                    self._host.apply_rules(queue)
-                except ChannelException as error:
-                    _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
-        if self._queues:
-            self._host.wake_at(self, now)
 
 
 class _Sampling:

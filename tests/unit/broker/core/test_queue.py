@@ -372,7 +372,7 @@ def test_a_deleted_queue_notifies_its_consumers_and_ignores_their_acks():
     fill(queue, [1])
     queue.dispatcher.dispatch()
     queue.delete()
-    queue.dispatcher.cancel_all()
+    list(queue.dispatcher.cancel_all_in_steps())
     assert taker.is_cancelled
     queue.dispatcher.settle(taker.entries[0], acked=True)
     queue.dispatcher.requeue(taker.entries)
@@ -444,7 +444,7 @@ def test_a_deleted_queue_is_freed_without_the_garbage_collector(arguments, depth
         gc.collect(0)
         queue = fill(make_queue(arguments), [1] * depth, Publisher())
         queue.delete()
-        queue.dispatcher.cancel_all()
+        list(queue.dispatcher.cancel_all_in_steps())
         while queue.contents.leaving:
             queue.tick(0.0)
         # Timers that were set before still fire.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from pamqp import commands
@@ -10,7 +10,7 @@ from pamqp import commands
 from qflow_client.broker.core.consuming import Consuming, Returning
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.snapshots import queue_snapshot
-from qflow_client.broker.core.timers import Timers
+from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.store.journal import Journal
@@ -312,3 +312,134 @@ def test_E9_a_queue_can_be_deleted_while_the_unacked_messages_of_a_lost_connecti
     world.host.timers.tick(world.now)
     assert (queue.depth, queue.contents.ready_count, queue.contents.unacked) == (0, 0, {})
     assert world.host.timers.next_tick == float("inf")
+
+
+@pytest.fixture(name="two_steps")
+def _two_steps(monkeypatch):
+    """End each slice after two steps, because its time is over."""
+    monkeypatch.setattr(Slices, "AT_ONCE", 2)
+    monkeypatch.setattr(Timers, "MAX_TICK", 0.0)
+
+
+def ticks(world, measure):
+    """Return the results of `measure`: now, and after each tick until no timer is due."""
+    found = [measure()]
+    while world.host.timers.next_tick <= world.now:
+        world.host.timers.tick(world.now)
+        found.append(measure())
+    return found
+
+
+def steps(done, *numbers):
+    for number in numbers:
+        done.append(number)
+        yield
+
+
+def test_E9_work_that_takes_less_than_the_time_of_a_slice_is_done_immediately(world):
+    done: list[int] = []
+    world.host.slices.run(steps(done, *range(1000)))
+    assert (len(done), world.host.timers.next_tick) == (1000, float("inf"))
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_work_is_done_in_the_order_of_its_start_even_if_a_step_starts_more_work_or_fails(world):
+    done: list[int] = []
+    slices = world.host.slices
+
+    def first():
+        done.append(1)
+        slices.run(steps(done, 2, 3))
+        yield
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        slices.run(first())
+    slices.run(steps(done, 4, 5))
+    assert ticks(world, done.copy) == [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
+    slices.run(steps(done, 6))
+    assert done == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_the_exclusive_queues_of_a_lost_connection_are_deleted_in_slices_but_their_names_are_free_immediately(world):
+    client, other = (world.client().channel() for _ in range(2))
+    for number in range(5):
+        client.declare(f"q{number}", exclusive=True)
+        client.call(1, commands.Queue.Bind(queue=f"q{number}", exchange="amq.fanout"), commands.Queue.BindOk)
+    queues = [world.queue(f"q{number}") for number in range(5)]
+    client.session.lost()
+    assert list(world.host.queues) == []
+    other.declare("q4")
+    other.publish(routing_key="q4")
+    other.publish(exchange="amq.fanout")
+    deleted = ticks(world, lambda: sum(queue.is_deleted for queue in queues))
+    assert deleted[0] < 5
+    assert deleted[-1] == 5
+    assert max(after - before for before, after in pairwise(deleted)) <= 2
+    assert not world.host.topology.exchanges["amq.fanout"].bindings
+    assert (list(world.host.queues), world.queue("q4").depth) == (["q4"], 1)
+    assert [queue.depth for queue in queues] == [0] * 5
+
+
+@pytest.mark.usefixtures("two_steps")
+@pytest.mark.parametrize("kind", ["direct", "headers"])
+def test_E9_the_bindings_of_a_deleted_queue_are_removed_in_slices_and_route_no_more_messages(world, kind):
+    client = world.client().channel().with_queue()
+    client.declare("alternate")
+    topology, queue = world.host.topology, world.queue()
+    topology.declare_exchange("e", kind, auto_delete=True, arguments={"alternate-exchange": "amq.fanout"})
+    topology.bind(world.queue("alternate"), "amq.fanout", "", {})
+    for number in range(5):
+        topology.bind(queue, "e", "", {"x-number": number})
+    source = topology.exchanges["e"]
+    client.publish(exchange="e", routing_key="")
+    client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
+    assert len(source.bindings) == 3
+    client.publish(exchange="e", routing_key="")
+    assert (queue.depth, world.queue("alternate").depth) == (0, 1)
+    # A new queue with the same name has other bindings.
+    client.declare("q")
+    topology.bind(world.queue(), "e", "", {"x-number": 4})
+    client.publish(exchange="e", routing_key="")
+    assert world.queue().depth == 1
+    assert ticks(world, lambda: len(source.bindings))[:3] == [4, 2, 1]
+    client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
+    assert "e" not in topology.exchanges
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_an_exchange_can_be_deleted_while_its_bindings_to_a_deleted_queue_are_removed(world):
+    client = world.client().channel().with_queue()
+    topology = world.host.topology
+    topology.declare_exchange("e", "topic")
+    for number in range(5):
+        topology.bind(world.queue(), "e" if number % 2 else "amq.topic", f"{number}", {})
+    world.host.delete_queue(world.queue())
+    topology.delete_exchange("e")
+    assert ticks(world, lambda: len(topology.exchanges["amq.topic"].bindings))[-1] == 0
+    assert topology._bound == {}
+    assert client.received() == []
+
+
+def test_E9_a_long_chain_of_auto_delete_exchanges_is_deleted_without_recursion(world):
+    topology = world.host.topology
+    for number in range(2000):
+        topology.declare_exchange(f"e{number}", "fanout", auto_delete=True)
+        topology.bind(topology.exchanges[f"e{number - 1}" if number else "amq.fanout"], f"e{number}", "", {})
+    topology.delete_exchange("e0")
+    assert [name for name in topology.exchanges if name.startswith("e")] == []
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_the_consumers_of_a_deleted_queue_are_cancelled_in_slices(world):
+    client = world.client().channel().with_queue()
+    for number in range(5):
+        client.with_consumer(tag=f"c{number}")
+    client.send(1, commands.Queue.Delete(queue="q"))
+    cancelled = [client.names()]
+    # The client cancels a consumer that the broker has not cancelled yet.
+    client.call(1, commands.Basic.Cancel("c4"), commands.Basic.CancelOk)
+    cancelled += ticks(world, client.names)[1:]
+    assert [names.count("Basic.Cancel") for names in cancelled if names] == [2, 2]
+    assert client.session.channels[1].consuming.consumers == {}

@@ -8,7 +8,7 @@ from pamqp import commands
 
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.settings import Enforcement
-from qflow_client.broker.core.virtualhost import _Inheriting
+from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.policies.arguments import QueueArguments, resolve_limits
 from qflow_client.broker.policies.overflow import Conflate, Reject, Ring, Wait
 from qflow_client.broker.policies.policy import ApplyTo, Policy, PolicyDefinition, QueuePolicy
@@ -358,7 +358,8 @@ def test_D3_queues_inherit_the_policies_of_exchanges_whose_alternate_exchange_is
 
 
 def test_E9_a_deleted_exchange_changes_the_limits_of_many_queues_in_slices(world, client, monkeypatch):
-    monkeypatch.setattr(_Inheriting, "AT_ONCE", 2)
+    monkeypatch.setattr(Slices, "AT_ONCE", 2)
+    monkeypatch.setattr(Timers, "MAX_TICK", 0.0)
     world.set_policy(policy("far", "^far", "exchanges", max_count=5))
     for name in ("far1", "far2"):
         client.call(1, commands.Exchange.Declare(exchange=name, exchange_type="fanout"), commands.Exchange.DeclareOk)
