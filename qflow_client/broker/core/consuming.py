@@ -8,7 +8,7 @@ can perhaps take messages again, `Consuming.wake` offers messages to them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Protocol
 
@@ -108,50 +108,6 @@ class ChannelConsumer:
         self.consuming.consumer_lost(self)
 
 
-class Returning:
-    """Returns a large number of deliveries of a closed channel to their queues, in slices.
-
-    The newest deliveries return first, so each slice goes in front of the slices before it. To keep the order, the
-    queues deliver nothing until all deliveries have returned.
-
-    Args:
-        deliveries: the unsettled deliveries, the oldest first.
-        queues: the queues of the channel's consumers.
-    """
-
-    #: Maximum number of deliveries in a slice.
-    AT_ONCE = 10_000
-
-    def __init__(self, host: VirtualHost, deliveries: list[Delivery], queues: Iterable[Queue]) -> None:
-        self._host = host
-        self._deliveries = deliveries
-        self._queues: dict[QueueView, None] = {}
-        for queue in queues:
-            self._pause(queue)
-
-    def _pause(self, queue: QueueView) -> None:
-        if queue not in self._queues:
-            self._queues[queue] = None
-            queue.dispatcher.pause(1)
-
-    def tick(self, now: float) -> None:
-        back: dict[QueueView, list[QueueEntry]] = {}
-        for delivery in self._deliveries[-self.AT_ONCE :]:
-            back.setdefault(delivery.entry.queue, []).append(delivery.entry)
-        del self._deliveries[-self.AT_ONCE :]
-        for queue, entries in back.items():
-            self._pause(queue)
-            queue.dispatcher.requeue(entries)
-        if self._deliveries:
-            self._host.timers.wake_at(self, now)
-            return
-        for queue in self._queues:
-            queue.dispatcher.pause(-1)
-            queue.trim()
-        for queue in self._queues:
-            queue.dispatcher.dispatch()
-
-
 class Consuming:
     """The consumers of a channel, and its unsettled deliveries."""
 
@@ -159,6 +115,8 @@ class Consuming:
     #: LETTER deliveries, because it takes longer to settle.
     AT_ONCE = 10_000
     LETTER = 50
+    #: Maximum number of deliveries of a closed channel that return to their queues in one step.
+    RETURNS = 1000
 
     __slots__ = (
         "_ack_until",
@@ -440,21 +398,52 @@ class Consuming:
         )
 
     def end(self) -> None:
-        """Remove the consumers, and return the unacked messages to their queues."""
-        consumers = tuple(self.consumers.values())
+        """Remove the consumers, and return the unacked messages to their queues, in slices."""
+        consumers, deliveries = tuple(self.consumers.values()), list(self.unacked.values())
         self.consumers.clear()
         self.last_served = None
+        self.unacked.clear()
+        # A consumer that is not removed yet takes no messages.
+        self.want(False)
+        if consumers or deliveries:
+            queues: dict[QueueView, None] = {consumer.queue: None for consumer in consumers}
+            for queue in queues:
+                queue.dispatcher.pause(1)
+            self._host.slices.run(self._end_in_steps(consumers, deliveries, queues))
+
+    def _end_in_steps(
+        self, consumers: tuple[ChannelConsumer, ...], deliveries: list[Delivery], paused: dict[QueueView, None]
+    ) -> Iterator[None]:
+        """Return deliveries to their queues, and then remove consumers.
+
+        The newest deliveries return first, so each step goes in front of the steps before it. To keep the order, the
+        queues deliver nothing until all deliveries have returned.
+
+        Args:
+            deliveries: the unsettled deliveries, the oldest first.
+            paused: the queues that are paused.
+        """
+        while deliveries:
+            back: dict[QueueView, list[QueueEntry]] = {}
+            for delivery in deliveries[-self.RETURNS :]:
+                back.setdefault(delivery.entry.queue, []).append(delivery.entry)
+            del deliveries[-self.RETURNS :]
+            for queue, entries in back.items():
+                if queue not in paused:
+                    paused[queue] = None
+                    queue.dispatcher.pause(1)
+                queue.dispatcher.requeue(entries)
+            yield
+        for queue in paused:
+            queue.dispatcher.pause(-1)
+            queue.trim()
+            queue.dispatcher.dispatch()
+            yield
         for consumer in consumers:
             consumer.queue.remove_consumer(consumer)
-        unacked, self.unacked = self.unacked, {}
-        if len(unacked) > Returning.AT_ONCE:
-            queues = (consumer.queue for consumer in consumers)
-            Returning(self._host, list(unacked.values()), queues).tick(self._host.clock())
-        else:
-            self._requeue(unacked.values())
-        for consumer in consumers:
             consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)
+            yield
 
 
 def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:

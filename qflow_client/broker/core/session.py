@@ -455,8 +455,9 @@ class Session:
     def _end_channels(self) -> None:
         # A channel returns its unacked messages to the queues. They must not go to another channel of this connection.
         self.output.takes_deliveries = False
-        self.channels.end()
-        self.host.owner_gone(self)
+        with self.host.slices.together():
+            self.channels.end()
+            self.host.owner_gone(self)
 
     @property
     def held_size(self) -> int:

@@ -9,6 +9,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 from qflow_client.broker.core.ports import Timed
@@ -74,6 +75,16 @@ class Slices:
         if not self._is_running:
             self._is_running = True
             self.tick(self._clock())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let all work that is started in this context share one slice, which begins at the end of the context."""
+        was_running, self._is_running = self._is_running, True
+        try:
+            yield
+        finally:
+            if not was_running:
+                self.tick(self._clock())
 
     def tick(self, now: float) -> None:
         end = self._clock() + Timers.MAX_TICK

@@ -7,7 +7,7 @@ from itertools import count, pairwise
 import pytest
 from pamqp import commands
 
-from qflow_client.broker.core.consuming import Consuming, Returning
+from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
@@ -272,8 +272,9 @@ def test_E9_recover_redelivers_very_many_messages_in_slices_and_each_message_onl
     assert sorted(client.session.channels[1].consuming.unacked) == [tag for tag, _, _ in deliveries]
 
 
+@pytest.mark.usefixtures("two_steps")
 def test_E9_unacked_messages_of_a_lost_connection_are_requeued_in_slices_and_in_order(world, monkeypatch):
-    monkeypatch.setattr(Returning, "AT_ONCE", 10)
+    monkeypatch.setattr(Consuming, "RETURNS", 5)
     client, other = (world.client().channel() for _ in range(2))
     client.declare("q")
     client.declare("got")
@@ -283,25 +284,20 @@ def test_E9_unacked_messages_of_a_lost_connection_are_requeued_in_slices_and_in_
     client.send(1, commands.Basic.Get(queue="got"))
     client.consume()
     client.received()
-    times = count()
-    world.host.clock = world.host.timers._clock = lambda: next(times)
     client.session.lost()
     other.consume()
     other.publish(b"35")
     other.publish(routing_key="got")
     queues = world.queue(), world.queue("got")
-    ready = [queues[0].contents.ready_count]
-    while world.host.timers.next_tick <= (now := next(times)):
-        assert other.deliveries_after_ok() == []
-        world.host.timers.tick(now)
-        ready.append(queues[0].contents.ready_count)
-    assert ready == [11, 21, 31, 0]
+    assert other.deliveries_after_ok() == []
+    assert ticks(world, lambda: queues[0].contents.ready_count)[:5] == [11, 21, 31, 36, 0]
     assert [content for _, content, _ in other.deliveries()] == [b"%d" % number for number in range(36)]
     assert [entry.redelivered for entry in queues[1].contents.oldest_first()] == [True, False]
 
 
+@pytest.mark.usefixtures("two_steps")
 def test_E9_a_queue_can_be_deleted_while_the_unacked_messages_of_a_lost_connection_are_requeued(world, monkeypatch):
-    monkeypatch.setattr(Returning, "AT_ONCE", 10)
+    monkeypatch.setattr(Consuming, "RETURNS", 5)
     client = world.client().channel().with_queue()
     client.publish(times=35)
     client.consume()
@@ -309,7 +305,7 @@ def test_E9_a_queue_can_be_deleted_while_the_unacked_messages_of_a_lost_connecti
     queue = world.queue()
     client.session.lost()
     world.host.delete_queue(queue)
-    world.host.timers.tick(world.now)
+    assert ticks(world, lambda: queue.contents.ready_count)[-1] == 0
     assert (queue.depth, queue.contents.ready_count, queue.contents.unacked) == (0, 0, {})
     assert world.host.timers.next_tick == float("inf")
 
@@ -443,3 +439,31 @@ def test_E9_the_consumers_of_a_deleted_queue_are_cancelled_in_slices(world):
     cancelled += ticks(world, client.names)[1:]
     assert [names.count("Basic.Cancel") for names in cancelled if names] == [2, 2]
     assert client.session.channels[1].consuming.consumers == {}
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_the_consumers_of_a_closed_channel_are_removed_in_slices_and_get_no_messages_meanwhile(world):
+    client, other = (world.client().channel() for _ in range(2))
+    for number in range(5):
+        client.declare(f"q{number}", auto_delete=True)
+        client.with_consumer(f"q{number}", tag=f"c{number}")
+    client.call(1, commands.Channel.Close(200, "", 0, 0), commands.Channel.CloseOk)
+    other.publish(routing_key="q4")
+    assert (client.received(), world.queue("q4").contents.ready_count) == ([], 1)
+    assert len(world.host.queues) == 5
+    assert ticks(world, lambda: len(world.host.queues))[-1] == 0
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_the_channels_of_a_lost_connection_return_their_messages_in_slices(world):
+    client = world.client()
+    for number in range(1, 6):
+        client.channel(number)
+    client.declare("q")
+    client.publish(times=5)
+    for number in range(1, 6):
+        client.send(number, commands.Basic.Get(queue="q"))
+    client.session.lost()
+    ready = ticks(world, lambda: world.queue().contents.ready_count)
+    assert max(after - before for before, after in pairwise(ready)) <= 2
+    assert [entry.sequence for entry in world.queue().contents.ready] == [1, 2, 3, 4, 5]
