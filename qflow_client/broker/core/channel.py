@@ -74,6 +74,10 @@ class Channel:
     """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
     MAX_TARGETS = 8
+    #: A method that takes more than this number of seconds is the last one of its slice.
+    LONG = 0.001
+    #: If `Router.headers_size` is above this number of bytes, a message to a headers exchange is the last of its slice.
+    LONG_HEADERS = 100_000
 
     __slots__ = (
         "_header",
@@ -165,7 +169,14 @@ class Channel:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"a client must not send {method.name} on channel {self.number}"
             )
+        began = self.host.clock()
         handler(self, method)
+        self._check_time(began)
+
+    def _check_time(self, began: float) -> None:
+        """If a frame takes long, serve other connections before the next frame. The session rarely reads the clock."""
+        if self.host.clock() - began > self.LONG:
+            self.session.has_done_much = True
 
     def on_header(self, payload: bytes) -> None:
         if self._target is None or self._header is not None:
@@ -258,7 +269,9 @@ class Channel:
     def _finish(self, target: Target, header: bytes, body: bytes) -> None:
         self._target = self._header = None
         if target.version != self.router.version:
+            began = self.host.clock()
             self.router.resolve(target)
+            self._check_time(began)
         message = StoredMessage(target, header, body)
         self.flow.published += 1
         if target is not self._last_target:
@@ -297,6 +310,8 @@ class Channel:
         if self.session.blocks:
             self.check_alarm()
         queues = self.router.destinations(message, target)
+        if target.queues is None and self.router.headers_size > self.LONG_HEADERS:
+            self.session.has_done_much = True
         if self.controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
             return

@@ -51,7 +51,7 @@ class ExchangeType(StrEnum):
 class Binding:
     """A binding of a queue or an exchange to an exchange. Only headers exchanges route by the arguments."""
 
-    __slots__ = ("arguments", "destination", "key", "routing_key", "source")
+    __slots__ = ("arguments", "destination", "headers_size", "key", "routing_key", "source")
 
     def __init__(self, source: Exchange, destination: Queue | Exchange, routing_key: str, arguments: Headers) -> None:
         self.source = source
@@ -60,6 +60,8 @@ class Binding:
         self.arguments = arguments
         # Two bindings of an exchange with equal keys are the same binding.
         self.key = (destination, routing_key, repr(sorted(arguments.items())))
+        # The part of `Router.headers_size`.
+        self.headers_size = 64 + len(self.key[2]) if source.needs_headers else 0
 
 
 class Exchange(ABC):
@@ -292,6 +294,11 @@ class HeadersExchange(Exchange):
     needs_headers = True
     _MATCHES = ("all", "any", "all-with-x", "any-with-x")
 
+    def __init__(self, name: str, **keywords: Any) -> None:
+        super().__init__(name, **keywords)
+        # For each binding: whether one of its headers is enough, and the headers.
+        self._wanted: dict[Binding, tuple[bool, tuple[tuple[str, object], ...]]] = {}
+
     def bind(self, binding: Binding) -> None:
         how = binding.arguments.get("x-match", "all")
         if how not in self._MATCHES:
@@ -300,17 +307,27 @@ class HeadersExchange(Exchange):
             )
         super().bind(binding)
 
-    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
-        return [binding for binding in self.bindings.values() if self._matches(binding, headers)]
-
-    def _matches(self, binding: Binding, headers: Headers) -> bool:
+    def _added(self, binding: Binding) -> None:
         how = str(binding.arguments.get("x-match", "all"))
-        wanted = (
-            name in headers and (value is None or headers[name] == value)
+        wanted = tuple(
+            (name, value)
             for name, value in binding.arguments.items()
             if name != "x-match" and (how.endswith("with-x") or not name.startswith("x-"))
         )
-        return any(wanted) if how.startswith("any") else all(wanted)
+        self._wanted[binding] = how.startswith("any"), wanted
+
+    def _removed(self, binding: Binding) -> None:
+        del self._wanted[binding]
+
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        return [binding for binding, wanted in self._wanted.items() if _matches(headers, *wanted)]
+
+
+def _matches(headers: Headers, is_any: bool, wanted: Iterable[tuple[str, object]]) -> bool:
+    for name, value in wanted:
+        if (name in headers and (value is None or headers[name] == value)) is is_any:
+            return is_any
+    return not is_any
 
 
 _KINDS: dict[ExchangeType, type[Exchange]] = {

@@ -39,6 +39,8 @@ class Router:
         self.version = 0
         # Cached targets. The keys are the payloads of Basic.Publish frames.
         self.targets: dict[bytes, Target] = {}
+        # Approximate bytes of the bindings of all headers exchanges. Each message can be compared with all of them.
+        self.headers_size = 0
 
     def check_size(self, size: int) -> None:
         """Raise `ChannelException` 406 if a message with this number of body bytes is too large."""

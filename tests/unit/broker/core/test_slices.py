@@ -7,10 +7,12 @@ from itertools import count, pairwise
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
+from qflow_client.broker.core.topology import Topology
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.store.journal import Journal
@@ -467,3 +469,65 @@ def test_E9_the_channels_of_a_lost_connection_return_their_messages_in_slices(wo
     ready = ticks(world, lambda: world.queue().contents.ready_count)
     assert max(after - before for before, after in pairwise(ready)) <= 2
     assert [entry.sequence for entry in world.queue().contents.ready] == [1, 2, 3, 4, 5]
+
+
+def bind_by_headers(client, size, text):
+    arguments = {"a": "x" * size, "text": text}
+    client.send(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments=arguments))
+
+
+def test_E9_the_arguments_of_all_bindings_to_headers_exchanges_are_limited_because_they_are_compared(
+    world, monkeypatch
+):
+    monkeypatch.setattr(Topology, "MAX_HEADERS_SIZE", 1000)
+    client = world.client().channel().with_queue()
+    bind_by_headers(client, 700, "first")
+    client.only(commands.Queue.BindOk)
+    bind_by_headers(client, 700, "second")
+    client.check_close(commands.Channel.Close, 406, "more than 1000 bytes")
+    client.send(1, commands.Channel.CloseOk())
+    client.channel()
+    # The same binding and the bindings of other exchanges are accepted.
+    bind_by_headers(client, 700, "first")
+    client.only(commands.Queue.BindOk)
+    world.host.topology.bind(world.queue(), "amq.topic", "a", {"a": "x" * 700})
+    # The end of a binding makes room.
+    world.host.delete_queue(world.queue())
+    assert world.host.router.headers_size == 0
+    client.declare("q")
+    bind_by_headers(client, 700, "second")
+    client.only(commands.Queue.BindOk)
+
+
+def test_E9_a_message_to_a_headers_exchange_with_large_bindings_is_the_last_of_its_slice(world, monkeypatch):
+    client = world.client().channel().with_queue()
+    monkeypatch.setattr(Channel, "LONG_HEADERS", 100)
+    client.publish(exchange="amq.headers")
+    assert not client.session.has_done_much
+    bind_by_headers(client, 100, "")
+    client.publish(exchange="amq.headers")
+    assert client.session.has_done_much
+
+
+@pytest.mark.parametrize("frame", ["method", "publish"])
+def test_E9_a_method_or_a_first_publish_that_takes_long_is_the_last_of_its_slice(world, frame):
+    client = world.client().channel().with_queue()
+    client.publish()
+
+    def take_long(function):
+        def slow(*arguments, **keywords):
+            world.now += 2 * Channel.LONG
+            return function(*arguments, **keywords)
+
+        return slow
+
+    if frame == "method":
+        world.host.declare_queue = take_long(world.host.declare_queue)
+        client.declare("other")
+    else:
+        world.host.router.resolve = take_long(world.host.router.resolve)
+        client.publish(routing_key="q")
+        assert not client.session.has_done_much
+        client.declare("other")
+        client.publish(routing_key="q")
+    assert client.session.has_done_much
