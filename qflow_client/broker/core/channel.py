@@ -37,7 +37,7 @@ from qflow_client.broker.core.transaction import (
     TRANSACTION_METHODS,
     Settlement,
     Transaction,
-    count_transaction,
+    add_to_transaction,
     roll_back,
 )
 from qflow_client.broker.core.unsupported import check_copies
@@ -281,7 +281,7 @@ class Channel:
             if self.session.blocks:
                 self.check_alarm()
             self.transaction.publishes.append((message, target))
-            count_transaction(self, message.footprint)
+            add_to_transaction(self, 1, message.footprint)
             return
         confirms = self.confirms
         tag = confirms.next_tag() if confirms is not None else 0
@@ -465,6 +465,7 @@ class Channel:
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
             self.transaction.settlements.append(Settlement(deliveries, acked, requeue))
+            add_to_transaction(self, len(deliveries))
         else:
             self.consuming.settle(deliveries, acked=acked, requeue=requeue)
         if multiple and self.consuming.has_more(tag):

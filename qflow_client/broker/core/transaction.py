@@ -25,7 +25,11 @@ from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.routing import Router
 from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "count_transaction", "roll_back"]
+__all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "add_to_transaction", "roll_back"]
+
+#: Maximum number of settled deliveries and of messages in a transaction. For each further queue that gets a message,
+#: the message counts once more. A commit takes about 5 µs for each. It has no slices, because it is one step.
+MAX_OPERATIONS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,13 @@ class Transaction:
         publishes: messages in the order of publishing, each with its target.
         settlements: settlements in the order of their arrival.
         size: approximate bytes of the published messages in memory.
+        operations: number of published messages and settled deliveries.
     """
 
     publishes: list[tuple[StoredMessage, Target]] = field(default_factory=list)
     settlements: list[Settlement] = field(default_factory=list)
     size: int = 0
+    operations: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
         """Return why a queue refuses the transaction; ``None`` if every queue has room for all messages that it gets.
@@ -113,11 +119,31 @@ def _open(channel: TransactionChannel) -> Transaction:
     return channel.transaction
 
 
-def count_transaction(channel: TransactionChannel, change: int) -> None:
-    """Change the size of the open transaction by this number of bytes."""
+def add_to_transaction(channel: TransactionChannel, operations: int, size: int = 0) -> None:
+    """Count published messages of `size` bytes, or settled deliveries, that were added to the open transaction.
+
+    Raises:
+        ChannelException: 406 if the transaction is too large.
+    """
+    transaction = _open(channel)
+    transaction.operations += operations
+    _count_bytes(channel, size)
+    _check_operations(transaction.operations)
+
+
+def _count_bytes(channel: TransactionChannel, change: int) -> None:
     _open(channel).size += change
     if channel.host.journal is not None:
         channel.host.journal.unfinished += change
+
+
+def _check_operations(operations: int) -> None:
+    if operations > MAX_OPERATIONS:
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED,
+            f"the transaction has more than {MAX_OPERATIONS} messages and acks, or messages for too many queues; "
+            "it is rolled back; commit more often",
+        )
 
 
 def _select(channel: TransactionChannel, method: commands.Tx.Select) -> None:
@@ -144,13 +170,14 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
     """Execute the whole transaction. If a queue refuses a message, roll back and raise `ChannelException` 406."""
     destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
+    _check_operations(transaction.operations + sum(max(0, len(queues) - 1) for queues in destinations))
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:
         reason = "the broker refuses every publish now"
     if reason is not None:
         roll_back(channel)
         raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, the transaction is rolled back: {reason}")
-    count_transaction(channel, -transaction.size)
+    _count_bytes(channel, -transaction.size)
     channel.transaction = Transaction()
     touched: dict[Queue, None] = {}
     for settlement in transaction.settlements:
@@ -176,7 +203,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 def roll_back(channel: TransactionChannel) -> None:
     """Discard messages and settlements. The settled deliveries become unacked, but are not delivered again."""
     transaction = _open(channel)
-    count_transaction(channel, -transaction.size)
+    _count_bytes(channel, -transaction.size)
     channel.transaction = Transaction()
     channel.consuming.restore_unacked(
         delivery for settlement in transaction.settlements for delivery in settlement.deliveries

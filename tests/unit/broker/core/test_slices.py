@@ -7,6 +7,7 @@ from itertools import count, pairwise
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core import transaction
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
@@ -531,3 +532,28 @@ def test_E9_a_method_or_a_first_publish_that_takes_long_is_the_last_of_its_slice
         client.declare("other")
         client.publish(routing_key="q")
     assert client.session.has_done_much
+
+
+@pytest.mark.parametrize("what", ["publish", "ack", "fanout"])
+def test_E9_the_size_of_a_transaction_is_limited_because_a_commit_is_one_step(world, monkeypatch, what):
+    monkeypatch.setattr(transaction, "MAX_OPERATIONS", 4)
+    client = world.client().channel().with_queue()
+    world.host.declare_queue("other")
+    for queue in ("q", "other"):
+        world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
+    client.publish(times=5)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    client.publish(exchange="amq.fanout", times=2)
+    client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+    assert (world.queue().depth, world.queue("other").depth) == (7, 2)
+    if what == "publish":
+        client.publish(times=5)
+    elif what == "ack":
+        client.consume()
+        client.received()
+        client.send(1, commands.Basic.Ack(5, multiple=True))
+    else:
+        client.publish(exchange="amq.fanout", times=3)
+        client.send(1, commands.Tx.Commit())
+    client.check_close(commands.Channel.Close, 406, "more than 4 messages and acks")
+    assert (world.queue().contents.ready_count, world.queue("other").depth) == (7, 2)
