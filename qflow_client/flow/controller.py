@@ -540,6 +540,9 @@ class FlowController:
         Args:
             now: seconds; ``None`` if the time is unknown. Then sources that wait for a certain time stay blocked.
         """
+        if not self._blocked or not self._may_go_on(now):
+            # `release` comes here for each element, so do not list all sources if none of them can continue.
+            return
         for source in tuple(self._blocked):
             # An unblocked source may immediately offer elements, so check again before each source.
             if not self._may_go_on(now):

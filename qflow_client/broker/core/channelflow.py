@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pamqp import commands
-
-from qflow_client.broker.core import wire
+from qflow_client.amqp.frames import METHOD_FRAME, frame
 from qflow_client.broker.core.handshake import Handshake
 from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.queueflow import CountedSource, QueueFlow
@@ -141,7 +139,9 @@ class ChannelFlow(CountedSource):
 
     def _send(self, *, active: bool) -> None:
         self.oks_due += 1
-        self.session.output.write_past_promises(wire.method(self._number, commands.Channel.Flow(active=active)))
+        # A queue can unblock thousands of channels together, so the frame is not encoded by pamqp.
+        flow = frame(METHOD_FRAME, self._number, b"\0\x14\0\x14" + bytes((active,)))
+        self.session.output.write_past_promises(flow)
 
     @property
     def seconds(self) -> float:

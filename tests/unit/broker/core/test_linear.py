@@ -14,8 +14,9 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.entries import QueueEntry
 from qflow_client.broker.core.errors import ConnectionException
 from qflow_client.broker.core.properties import decode_headers, decode_properties
+from qflow_client.flow import FlowSource
 
-from ..tools import PROPERTIES, make_queue, message
+from ..tools import PROPERTIES, Publisher, make_queue, message
 from .test_queue import Taker, fill
 
 # The number of nulls that fit in a frame of 128 KiB.
@@ -176,3 +177,30 @@ def test_messages_that_are_requeued_in_any_order_return_to_their_places(seed):
         unacked = [entry for entry in unacked if entry not in back]
         queue.dispatcher.requeue(back)
         assert list(queue.contents.ready) == [entry for entry in entries if entry not in unacked]
+
+
+class CountedDict(dict[FlowSource, None]):
+    """A dictionary that counts how often its keys are listed."""
+
+    looks = 0
+
+    def __iter__(self):
+        self.looks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("interval", [0.0, 1.0])
+def test_a_message_that_leaves_a_queue_that_stays_ON_does_not_look_at_each_blocked_channel(make_world, interval):
+    world = make_world(resume_interval=interval)
+    queue = world.host.declare_queue("q", arguments={"qpid.flow_stop_count": 3, "qpid.flow_resume_count": 2})
+    publishers = [Publisher(str(number)) for number in range(8)]
+    for publisher in publishers:
+        queue.enqueue(message(), publisher)
+    (family,) = queue.flows.families
+    family._blocked = blocked = CountedDict(family._blocked)
+    for _ in range(6):
+        queue.take(no_ack=True)
+    assert (queue.flows.is_on, len(blocked), blocked.looks) == (True, 5, 0)
+    queue.take(no_ack=True)
+    assert not queue.flows.is_on
+    assert len(queue.flows.blocked) == (4 if interval else 0)
