@@ -25,6 +25,9 @@ class Dispatcher:
         single_active: whether only the oldest consumer gets messages.
     """
 
+    #: Maximum number of messages that one call of `deliver` gives to several active consumers.
+    AT_ONCE = 5000
+
     __slots__ = (
         "_contents",
         "_dropping",
@@ -108,14 +111,19 @@ class Dispatcher:
         self.deliver()
 
     def deliver(self) -> None:
-        """Deliver as many messages as the consumers take, without dropping expired messages first."""
+        """Deliver as many messages as the consumers take, without dropping expired messages first.
+
+        If `AT_ONCE` messages are not enough, `Queue.tick` delivers more soon. A single consumer needs no such limit,
+        because `Output.takes_deliveries` limits the deliveries to each connection.
+        """
         contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
         if self._pauses or (expiry is not None and expiry.is_behind):
             return
         ready, active = contents.ready, self.active
         if storage is not None and not storage.may_lack:
             storage = None
-        while ready and active:
+        left = self.AT_ONCE
+        while ready and active and left:
             consumer = next(iter(active))
             if not consumer.can_take:
                 del active[consumer]
@@ -130,6 +138,7 @@ class Dispatcher:
                 continue
             if len(active) > 1:
                 active.move_to_end(consumer)
+                left -= 1
             self.delivered += 1
             if consumer.no_ack:
                 consumer.deliver(entry)
@@ -137,6 +146,8 @@ class Dispatcher:
             else:
                 contents.lend(entry)
                 consumer.deliver(entry)
+        if not left:
+            self._dropping.wake()
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
         """Take the next ready entry, which becomes unacked, or with `no_ack` leaves. ``None`` if no entry is ready."""

@@ -20,10 +20,10 @@ class Dropping:
 
     Args:
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called if `let_leave` has to be called again soon, because `Contents.leaving` is not empty yet.
+        wake: called if `Queue.tick` has to be called soon, for example because `Contents.leaving` is not empty yet.
     """
 
-    __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
+    __slots__ = ("_contents", "_died", "expiry", "has_letters", "wake")
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Dropping:
         self._died = died
         # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
-        self._wake = wake
+        self.wake = wake
         # The entries that expire; None if neither the queue nor any message so far has a time to live.
         self.expiry: Expiry | None = None
 
@@ -88,11 +88,11 @@ class Dropping:
     def end(self) -> None:
         """Drop the references to other objects, because the queue is deleted and all its entries have left."""
         self._died = self.expiry = None
-        self._wake = lambda: None
+        self.wake = lambda: None
 
     def let_leave(self) -> None:
         """Let one slice of the entries in `Contents.leaving` leave. If some remain, schedule the next call."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:
-                self._wake()
+                self.wake()

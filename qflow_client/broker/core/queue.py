@@ -442,8 +442,8 @@ class Queue:
                 self._end_parts()
         if self.is_deleted:
             return
+        self.dispatcher.dispatch()
         if self.dropping.expiry is not None:
-            self.dispatcher.dispatch()
             self._tick_by(self.dropping.expiry.next_at)
         self.flows.tick(now)
         if self.waiting:

@@ -11,6 +11,7 @@ from qflow_client.broker.core import transaction
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
+from qflow_client.broker.core.dispatcher import Dispatcher
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology
@@ -557,3 +558,17 @@ def test_E9_the_size_of_a_transaction_is_limited_because_a_commit_is_one_step(wo
         client.send(1, commands.Tx.Commit())
     client.check_close(commands.Channel.Close, 406, "more than 4 messages and acks")
     assert (world.queue().contents.ready_count, world.queue("other").depth) == (7, 2)
+
+
+def test_E9_a_queue_delivers_very_many_messages_to_several_consumers_in_slices_and_in_order(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "AT_ONCE", 10)
+    queue = fill(make_queue(), [1] * 25)
+    takers = [Taker(no_ack=True) for _ in range(2)]
+    for taker in takers:
+        queue.dispatcher.add(taker, exclusive=False)
+    queue.dispatcher.dispatch()
+    assert queue.depth == 15
+    # A message that is published meanwhile stays behind.
+    queue.enqueue(message())
+    assert slices(queue) == [10, 6]
+    assert [[entry.sequence for entry in taker.entries] for taker in takers] == [list(range(k, 27, 2)) for k in (1, 2)]
