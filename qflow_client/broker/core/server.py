@@ -570,7 +570,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         session = self.session
-        is_first = session.is_paused and session.waits_to_publish and not session.channels.published
+        is_first = session.is_paused and not session.channels.published
         self._set_buffers(
             self._transport.get_write_buffer_size() if self._is_slow else 0, session.held_size if is_first else 0
         )
