@@ -241,8 +241,10 @@ def run_pytest(folder: Path, port: int, *arguments: str, path: str = "") -> Outc
 
 
 def _run_aio_pika(folder: Path, port: int) -> Outcomes:
-    # The broker has no TLS.
-    return run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py")
+    # The broker has no TLS. The test of the memory collects garbage while aio-pika's own tasks still end: with both
+    # brokers, 4 of 10 runs fail.
+    unstable = "--deselect=tests/test_memory_leak.py::test_leak_unclosed_channel"
+    return run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py", unstable)
 
 
 def _run_py_amqp(folder: Path, port: int) -> Outcomes:
