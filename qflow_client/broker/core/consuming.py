@@ -214,8 +214,11 @@ class Consuming:
 
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
         """Remove a consumer whose queue was deleted. Send Basic.Cancel to a client that understands it."""
-        was_there = self.consumers.pop(consumer.tag, None) is not None
-        if was_there and self.session.handshake.understands("consumer_cancel_notify"):
+        # If the consumer was cancelled meanwhile, its tag can belong to another consumer.
+        if self.consumers.get(consumer.tag) is not consumer:
+            return
+        del self.consumers[consumer.tag]
+        if self.session.handshake.understands("consumer_cancel_notify"):
             self.output.write(_cancel(self.number, consumer.tag))
 
     def get(self, queue: Queue, *, no_ack: bool) -> None:

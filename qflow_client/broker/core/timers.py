@@ -54,9 +54,9 @@ class Timers:
 
 
 class Slices:
-    """Does work in slices: the first slice immediately, the others as timers. A piece of work waits for earlier pieces.
+    """Does work in slices. Each piece of work has its first slice immediately, and further slices as timers.
 
-    So work that fits in one slice is done at once, unless work of earlier calls is not done yet.
+    So work that fits in one slice is done at once, even while a large piece of other work is not done yet.
     """
 
     #: Minimum number of steps in a slice. Further steps run while the slice takes less than `Timers.MAX_TICK`.
@@ -65,16 +65,17 @@ class Slices:
     def __init__(self, clock: Callable[[], float], timers: Timers) -> None:
         self._clock = clock
         self._timers = timers
+        # The work that has had its first slice, and the work that shares the first slice that begins next or runs.
         self._work: deque[Iterator[None]] = deque()
-        # Whether a slice runs, or has a timer.
+        self._fresh: deque[Iterator[None]] = deque()
         self._is_running = False
+        self._has_timer = False
 
     def run(self, work: Iterator[None]) -> None:
         """Do the steps of a generator. The steps can call this method, too."""
-        self._work.append(work)
+        self._fresh.append(work)
         if not self._is_running:
-            self._is_running = True
-            self.tick(self._clock())
+            self._run_slice(self._fresh)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -83,21 +84,30 @@ class Slices:
         try:
             yield
         finally:
+            self._is_running = was_running
             if not was_running:
-                self.tick(self._clock())
+                self._run_slice(self._fresh)
 
     def tick(self, now: float) -> None:
+        self._has_timer = False
+        self._run_slice(self._work)
+
+    def _run_slice(self, work: deque[Iterator[None]]) -> None:
         end = self._clock() + Timers.MAX_TICK
         steps = 0
+        self._is_running = True
         try:
-            while self._work and (steps < self.AT_ONCE or self._clock() < end):
+            while work and (steps < self.AT_ONCE or self._clock() < end):
                 steps += 1
-                if next(self._work[0], self) is self:
-                    self._work.popleft()
+                if next(work[0], self) is self:
+                    work.popleft()
         except BaseException:
-            self._work.popleft()
+            work.popleft()
             raise
         finally:
-            self._is_running = bool(self._work)
-            if self._is_running:
-                self._timers.wake_at(self, now)
+            self._is_running = False
+            self._work.extend(self._fresh)
+            self._fresh.clear()
+            if self._work and not self._has_timer:
+                self._has_timer = True
+                self._timers.wake_at(self, self._clock())

@@ -143,7 +143,12 @@ class Topology:
             self._journal.exchange_gone(name)
         for binding in exchange.bindings.values():
             self._forget(binding)
-        self._with_alternate.get(exchange.arguments.get(ALTERNATE_EXCHANGE), {}).pop(exchange, None)
+        alternate = exchange.arguments.get(ALTERNATE_EXCHANGE)
+        if alternate is not None:
+            same = self._with_alternate[alternate]
+            del same[exchange]
+            if not same:
+                del self._with_alternate[alternate]
         self.unbind_everywhere(exchange)
         self._changed()
 

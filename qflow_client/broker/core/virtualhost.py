@@ -231,6 +231,7 @@ class VirtualHost:
         for queue in queues:
             # Other connections can declare queues with these names now, even before these queues are deleted.
             del self.queues[queue.name]
+        self.router.version += 1
         self.slices.run(self._delete_in_steps(queues))
 
     def _delete_in_steps(self, queues: Iterable[Queue]) -> Iterator[None]:

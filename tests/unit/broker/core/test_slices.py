@@ -343,7 +343,7 @@ def test_E9_work_that_takes_less_than_the_time_of_a_slice_is_done_immediately(wo
 
 
 @pytest.mark.usefixtures("two_steps")
-def test_E9_work_is_done_in_the_order_of_its_start_even_if_a_step_starts_more_work_or_fails(world):
+def test_E9_each_work_has_its_first_slice_immediately_even_if_other_work_remains_or_has_failed(world):
     done: list[int] = []
     slices = world.host.slices
 
@@ -355,10 +355,32 @@ def test_E9_work_is_done_in_the_order_of_its_start_even_if_a_step_starts_more_wo
 
     with pytest.raises(ValueError, match="failed"):
         slices.run(first())
-    slices.run(steps(done, 4, 5))
-    assert ticks(world, done.copy) == [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
-    slices.run(steps(done, 6))
-    assert done == [1, 2, 3, 4, 5, 6]
+    slices.run(steps(done, 4, 5, 6))
+    assert ticks(world, done.copy)[:3] == [[1, 4, 5], [1, 4, 5, 2, 3], [1, 4, 5, 2, 3, 6]]
+    slices.run(steps(done, 7))
+    assert done == [1, 4, 5, 2, 3, 6, 7]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_a_new_consumer_with_the_tag_of_one_that_is_still_to_be_cancelled_stays(world):
+    client = world.client().channel().with_queue("q").with_queue("r")
+    for number in range(5):
+        client.consume("q", tag=f"c{number}")
+    client.send(1, commands.Queue.Delete(queue="q"), commands.Basic.Cancel("c4", nowait=True))
+    client.consume("r", tag="c4")
+    ticks(world, lambda: None)
+    client.received()
+    client.publish(routing_key="r")
+    delivered = [frame for _, frame in client.received() if isinstance(frame, commands.Basic.Deliver)]
+    assert [frame.consumer_tag for frame in delivered] == ["c4"]
+    assert list(client.session.channels[1].consuming.consumers) == ["c4"]
+
+
+def test_a_deleted_exchange_leaves_nothing_of_its_alternate_exchange(world):
+    client = world.client().channel()
+    declare = commands.Exchange.Declare(exchange="e", arguments={"alternate-exchange": "other"})
+    client.send(1, declare, commands.Exchange.Delete(exchange="e"))
+    assert world.host.topology._with_alternate == {}
 
 
 @pytest.mark.usefixtures("two_steps")
