@@ -57,7 +57,7 @@ class Resending:
         Args:
             written: unsettled messages of the channel that were written on it or on an earlier channel.
             suspects: messages that may have caused the end of the channel.
-            unanswered: the messages of `written` of which this channel itself has written at least a part.
+            unanswered: those messages of `written` that this channel has written, at least in part.
         """
         # If an interrupted call is repeated, `by_number` has each message only once.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
