@@ -8,7 +8,8 @@ limits of admission are the window and the rate (see `limits`), the holds of the
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
 is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
 its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
-function. So `send_at_once` admits nothing on other interpreters (PyPy, builds without the GIL).
+function. So `send_at_once` admits nothing on other interpreters (PyPy, builds without the GIL), and nothing if a
+debugger or tracer in Python was active when the producer was made.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For
@@ -20,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, MethodType
 
 from qflow_client.amqp.frames import PublishEncoder, Route
 from qflow_client.core.limits import Limits
@@ -37,8 +39,18 @@ __all__ = ["Admission", "is_undisturbed"]
 
 
 def is_undisturbed() -> bool:
-    """Whether the interpreter is CPython with its GIL, which never interrupts instructions that call no function."""
-    return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+    """Whether nothing interrupts instructions that call no function.
+
+    CPython with its GIL never interrupts them. A trace or profile function in Python runs between them, and a thread
+    switch can come in that function.
+    """
+    if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    monitoring = getattr(sys, "monitoring", None)
+    return not (
+        any(isinstance(hook, (FunctionType, MethodType)) for hook in (sys.gettrace(), sys.getprofile()))
+        or (monitoring is not None and any(map(monitoring.get_tool, range(6))))
+    )
 
 
 class Admission:

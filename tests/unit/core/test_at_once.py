@@ -81,6 +81,36 @@ def test_send_at_once_always_returns_none_without_the_gil_or_on_pypy(
     assert send(protocol, b"abc").message_id
 
 
+# Python 3.12 and later.
+_MONITORING: Any = getattr(sys, "monitoring", None)
+
+
+def _use_monitoring(tool: Any) -> None:
+    if tool:
+        _MONITORING.use_tool_id(_MONITORING.PROFILER_ID, "a tool")
+    else:
+        _MONITORING.free_tool_id(_MONITORING.PROFILER_ID)
+
+
+HOOKS: dict[str, Callable[[Any], object]] = {
+    "trace": sys.settrace,
+    "profile": sys.setprofile,
+    **({"monitoring": _use_monitoring} if _MONITORING else {}),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_send_at_once_always_returns_none_if_the_producer_was_made_under_a_debugger_or_tracer(hook: str) -> None:
+    before = sys.gettrace()
+    HOOKS[hook](lambda *_: None)
+    try:
+        protocol = make()
+    finally:
+        HOOKS[hook](before if hook == "trace" else None)
+    assert protocol.admission.send_at_once(b"abc", "", "q") is None
+    assert send(protocol, b"abc").message_id
+
+
 def test_send_at_once_returns_none_for_a_mandatory_message_with_an_id_from_the_application() -> None:
     protocol = make()
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
