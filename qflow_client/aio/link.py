@@ -134,6 +134,8 @@ class Link:
     async def open(self) -> None:
         """Connect and open the channel. With the setting `connect_in_background`, only start to connect.
 
+        A shared connection is already open, so the setting does not matter there.
+
         Raises:
             ConnectionFailed: connecting failed; the text gives the reason.
         """

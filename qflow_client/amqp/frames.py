@@ -269,7 +269,8 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: A message's property flags, the values before and after its assigned message id, and the id's length in bytes.
+#: A message's property flags, the values before and after the place of an assigned message id, and the size of the
+#: assigned id in bytes; 0 if none is assigned. The id of the message itself is in the values after that place.
 Prepared = tuple[int, bytes, bytes, int]
 
 

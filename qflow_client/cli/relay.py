@@ -187,7 +187,7 @@ def status(
     ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the waiting rows, the rate, and the relays.
+    """Count the waiting rows and the relays, and measure the rate.
 
     The command also shows the age of the oldest waiting row and the holds of the relays. It shows how many messages
     were set aside because the broker refused them.

@@ -69,7 +69,7 @@ class Reports:
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
-        max_events: how many of the newest flow events are kept when older events are dropped.
+        max_events: when there are twice this number of flow events, only this number of the newest is kept.
     """
 
     __slots__ = (

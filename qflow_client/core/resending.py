@@ -126,7 +126,7 @@ class Resending:
         return times
 
     def candidate_at(self) -> float | None:
-        """Return the time at which the next message can be sent if it is the candidate; ``None`` if it is not."""
+        """Return the earliest time for sending the next message if it is the candidate; otherwise ``None``."""
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:

@@ -143,7 +143,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Set the outcomes of confirmed messages. Return True if no message was returned."""
+        """Set the outcomes of confirmed messages. Return True if there was no ``Basic.Return`` for any of them."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:

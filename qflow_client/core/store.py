@@ -68,7 +68,7 @@ class Store(Protocol):
         """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter of `when_flushed`. Return False if the waiter was already dropped or woken."""
+        """Drop a waiter of `when_flushed`. Return True if it still waited for the backlog."""
 
     def next_timer(self, now: float) -> float | None:
         """Return the time when the limits admit the next message of the backlog; ``None`` if more than time decides."""

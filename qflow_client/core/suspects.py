@@ -136,5 +136,5 @@ class PoisonDetector:
         return in_flight
 
     def send_at(self, receipt: Receipt) -> float | None:
-        """Return the time at which a message can be sent if it is the candidate; ``None`` if it is not."""
+        """Return the earliest time for sending the candidate; ``None`` for other messages, which need not wait."""
         return self._send_at if receipt._number == self.candidate else None

@@ -228,14 +228,17 @@ class FlowSource:
         """Called when no controller blocks the source any more. The source can offer elements inside this call."""
 
     def block(self, controller: FlowController) -> None:
-        """Record that a controller blocks the source. Only the controller calls this. A second call changes nothing."""
+        """Record that a controller blocks the source. Usually only the controller calls this.
+
+        A second call changes nothing.
+        """
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
         if first:
             self.on_blocked()
 
     def unblock(self, controller: FlowController) -> None:
-        """Record that a controller does not block the source any more. Only the controller calls this.
+        """Record that a controller does not block the source any more. Usually only the controller calls this.
 
         The room that was reserved because of this controller is released (F3).
         """

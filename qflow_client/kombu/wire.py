@@ -72,7 +72,11 @@ class _Poll:
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes, for `wake`, or (if `writable` is True) for room in the socket. Return the socket's state."""
+        """Wait for bytes, for `wake`, or (if `writable` is True) for room in the socket.
+
+        Returns:
+            The bits of `select.poll` that ended the wait; 0 if the socket did not end it.
+        """
         if self._pipe is None:
             self._pipe = _pipe()
             for each in self._for_input, self._for_both:

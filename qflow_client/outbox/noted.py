@@ -70,7 +70,7 @@ class Noted:
         # Positions that are not on disk; the keys are sequences. A position without a message in `rows` or `inserting`
         # is not valid.
         self._positions: dict[int, Position] = {}
-        # The position on disk of each source. Only the thread that has access to the file changes this dict.
+        # For each source, its last position that is on disk. Only a thread with access to the file changes this dict.
         self._reached: dict[str, _Reached] = {}
         self.damaged_sources: set[str] = set()
         # Whether the file has a table of positions.

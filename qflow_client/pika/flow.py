@@ -104,7 +104,7 @@ class ConnectionFlow:
         #: Why this process cannot use the connection; ``None`` if it can.
         self.not_shared: str | None = None
         self._pid = os.getpid()
-        #: Called in a forked child with the error that every later use of the connection raises (internal).
+        #: Internal: called in a forked child with the error that every later use of the connection raises.
         self.on_forked: Callable[[BaseException], object] = bool
         # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None

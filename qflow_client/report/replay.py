@@ -74,7 +74,7 @@ class ReplayResult:
 
     @property
     def seconds_held(self) -> float:
-        """The sum over all publishers of the seconds for which the queue or their capacity kept them from sending."""
+        """The seconds for which publishers could not send, because of the queue or their capacity; a sum over all."""
         return self.seconds_flowed + self.seconds_full
 
 

@@ -298,7 +298,7 @@ class Engine(BaseEngine):
             raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
         return receipt
 
-    # The methods below run after a step, and only `_pass_on` runs under the lock.
+    # The methods of this section run after a step, without the lock. Only `_pass_on` and postponed steps take it.
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:

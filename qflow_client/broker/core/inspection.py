@@ -184,7 +184,9 @@ class InspectableBroker(EmbeddedBroker):
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """Do the work of `wait_until`, with the same arguments, on any event loop, including the broker's own.
+        """Do the work of `wait_until`, on any event loop, including the broker's own.
+
+        `predicate` may run on another thread.
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.

@@ -24,7 +24,8 @@ class QueueOptions:
     Attributes:
         message_ttl: time to live of a message in the queue, in seconds; ``None`` for no limit.
         expires: seconds without use after which the queue is deleted; ``None`` to keep an unused queue.
-        dead_letter_exchange: exchange for messages that are rejected, expire or exceed the maximum; ``None`` for none.
+        dead_letter_exchange: exchange for messages that are rejected, expire, or are dropped because of the maximum;
+            ``None`` for none.
         dead_letter_routing_key: routing key of dead letters; ``None`` for the routing key of the dead message.
         single_active_consumer: whether only the oldest consumer gets messages.
     """

@@ -141,8 +141,9 @@ class Settings:
         flow_log: log of blocked (flowed) channels, of held confirms, of flow states, and of the depths of queues at
             every `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
-            its body. Above 3/4 of this limit, bodies are evicted from queues with the policy ``flow_to_disk`` (A2).
-            Above the limit, clients get ``Connection.Blocked``, and publishing clients are not read.
+            its body and header. Above 3/4 of this limit, bodies are evicted from queues with the policy
+            ``flow_to_disk`` (A2). Above the limit, clients get ``Connection.Blocked``, and publishing clients
+            are not read.
 
     Raises:
         TypeError: a value has the wrong type.

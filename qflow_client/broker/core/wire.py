@@ -268,7 +268,11 @@ def time_to_live(header: bytes) -> int:
 
 
 def property_size(header: bytes, at: int, size: int) -> int:
-    """Return the size of a property in bytes, including its length field. `size` is the size in `PROPERTIES`."""
+    """Return the size of a property in bytes, including its length field.
+
+    Args:
+        size: the property's entry in `PROPERTIES`: bytes, 0 for a short string, or -1 for a table.
+    """
     if size > 0:
         return size
     return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
