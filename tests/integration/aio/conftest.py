@@ -29,12 +29,12 @@ _NEAR_THE_LOOP = (
     "test_callbacks_are_called_by_the_event_loop_in_order_and_never_inside_producer_calls",
     "test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop",
     "test_a_flow_manager_may_stop_a_producer_whose_event_loop_is_closed",
-    "test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages",
+    "test_F8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages",
     "test_a_producer_whose_event_loop_is_closed_admits_no_message",
     "test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop",
     "test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_the_event_loop",
     # Calls from other threads.
-    "test_d5_flow_managers_and_other_threads_can_hold_an_async_producer",
+    "test_D5_flow_managers_and_other_threads_can_hold_an_async_producer",
     "test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread",
     # Sockets that are full, cut, refused, wrapped in TLS, or to be closed.
     "test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason",

@@ -275,7 +275,7 @@ async def test_an_abandoned_iterator_over_flow_events_leaves_no_state(broker: Br
         assert len(producer._engine.listeners.iterators) == 0
 
 
-async def test_d5_flow_managers_and_other_threads_can_hold_an_async_producer(broker: Broker) -> None:
+async def test_D5_flow_managers_and_other_threads_can_hold_an_async_producer(broker: Broker) -> None:
     manager = FlowManager("ops")
     async with AsyncProducer(broker.url, routing_key="q", manager=manager) as producer:
         assert list(manager.resources) == [producer]

@@ -29,7 +29,7 @@ from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, messag
 from .tools import Run, soon
 
 
-async def test_f4_a_thousand_tasks_can_send_with_one_async_producer(broker: Broker) -> None:
+async def test_F4_a_thousand_tasks_can_send_with_one_async_producer(broker: Broker) -> None:
     tasks = rounds(1000, least=300)
     async with AsyncProducer(broker.url, routing_key="q", capacity=100) as producer:
 
@@ -49,7 +49,7 @@ async def test_f4_a_thousand_tasks_can_send_with_one_async_producer(broker: Brok
     assert ids == sorted(set(ids))
 
 
-async def test_f8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages(
+async def test_F8_a_send_that_need_not_wait_takes_no_loop_iteration_and_one_write_contains_many_messages(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncProducer(broker.url, routing_key="q") as producer:

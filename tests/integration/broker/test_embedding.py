@@ -157,7 +157,7 @@ def test_C7_counters_in_snapshots_have_the_names_of_Qpid(broker, connect):
     assert broker.connections()[0].to_json()["flowStoppedCount"] == 1
 
 
-def test_C7_client_properties_and_queue_arguments_can_be_written_as_json(broker, connect):
+def test_C7_snapshots_show_client_properties_and_queue_arguments_as_json(broker, connect):
     table = {"raw": bytearray(b"\xff"), "time": datetime(2024, 2, 29, tzinfo=UTC), "list": [Decimal("1.5"), None, True]}
     connect(broker).open(properties=table)
     broker.declare_queue("q", arguments=table)

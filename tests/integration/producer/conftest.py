@@ -98,7 +98,7 @@ _THREADS_ONLY = (
     "test_close_of_a_producer_keeps_its_deadline_while_a_callback_is_slow",
     "test_send_many_sends_each_message_before_it_takes_the_next_from_the_iterable",
     "test_the_io_thread_wakes_up_even_if_ctrl_c_interrupts_the_call_that_wakes_it",
-    "test_f4_a_sender_that_is_interrupted_right_after_it_joined_the_waiting_line_leaves_the_line",
+    "test_F4_a_sender_that_is_interrupted_right_after_it_joined_the_waiting_line_leaves_the_line",
     "test_close_raises_failures_that_were_not_reported_to_on_delivery_in_time",
     "test_on_delivery_may_send_messages_with_the_producer",
     "test_on_delivery_may_send_even_if_other_threads_send_faster_than_receipts_are_reported",

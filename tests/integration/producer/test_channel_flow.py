@@ -14,7 +14,7 @@ from .tools import Consumer, Stopwatch, Wire, bodies, hold, holds, message_ids, 
 
 
 @pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
-def test_j7_in_the_middle_of_a_burst_no_message_is_published_after_flow_ok(
+def test_J7_in_the_middle_of_a_burst_no_message_is_published_after_flow_ok(
     make_producer: Callable[..., Producer], broker: Broker, wire: Wire, size: int
 ) -> None:
     producer = make_producer(capacity=2000 if size < 1000 else 100)
@@ -77,7 +77,7 @@ def test_j7_in_the_middle_of_a_burst_no_message_is_published_after_flow_ok(
     assert (channel.times_flowed, channel.flowed) == (1, False)
 
 
-def test_j7_channel_flow_that_changes_often_is_always_answered_and_obeyed(
+def test_J7_channel_flow_that_changes_often_is_always_answered_and_obeyed(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     enough = threading.Event()
@@ -111,7 +111,7 @@ def test_j7_channel_flow_that_changes_often_is_always_answered_and_obeyed(
         assert wire.came_between(answered[stop], said[stop + 1]) == []
 
 
-def test_j7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answered(
+def test_J7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answered(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     for _ in range(20):
@@ -121,7 +121,7 @@ def test_j7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answer
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_j7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flow_ends_and_not_lost(
+def test_J7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flow_ends_and_not_lost(
     producer: Producer, broker: Broker
 ) -> None:
     hold(broker, producer)
@@ -132,7 +132,7 @@ def test_j7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flo
     assert bodies(broker) == [b"waited"]
 
 
-def test_j7_channel_flow_does_not_stop_other_channels_connections_consumers_and_acks(
+def test_J7_channel_flow_does_not_stop_other_channels_connections_consumers_and_acks(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     flowed, other = make_producer(name="flowed"), make_producer(name="other", routing_key="r")
@@ -152,7 +152,7 @@ def test_j7_channel_flow_does_not_stop_other_channels_connections_consumers_and_
     assert holds(other) == []
 
 
-def test_d11_two_producers_that_consume_each_other_s_messages_do_not_deadlock(
+def test_D11_two_producers_that_consume_each_other_s_messages_do_not_deadlock(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     """Each client acks a message after it has forwarded it. Both queues turn ON many times."""

@@ -424,7 +424,7 @@ def test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_c
     assert bodies(broker)[-1] == b"other"
 
 
-def test_on_a_shared_connection_messages_of_pika_wait_for_the_socket_and_are_not_buffered(
+def test_on_a_shared_connection_basic_publish_of_pika_blocks_while_the_broker_does_not_read(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
     """`basic_publish` of pika blocks while the broker does not read, as on any other connection."""

@@ -28,7 +28,7 @@ from .tools import Flows, Stopwatch, bodies, eventually, finish, hold, send_unco
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
-def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
+def test_A4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
     hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
         producer.send(b"no", timeout=timeout)
@@ -41,7 +41,7 @@ def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Brok
 
 
 @pytest.mark.parametrize("timeout", [0.05, 0.3])
-def test_a4_a_send_keeps_its_deadline_and_the_message_is_not_enqueued(
+def test_A4_a_send_keeps_its_deadline_and_the_message_is_not_enqueued(
     producer: Producer, broker: Broker, timeout: float
 ) -> None:
     hold(broker, producer)
@@ -59,7 +59,7 @@ def test_a4_a_send_keeps_its_deadline_and_the_message_is_not_enqueued(
     assert bodies(broker) == [b"later"]
 
 
-def test_a4_the_setting_max_producer_flow_control_wait_is_the_default_timeout_of_a_send(
+def test_A4_the_setting_max_producer_flow_control_wait_is_the_default_timeout_of_a_send(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(max_producer_flow_control_wait=0.3)
@@ -73,7 +73,7 @@ def test_a4_the_setting_max_producer_flow_control_wait_is_the_default_timeout_of
 
 
 @pytest.mark.parametrize("how", ["send", "setting"])
-def test_a4_a_send_with_timeout_none_waits_without_a_time_limit(
+def test_A4_a_send_with_timeout_none_waits_without_a_time_limit(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
@@ -87,7 +87,7 @@ def test_a4_a_send_with_timeout_none_waits_without_a_time_limit(
     assert job.result().result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a4_each_of_several_sending_threads_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
+def test_A4_each_of_several_sending_threads_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
     hold(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
@@ -105,7 +105,7 @@ def test_a4_each_of_several_sending_threads_has_its_own_deadline(producer: Produ
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_a4_each_send_either_admits_its_message_or_raises_an_error(
+def test_A4_each_send_either_admits_its_message_or_raises_an_error(
     make_producer: Callable[..., Producer], broker: Broker, turn: int
 ) -> None:
     """Deadlines expire when the hold ends. A message whose call raised is in no queue, all others are in the queue."""
@@ -144,7 +144,7 @@ def test_a4_each_send_either_admits_its_message_or_raises_an_error(
     assert producer.available == 5
 
 
-def test_d1_with_when_flowed_raise_a_send_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_D1_with_when_flowed_raise_a_send_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(when_flowed="raise")
     hold(broker, producer)
     with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
@@ -159,7 +159,7 @@ def test_d1_with_when_flowed_raise_a_send_does_not_wait(make_producer: Callable[
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "raise"])
-def test_d1_send_nowait_raises_while_the_producer_is_flowed(
+def test_D1_send_nowait_raises_while_the_producer_is_flowed(
     make_producer: Callable[..., Producer], broker: Broker, when_flowed: str
 ) -> None:
     producer = make_producer(when_flowed=when_flowed)
@@ -181,7 +181,7 @@ def test_d1_send_nowait_raises_while_the_producer_is_flowed(
     ],
     ids=["block", "raise", "spill"],
 )
-def test_d1_the_error_of_a_send_that_may_not_wait_says_which_call_would_wait(
+def test_D1_the_error_of_a_send_that_may_not_wait_says_which_call_would_wait(
     make_producer: Callable[..., Producer], tmp_path: Path, when_flowed: str, of_send: str | None, of_send_nowait: str
 ) -> None:
     outbox = {"outbox": tmp_path / "orders.outbox"} if of_send is None else {}
@@ -336,7 +336,7 @@ def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) ->
     assert [job.result() for job in jobs] == [True] * 4
 
 
-def test_f2_messages_are_not_sent_faster_than_the_rate_limit(
+def test_F2_messages_are_not_sent_faster_than_the_rate_limit(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(rate=100, rate_burst=5)
@@ -351,7 +351,7 @@ def test_f2_messages_are_not_sent_faster_than_the_rate_limit(
     assert bodies(broker) == [b"%d" % number for number in range(30)] + [b"thread"] * 10
 
 
-def test_f2_a_send_with_timeout_0_that_exceeds_the_rate_limit_raises_an_error(
+def test_F2_a_send_with_timeout_0_that_exceeds_the_rate_limit_raises_an_error(
     make_producer: Callable[..., Producer],
 ) -> None:
     producer = make_producer(rate=4, rate_burst=5)

@@ -121,7 +121,7 @@ def test_a_send_can_set_its_own_destination(producer: Producer, broker: Broker) 
     assert bodies(broker) == [b"4"]
 
 
-def test_f4_messages_of_eight_threads_arrive_once_and_in_order_for_each_thread(
+def test_F4_messages_of_eight_threads_arrive_once_and_in_order_for_each_thread(
     producer: Producer, broker: Broker
 ) -> None:
     count = rounds(1000, least=200)

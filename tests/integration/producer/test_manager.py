@@ -12,7 +12,7 @@ from tests.effort import rounds
 from .tools import bodies, finish, holds, start, start_send, wait_closed, wait_in_line
 
 
-def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Broker) -> None:
+def test_D5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Broker) -> None:
     producer.pause("maintenance")
     assert holds(producer) == ["paused"]
     with pytest.raises(FlowControlTimeout, match="maintenance"):
@@ -25,7 +25,7 @@ def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Bro
     assert bodies(broker) == [b"yes"]
 
 
-def test_d5_messages_admitted_before_a_pause_are_still_sent(producer: Producer, broker: Broker) -> None:
+def test_D5_messages_admitted_before_a_pause_are_still_sent(producer: Producer, broker: Broker) -> None:
     count = rounds(1000, least=200)
     receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.pause()
@@ -34,7 +34,7 @@ def test_d5_messages_admitted_before_a_pause_are_still_sent(producer: Producer, 
     assert broker.queue("q").depth == count
 
 
-def test_d5_stop_all_and_start_all_of_the_flow_manager_apply_to_every_producer(
+def test_D5_stop_all_and_start_all_of_the_flow_manager_apply_to_every_producer(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producers = [make_producer(name=f"p{number}") for number in range(2)]
@@ -60,7 +60,7 @@ def test_d5_stop_all_and_start_all_of_the_flow_manager_apply_to_every_producer(
     assert bodies(broker) == [b"yes"] * 3
 
 
-def test_d5_a_pause_by_the_application_and_a_pause_by_the_flow_manager_are_two_holds(
+def test_D5_a_pause_by_the_application_and_a_pause_by_the_flow_manager_are_two_holds(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     manager = FlowManager("operator")
@@ -104,7 +104,7 @@ def test_a_producer_that_ended_by_a_lost_connection_stays_in_the_flow_manager_un
     assert not manager.resources
 
 
-def test_d5_the_flow_manager_can_stop_and_start_producers_while_all_send(
+def test_D5_the_flow_manager_can_stop_and_start_producers_while_all_send(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producers = [make_producer() for _ in range(2)]

@@ -401,7 +401,7 @@ def test_a_sender_that_waits_for_room_in_a_full_outbox_gets_the_room_of_settled_
         assert producer.send(bytes(500), timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
 
 
-def test_f4_senders_that_wait_until_a_full_outbox_has_room_are_served_in_order(
+def test_F4_senders_that_wait_until_a_full_outbox_has_room_are_served_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")

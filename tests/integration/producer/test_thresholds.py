@@ -41,7 +41,7 @@ def _drain(broker: Broker, producers: list[Producer], jobs: list[Job]) -> None:
     assert [holds(producer) for producer in producers] == [[], []]
 
 
-def test_c6_with_enforcement_completion_the_depth_reaches_the_stop_threshold_plus_all_capacities(
+def test_C6_with_enforcement_completion_the_depth_reaches_the_stop_threshold_plus_all_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="completion")
@@ -64,7 +64,7 @@ def test_c6_with_enforcement_completion_the_depth_reaches_the_stop_threshold_plu
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_c6_with_enforcement_both_the_depth_never_exceeds_the_stop_threshold_plus_all_capacities(
+def test_C6_with_enforcement_both_the_depth_never_exceeds_the_stop_threshold_plus_all_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], turn: int
 ) -> None:
     broker = make_broker(arguments=_MARKS)
@@ -77,7 +77,7 @@ def test_c6_with_enforcement_both_the_depth_never_exceeds_the_stop_threshold_plu
     assert any(channel.times_flowed for channel in broker.producers())
 
 
-def test_j3_channel_flow_holds_every_publishing_producer_when_the_depth_is_above_the_stop_threshold(
+def test_J3_channel_flow_holds_every_publishing_producer_when_the_depth_is_above_the_stop_threshold(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="channel_flow")
@@ -92,7 +92,7 @@ def test_j3_channel_flow_holds_every_publishing_producer_when_the_depth_is_above
     assert all(channel.times_flowed >= 1 for channel in broker.producers())
 
 
-def test_c6_with_threads_that_share_producers_the_depth_never_exceeds_the_threshold_plus_all_capacities(
+def test_C6_with_threads_that_share_producers_the_depth_never_exceeds_the_threshold_plus_all_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS)
@@ -115,7 +115,7 @@ def test_c6_with_threads_that_share_producers_the_depth_never_exceeds_the_thresh
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_j4_a_producer_blocked_by_two_queues_stays_flowed_until_both_have_drained(
+def test_J4_a_producer_blocked_by_two_queues_stays_flowed_until_both_have_drained(
     make_broker: Callable[..., Broker],
     make_producer: Callable[..., Producer],
     stack: ExitStack,
@@ -152,7 +152,7 @@ def test_j4_a_producer_blocked_by_two_queues_stays_flowed_until_both_have_draine
     assert wire.count("out", "Channel.Flow") == 2
 
 
-def test_c5_a_withheld_confirm_is_sent_only_when_the_queue_is_OFF(
+def test_C5_a_withheld_confirm_is_sent_only_when_the_queue_is_OFF(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, enforcement="completion")

@@ -100,7 +100,7 @@ def test_connecting_without_tls_to_a_tls_port_or_with_tls_to_a_plain_port_raises
         Producer(make_broker().url.replace("amqp:", "amqps:"), connect_timeout=5)
 
 
-def test_j7_channel_flow_is_obeyed_while_the_tls_socket_is_full(
+def test_J7_channel_flow_is_obeyed_while_the_tls_socket_is_full(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")

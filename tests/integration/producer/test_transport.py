@@ -38,7 +38,7 @@ def stuck(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) 
     return producer
 
 
-def test_j8_while_the_socket_accepts_no_bytes_sends_wait_until_their_deadlines(
+def test_J8_while_the_socket_accepts_no_bytes_sends_wait_until_their_deadlines(
     stuck: Producer, proxy: Proxy, broker: Broker
 ) -> None:
     flows = Flows(stuck)
@@ -64,7 +64,7 @@ def test_j8_while_the_socket_accepts_no_bytes_sends_wait_until_their_deadlines(
     assert flows.kinds[0] is FlowEventKind.FLOWED
 
 
-def test_j8_the_bytes_that_wait_for_a_full_socket_are_bounded(
+def test_J8_the_bytes_that_wait_for_a_full_socket_are_bounded(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(proxy.url(broker), max_unwritten_bytes=100_000, capacity=10_000)
@@ -77,7 +77,7 @@ def test_j8_the_bytes_that_wait_for_a_full_socket_are_bounded(
     assert broker.queue("q").depth == count
 
 
-def test_j7_after_channel_flow_with_a_full_socket_only_the_half_written_message_is_completed(
+def test_J7_after_channel_flow_with_a_full_socket_only_the_half_written_message_is_completed(
     stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))
@@ -116,7 +116,7 @@ def test_close_keeps_its_deadline_on_a_blocked_connection_whose_broker_reads_not
     assert watch.kept(0.2)
 
 
-def test_j8_closing_a_producer_whose_socket_accepts_no_bytes_reports_lost_messages(
+def test_J8_closing_a_producer_whose_socket_accepts_no_bytes_reports_lost_messages(
     stuck: Producer, proxy: Proxy, broker: Broker
 ) -> None:
     receipts = list(fill_transport(stuck))

@@ -18,7 +18,7 @@ from tests.effort import rounds
 from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, finish, hold, start, start_send, wait_in_line
 
 
-def test_f4_waiting_messages_of_several_threads_are_admitted_in_the_order_of_arrival(
+def test_F4_waiting_messages_of_several_threads_are_admitted_in_the_order_of_arrival(
     producer: Producer, broker: Broker
 ) -> None:
     hold(broker, producer)
@@ -33,7 +33,7 @@ def _waiting(producer: Producer) -> int:
     return producer._protocol.controller.waiting
 
 
-def test_f4_withdrawing_a_waiting_message_does_not_change_the_order_of_the_other_messages(
+def test_F4_withdrawing_a_waiting_message_does_not_change_the_order_of_the_other_messages(
     producer: Producer, broker: Broker
 ) -> None:
     hold(broker, producer)
@@ -53,7 +53,7 @@ def test_f4_withdrawing_a_waiting_message_does_not_change_the_order_of_the_other
     assert bodies(broker) == [b"%d" % number for number in range(30) if number % 3] + [b"newcomer"]
 
 
-def test_f4_a_sender_that_is_interrupted_right_after_it_joined_the_waiting_line_leaves_the_line(
+def test_F4_a_sender_that_is_interrupted_right_after_it_joined_the_waiting_line_leaves_the_line(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -88,7 +88,7 @@ def test_the_io_thread_wakes_up_even_if_ctrl_c_interrupts_the_call_that_wakes_it
     producer.send(b"2").result(timeout=20)
 
 
-def test_f4_no_message_overtakes_a_large_message_that_waits_for_room(
+def test_F4_no_message_overtakes_a_large_message_that_waits_for_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity_bytes=100)
@@ -106,7 +106,7 @@ def test_f4_no_message_overtakes_a_large_message_that_waits_for_room(
     assert [len(body) for body in bodies(broker)] == [80, 50, 5]
 
 
-def test_f4_when_a_waiting_large_message_is_withdrawn_the_next_message_is_admitted(
+def test_F4_when_a_waiting_large_message_is_withdrawn_the_next_message_is_admitted(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     # It goes at once, and not when the next notice of its waiting is due.
@@ -125,7 +125,7 @@ def test_f4_when_a_waiting_large_message_is_withdrawn_the_next_message_is_admitt
     assert [len(body) for body in bodies(broker)] == [80, 5]
 
 
-def test_f4_no_thread_that_sends_beside_many_others_starves(
+def test_F4_no_thread_that_sends_beside_many_others_starves(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=4)
@@ -145,7 +145,7 @@ def test_f4_no_thread_that_sends_beside_many_others_starves(
     finish(jobs)
 
 
-def test_f4_a_custom_waiting_line_decides_the_order_of_admission(
+def test_F4_a_custom_waiting_line_decides_the_order_of_admission(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     class LastComeFirstServed(WeightedLine):
@@ -176,7 +176,7 @@ def test_f4_a_custom_waiting_line_decides_the_order_of_admission(
     assert bodies(broker) == [b"4", b"3", b"2", b"1", b"0"]
 
 
-def test_f4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_their_weights(
+def test_F4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_their_weights(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1, line=WeightedLine({"orders": 3}))
@@ -197,7 +197,7 @@ def test_f4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_thei
     assert producer.send_nowait(b"", source="mail").result(timeout=20)
 
 
-def test_f4_after_random_arrivals_and_withdrawals_of_senders_the_waiting_line_is_empty(
+def test_F4_after_random_arrivals_and_withdrawals_of_senders_the_waiting_line_is_empty(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=7)

@@ -12,7 +12,7 @@ from tests.effort import rounds
 from .tools import bodies, eventually, finish, holds, start, start_send, wait_in_line
 
 
-def test_c6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettled(
+def test_C6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettled(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=3)
@@ -34,7 +34,7 @@ def test_c6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettle
     assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
 
 
-def test_c6_the_hold_for_a_full_window_ends_even_if_no_sender_waits(
+def test_C6_the_hold_for_a_full_window_ends_even_if_no_sender_waits(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -49,7 +49,7 @@ def test_c6_the_hold_for_a_full_window_ends_even_if_no_sender_waits(
     assert not producer.flow_state.flowed
 
 
-def test_c6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_was_raised_by(
+def test_C6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_was_raised_by(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=2)
@@ -73,7 +73,7 @@ def test_c6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_w
     assert bodies(broker) == [b"%d" % number for number in range(7)]
 
 
-def test_c6_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_room(
+def test_C6_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_room(
     make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
@@ -116,7 +116,7 @@ def under_load(producer: Producer, broker: Broker) -> Iterator[None]:
     assert producer.available == producer.capacity
 
 
-def test_c6_changes_of_the_capacity_under_load_lose_no_message(
+def test_C6_changes_of_the_capacity_under_load_lose_no_message(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=50)

@@ -61,7 +61,7 @@ def test_the_json_summary_of_a_send_contains_the_same_counts_as_the_text(capsys:
     assert err == "qflow: record 2 (line 2): it was nacked\nqflow: record 4 (line 4): it was nacked\n"
 
 
-def test_the_summary_of_a_send_has_no_colon_if_no_hold_has_lasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_a_send_has_no_colon_if_it_lists_no_hold(capsys: pytest.CaptureFixture[str]) -> None:
     made = tally("c")
     made.times_flowed = 1
     _summarise(made, 1.0, None, as_json=False, quiet=False)

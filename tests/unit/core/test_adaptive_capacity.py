@@ -38,7 +38,7 @@ def test_the_adaptive_window_grows_up_to_its_maximum_while_throughput_grows() ->
     assert max(found) == 300
 
 
-def test_c6_unsettled_messages_never_exceed_the_current_size_of_the_adaptive_window() -> None:
+def test_C6_unsettled_messages_never_exceed_the_current_size_of_the_adaptive_window() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     for _ in range(20):

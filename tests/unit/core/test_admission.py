@@ -46,7 +46,7 @@ def test_a_producer_without_a_connection_is_flowed_and_admits_waiting_messages_w
     assert protocol.gate.is_open
 
 
-def test_c6_the_number_of_unsettled_messages_never_exceeds_the_capacity() -> None:
+def test_C6_the_number_of_unsettled_messages_never_exceeds_the_capacity() -> None:
     protocol = make(capacity=3)
     for _ in range(3):
         send(protocol)
@@ -61,7 +61,7 @@ def test_c6_the_number_of_unsettled_messages_never_exceeds_the_capacity() -> Non
     assert protocol.admission.send(b"x", "", "q", 2.0) is None
 
 
-def test_c6_the_bytes_of_unsettled_messages_never_exceed_capacity_bytes() -> None:
+def test_C6_the_bytes_of_unsettled_messages_never_exceed_capacity_bytes() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 60)
     assert protocol.admission.send(b"b" * 41, "", "q", 0.0) is None
@@ -135,7 +135,7 @@ def test_setting_an_invalid_capacity_raises_settings_error_and_changes_nothing(c
     assert protocol.window.capacity == 3
 
 
-def test_f4_waiting_messages_are_admitted_in_order_and_never_overtaken_by_new_messages() -> None:
+def test_F4_waiting_messages_are_admitted_in_order_and_never_overtaken_by_new_messages() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
     tickets = [place(protocol, b"%d" % number, 0.0, waiter=number) for number in (1, 2, 3)]
@@ -149,7 +149,7 @@ def test_f4_waiting_messages_are_admitted_in_order_and_never_overtaken_by_new_me
     assert all(ticket.receipt for ticket in tickets)
 
 
-def test_f4_a_producer_with_a_weighted_waiting_line_admits_messages_in_the_order_of_that_line() -> None:
+def test_F4_a_producer_with_a_weighted_waiting_line_admits_messages_in_the_order_of_that_line() -> None:
     settings = ProducerSettings(capacity=1)
     protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
@@ -169,7 +169,7 @@ def test_a_message_that_joins_the_waiting_line_of_an_open_producer_is_admitted_i
     assert protocol.line.look_at(ticket, 0.0) is None
 
 
-def test_a4_a_message_withdrawn_before_its_admission_is_never_sent() -> None:
+def test_A4_a_message_withdrawn_before_its_admission_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol, b"first")
     ticket = wait(protocol, b"gone")
@@ -294,7 +294,7 @@ def test_the_hold_for_a_full_window_ends_when_the_last_waiting_message_is_withdr
     assert protocol.gate.is_open, "ten bytes of room are left"
 
 
-def test_c6_the_hold_for_a_full_window_ends_when_there_is_room_even_if_no_sender_waits() -> None:
+def test_C6_the_hold_for_a_full_window_ends_when_there_is_room_even_if_no_sender_waits() -> None:
     protocol = make(capacity=1)
     protocol.reports.events = []
     send(protocol)
@@ -310,7 +310,7 @@ def test_c6_the_hold_for_a_full_window_ends_when_there_is_room_even_if_no_sender
 # Deadlines and notices.
 
 
-def test_j7_a_message_that_waits_until_its_deadline_times_out_and_is_never_sent() -> None:
+def test_J7_a_message_that_waits_until_its_deadline_times_out_and_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol)
     payload = b"late"
@@ -504,7 +504,7 @@ def test_a_send_in_a_receipt_callback_waits_for_every_hold_except_the_hold_for_s
     assert ticket.receipt is not None
 
 
-def test_f2_a_send_in_a_receipt_callback_waits_for_the_rate_limit() -> None:
+def test_F2_a_send_in_a_receipt_callback_waits_for_the_rate_limit() -> None:
     protocol = make(rate=1.0)
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 0.25) is None
@@ -540,7 +540,7 @@ def test_a_waiting_send_in_a_receipt_callback_ends_if_it_is_withdrawn_times_out_
     assert protocol.reports.wake == ["first", "line"]
 
 
-def test_f4_no_send_overtakes_a_waiting_send_in_a_receipt_callback() -> None:
+def test_F4_no_send_overtakes_a_waiting_send_in_a_receipt_callback() -> None:
     protocol = make(rate=10.0)
     send(protocol)
     assert protocol.admission.send(b"callback", "", "q", 0.01) is None
@@ -708,7 +708,7 @@ def test_after_ctrl_c_during_the_admission_of_a_waiting_message_the_message_stil
 # The rate.
 
 
-def test_f2_the_rate_limit_of_a_producer_limits_the_number_of_messages() -> None:
+def test_F2_the_rate_limit_of_a_producer_limits_the_number_of_messages() -> None:
     protocol = make(rate=10.0, rate_burst=2)
     send(protocol)
     send(protocol)
@@ -732,7 +732,7 @@ def test_f2_the_rate_limit_of_a_producer_limits_the_number_of_messages() -> None
     assert protocol.next_timer(0.21) is None
 
 
-def test_c6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_wait() -> None:
+def test_C6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_wait() -> None:
     protocol = make(capacity=2)
     protocol.reports.events = []
     send(protocol)
@@ -747,7 +747,7 @@ def test_c6_the_hold_for_a_full_window_is_reported_only_once_while_many_senders_
     assert protocol.flow_state(2.0).times_flowed == 1
 
 
-def test_f2_a_timer_ends_a_hold_by_the_rate_limit_even_if_no_sender_waits() -> None:
+def test_F2_a_timer_ends_a_hold_by_the_rate_limit_even_if_no_sender_waits() -> None:
     protocol = make(rate=1.0)
     protocol.reports.events = []
     send(protocol)
@@ -759,7 +759,7 @@ def test_f2_a_timer_ends_a_hold_by_the_rate_limit_even_if_no_sender_waits() -> N
     assert protocol.next_timer(1.0) is None
 
 
-def test_f2_a_producer_with_a_rate_limit_and_a_full_window_admits_nothing_as_time_passes() -> None:
+def test_F2_a_producer_with_a_rate_limit_and_a_full_window_admits_nothing_as_time_passes() -> None:
     protocol = make(rate=1.0, capacity=1)
     send(protocol)
     wait(protocol, now=5.0)
@@ -767,7 +767,7 @@ def test_f2_a_producer_with_a_rate_limit_and_a_full_window_admits_nothing_as_tim
     assert protocol.next_timer(5.0) is None
 
 
-def test_f2_a_producer_with_a_rate_limit_and_an_exactly_full_byte_window_sets_no_timer() -> None:
+def test_F2_a_producer_with_a_rate_limit_and_an_exactly_full_byte_window_sets_no_timer() -> None:
     protocol = make(rate=1.0, capacity_bytes=10)
     send(protocol, b"a" * 10)
     assert protocol.waiters.when_unflowed("me", 5.0)

@@ -172,7 +172,7 @@ def test_the_first_basic_return_belongs_to_the_first_of_two_messages_with_the_sa
     assert not protocol.parts.returns.by_id
 
 
-def test_E2_repeating_an_interrupted_removal_of_a_message_id_keeps_another_message_with_that_id() -> None:
+def test_E2_removing_a_message_id_twice_keeps_another_message_with_that_id() -> None:
     protocol = make()
     first, second = [send(protocol, Message(b"x", message_id="same")) for _ in range(2)]
     for _ in range(2):

@@ -18,7 +18,7 @@ from .support import CHANNEL, FRAME_MAX, MAX_BODY, Published, Wire, drain, holds
 BODIES = [b"first", b"second", b"third"]
 
 
-def test_j7_channel_flow_is_answered_and_then_no_message_is_written_until_flow_is_active() -> None:
+def test_J7_channel_flow_is_answered_and_then_no_message_is_written_until_flow_is_active() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -31,7 +31,7 @@ def test_j7_channel_flow_is_answered_and_then_no_message_is_written_until_flow_i
     assert wire(drain(protocol)).short == [True, *BODIES]
 
 
-def test_j7_before_flow_ok_only_the_rest_of_a_half_written_message_is_written() -> None:
+def test_J7_before_flow_ok_only_the_rest_of_a_half_written_message_is_written() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -44,7 +44,7 @@ def test_j7_before_flow_ok_only_the_rest_of_a_half_written_message_is_written() 
 
 
 @pytest.mark.parametrize("border", [-1, 0, 1], ids=["before", "at", "after"])
-def test_j7_after_channel_flow_a_half_written_message_of_many_frames_is_completed(border: int) -> None:
+def test_J7_after_channel_flow_a_half_written_message_of_many_frames_is_completed(border: int) -> None:
     protocol = make()
     large = b"L" * (3 * MAX_BODY)
     send(protocol, large)
@@ -59,7 +59,7 @@ def test_j7_after_channel_flow_a_half_written_message_of_many_frames_is_complete
     assert read.read(drain(protocol)).short == [large, False, True, b"after"]
 
 
-def test_j7_after_channel_flow_no_message_is_written_if_the_previous_message_was_written_completely() -> None:
+def test_J7_after_channel_flow_no_message_is_written_if_the_previous_message_was_written_completely() -> None:
     protocol = make()
     send(protocol, BODIES[0])
     size = protocol.unwritten
@@ -69,7 +69,7 @@ def test_j7_after_channel_flow_no_message_is_written_if_the_previous_message_was
     assert read.read(drain(protocol)).short == [BODIES[0], False]
 
 
-def test_j7_waiting_messages_are_admitted_when_flow_is_active_again_and_written_after_older_messages() -> None:
+def test_J7_waiting_messages_are_admitted_when_flow_is_active_again_and_written_after_older_messages() -> None:
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
@@ -92,7 +92,7 @@ def test_E15_a_liveness_probe_is_written_even_while_the_channel_is_flowed_but_ne
     assert protocol.unwritten == 0
 
 
-def test_j7_every_channel_flow_is_answered_even_if_it_repeats_the_current_state() -> None:
+def test_J7_every_channel_flow_is_answered_even_if_it_repeats_the_current_state() -> None:
     protocol = make()
     send(protocol, b"x")
     read = Wire().read(write(protocol, 1))
@@ -103,7 +103,7 @@ def test_j7_every_channel_flow_is_answered_even_if_it_repeats_the_current_state(
     assert protocol.gate.times_closed == 2
 
 
-def test_j7_a_half_written_flow_ok_is_completed_before_the_next_flow_ok() -> None:
+def test_J7_a_half_written_flow_ok_is_completed_before_the_next_flow_ok() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     read = Wire().read(write(protocol, 4))
@@ -175,7 +175,7 @@ def test_if_channel_flow_and_connection_blocked_overlap_the_producer_is_released
     assert protocol.gate.is_open
 
 
-def test_d5_a_paused_producer_still_writes_admitted_messages() -> None:
+def test_D5_a_paused_producer_still_writes_admitted_messages() -> None:
     protocol = make()
     send(protocol)
     protocol.hold(HoldKind.PAUSED, 1.0, source="manager", detail="stock-taking")
@@ -197,7 +197,7 @@ def test_a_connection_blocked_that_arrives_before_the_channel_opens_holds_the_pr
 
 
 @given(st.data())
-def test_j7_for_any_order_of_writes_and_flows_no_message_begins_between_flow_ok_and_an_active_flow(
+def test_J7_for_any_order_of_writes_and_flows_no_message_begins_between_flow_ok_and_an_active_flow(
     data: st.DataObject,
 ) -> None:
     protocol = make(max_unwritten_bytes=1 << 30)
@@ -472,7 +472,7 @@ def test_a_producer_that_connects_in_the_background_while_paused_reports_the_con
     assert kinds == ["flowed", "hold_raised", "hold_lifted", "unflowed"]
 
 
-def test_j7_a_stopped_channel_writes_nothing_of_an_encoded_message_of_many_frames() -> None:
+def test_J7_a_stopped_channel_writes_nothing_of_an_encoded_message_of_many_frames() -> None:
     protocol = make()
     send(protocol, bytes(3 * MAX_BODY))
     assert protocol.data_to_write(1)

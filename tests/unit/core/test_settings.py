@@ -103,7 +103,7 @@ def test_the_table_of_setting_texts_in_this_test_file_contains_every_producer_se
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
-def test_f2_the_default_rate_burst_is_the_number_of_messages_that_the_rate_allows_in_50_ms() -> None:
+def test_F2_the_default_rate_burst_is_the_number_of_messages_that_the_rate_allows_in_50_ms() -> None:
     assert [ProducerSettings(rate=rate).burst for rate in (None, 0.1, 20, 3000)] == [1, 1, 1, 150]
     assert ProducerSettings(rate=3000, rate_burst=1).burst == 1
 

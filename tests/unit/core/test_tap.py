@@ -356,7 +356,7 @@ def test_a_malformed_channel_flow_before_the_producer_is_attached_raises_frame_e
         tap.received(frame(METHOD_FRAME, 1, CHANNEL_FLOW) + NEXT, 0.0)
 
 
-def test_d11_acks_and_deliveries_of_other_channels_are_handled_while_one_channel_is_flowed() -> None:
+def test_D11_acks_and_deliveries_of_other_channels_are_handled_while_one_channel_is_flowed() -> None:
     tap, channel = attached()
     deliver = encode(Basic.Deliver("c", 1, False, "", "q"), 2) + content(b"abc", channel=2)
     assert tap.received(encode(Channel.Flow(False)) + deliver, 0.0) == deliver

@@ -102,7 +102,7 @@ def test_a_receipt_contains_its_message() -> None:
     assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
 
 
-def test_a4_the_error_classes_for_messages_not_sent_and_for_admitted_messages_have_no_class_in_common() -> None:
+def test_A4_the_error_classes_for_messages_not_sent_and_for_admitted_messages_have_no_class_in_common() -> None:
     not_sent = (ProducerFlowed, FlowControlTimeout)
     admitted = (
         ConfirmTimeout,
@@ -126,7 +126,7 @@ def test_a4_the_error_classes_for_messages_not_sent_and_for_admitted_messages_ha
     assert issubclass(SettingsError, ValueError)
 
 
-def test_a4_an_error_for_a_send_that_waited_too_long_names_every_hold_with_its_duration() -> None:
+def test_A4_an_error_for_a_send_that_waited_too_long_names_every_hold_with_its_duration() -> None:
     error = FlowControlTimeout(HOLDS, 0.5, b"message")
     assert str(error) == (
         "the message was not sent within 0.5 s, because the producer is blocked (flowed): channel_flow, paused "
@@ -217,7 +217,7 @@ def test_the_package_exports_exactly_the_names_in_the_documentation() -> None:
         _ = qflow_client.Consumer
 
 
-def test_d5_the_package_has_one_flow_manager_for_the_process() -> None:
+def test_D5_the_package_has_one_flow_manager_for_the_process() -> None:
     assert isinstance(qflow_client.flow_manager, qflow_client.FlowManager)
     assert not qflow_client.flow_manager.is_stopped
 

@@ -456,7 +456,7 @@ def test_E13_messages_not_on_disk_at_a_crash_were_never_sent_and_all_others_are_
     kept.outbox.close()
 
 
-def test_E13_a_message_that_waits_on_disk_while_the_producer_is_flowed_keeps_its_position(path: Path) -> None:
+def test_E13_after_a_crash_the_source_position_of_a_spilled_message_is_still_on_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill")
     kept.protocol.hold("paused", kept.now)
     send(kept, 1, spills=True)
