@@ -63,8 +63,7 @@ def test_a_celery_worker_that_gets_SIGTERM_during_an_alarm_ends_in_time_and_lose
             assert watch.within(LIMIT)
             log = of.log.read_text()
             assert "Warm shutdown" in log, log
-            # On a busy machine the timeout may be some hundredths of a second late.
-            assert re.search(r"was not sent within 1(\.\d+)? s,", log), log
+            assert re.search(r"was not sent within \S+ s,", log), log
             confirmed = set(noted.read_text().split())
             done = {path.name.removeprefix("celery-task-meta-") for path in results.iterdir()}
 
