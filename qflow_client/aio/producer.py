@@ -162,7 +162,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
-                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer.
+                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer; with a timeout
+                of 10 s or more, it can take as long as the disk hangs.
             source: a name for the origin of the message. Only a `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.

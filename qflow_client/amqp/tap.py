@@ -119,9 +119,8 @@ class TapChannel(Protocol):
         """Handle the ``Basic.Ack`` frames of one read, in order.
 
         Args:
-            acks: pairs of a delivery tag and a count. A count above 0 stands for this number of acks of single messages
-                with consecutive tags, and the pair has the first of these tags. The count 0 stands for one ack of all
-                messages up to the tag (``multiple``).
+            acks: pairs of a delivery tag and a count. ``(tag, n)`` stands for `n` acks of single messages, whose tags
+                begin with `tag`. ``(tag, 0)`` stands for one ack of all messages up to `tag` (``multiple``).
         """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:

@@ -36,7 +36,7 @@ _NO_COLOR = "--no-color"
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
-    # `run` prints each expected error as one line. Python prints the traceback of any other error.
+    # `run` prints expected errors without a traceback. Python prints the traceback of any other error.
     pretty_exceptions_enable=False,
     # With any other mode, typer prints the help in tables that cut off names and examples at 80 columns.
     rich_markup_mode=None,

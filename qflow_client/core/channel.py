@@ -194,7 +194,8 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # Do not narrow down second copies, because the text of an earlier close may have been misleading.
+                # The text tells which suspects the broker means, so keep only these. But keep all if a suspect was also
+                # written on an earlier channel, because then the text of that channel's end may have been misleading.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None

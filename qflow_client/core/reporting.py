@@ -40,7 +40,7 @@ _SWEEP_FROM = 64
 
 
 class MessageObserver(Protocol):
-    """Receives every message, to measure or trace it."""
+    """Is told of messages, to measure or trace them."""
 
     #: The time in seconds at which each message began to wait for admission, by message number. A message that did not
     #: wait has the time of its admission.

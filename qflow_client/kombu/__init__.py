@@ -26,7 +26,8 @@ NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"
 TRANSPORT_ALIASES["qflows"] = "qflow_client.kombu:SSLTransport"
 
-# kombu loads this module during its own import. So these classes, which need more of kombu, are imported at first use.
+# kombu loads this module when kombu is only partly imported. So these classes, which need more of kombu, are imported
+# at first use.
 _LATER = {"Channel": "channel", "Connection": "connection", "SSLTransport": "transport", "Transport": "transport"}
 
 

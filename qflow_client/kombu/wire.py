@@ -130,7 +130,8 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # Empty the pipe, because an event loop still watches it if a child process has a copy of the descriptor.
+        # If a child process has a copy of the descriptor, `epoll` watches the pipe even after it is closed here. So
+        # empty it, because otherwise it would wake the loop again and again.
         self.stop()
         os.close(self.fd)
         os.close(self._from)

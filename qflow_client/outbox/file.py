@@ -238,8 +238,8 @@ def read(
     """Read at most `limit` messages after a sequence. Also return the errors of damaged messages, by sequence.
 
     Args:
-        written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker,
-            but held messages only up to `permitted`.
+        written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker.
+            Messages that were put with ``permit=False`` may have been written only up to `permitted`.
         only: a condition in SQL that selects messages; empty for all.
     """
     last, permitted = written

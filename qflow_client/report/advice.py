@@ -1,4 +1,4 @@
-"""Recommends thresholds and capacities with which a queue keeps a maximum depth (C6) or delay."""
+"""Recommends thresholds and capacities with which a queue stays within a maximum depth (C6) or delay."""
 
 from __future__ import annotations
 

@@ -537,8 +537,9 @@ class Connection(asyncio.Protocol):
             self._when_quiet(self._transport.close)
 
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
-        """Call `end`, which ends one or both directions, when the client has sent nothing for `Server.QUIET` seconds.
+        """Call `end` when the client has sent nothing for `Server.QUIET` seconds.
 
+        `end` closes the connection, or only its direction to the client.
         If several threads of a client have sent ``Connection.Close``, each of them has to read ``Connection.Close-Ok``
         before the end of the stream. `received` is the number of bytes received at the previous check.
         """

@@ -1,3 +1,3 @@
-"""The journal, which counts the memory of messages, and the message store, which is an SQLite file."""
+"""The journal, which collects the changes to write to disk, and the message store, which is an SQLite file."""
 
 from __future__ import annotations

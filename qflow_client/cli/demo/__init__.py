@@ -1,4 +1,4 @@
-"""``qflow demo``: a fast producer, a slow consumer, and a queue that does not overflow."""
+"""``qflow demo``: two fast producers, a slow consumer, and a queue that does not overflow."""
 
 from __future__ import annotations
 

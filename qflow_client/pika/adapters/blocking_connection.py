@@ -650,7 +650,8 @@ class BlockingChannel(_pika.BlockingChannel):
             failures = self._flow.protocol.reports.take_failures()
             error = exceptions.NackError([_published(each) for each in failures])
             others = [each for each in failures if each._outcome is not Outcome.NACKED]
-            # pika's error cannot contain how many failures `max_failed_bytes` has dropped. The first drop was logged.
+            # Forget how many failures `max_failed_bytes` has dropped, because pika's error cannot contain this number.
+            # The first drop was logged.
             self._flow.protocol.reports.take_dropped()
         elif self._flow.returned:
             returned, self._flow.returned = self._flow.returned, []

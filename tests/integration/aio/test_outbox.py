@@ -54,7 +54,7 @@ def test_a_message_that_is_spilled_while_the_producer_connects_is_on_disk_when_s
     Outbox(path).close()
 
 
-def test_a_signal_handler_that_sends_at_the_end_of_connect_gets_its_message_on_disk(
+def test_a_message_that_a_signal_handler_sends_at_the_end_of_connect_is_sent_with_an_outbox(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")

@@ -113,7 +113,7 @@ def test_a_connection_ended_by_the_plugin_leaves_the_outcome_unknown(qflow_broke
 
 
 @pytest.mark.parametrize(("end", "words"), [("close_connections", "320"), ("drop_connections", "")])
-def test_only_a_connection_that_the_plugin_closes_has_a_reason_and_not_a_dropped_connection(
+def test_the_reply_code_320_is_reported_if_the_plugin_closes_the_connection_but_not_if_it_drops_it(
     qflow_broker, producer, end, words
 ):
     events = producer.flow_events(kinds=["disconnected"])

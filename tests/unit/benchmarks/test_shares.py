@@ -14,7 +14,7 @@ _bootstrap (threading.py:1) 7
 """
 
 
-def test_a_cpu_sample_counts_for_the_innermost_package_on_the_stack_except_the_standard_library() -> None:
+def test_a_cpu_sample_counts_for_the_innermost_package_on_the_stack() -> None:
     assert count_samples(RAW.splitlines()) == {"qflow_client": 5, "aio_pika": 2, "asyncio": 1, "pika": 4}
 
 

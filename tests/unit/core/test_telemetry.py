@@ -36,7 +36,7 @@ def seconds(recorded: Recorded) -> list[float]:
     return [each for each, _ in recorded]
 
 
-def test_telemetry_records_messages_settled_together_with_the_duration_of_the_oldest_message(
+def test_telemetry_records_one_duration_that_of_the_oldest_for_messages_settled_together(
     recorded: Recorded,
 ) -> None:
     protocol = make()
