@@ -648,8 +648,8 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def _is_url(url: str) -> bool:
     try:
-        # Read the port, because urlsplit parses it only on access. A # begins a fragment, which has no meaning here and
-        # is usually a part of the password. An @ in the path is usually the end of a password that contains a /.
+        # Read the port, because urlsplit parses it only on access. A # would begin a fragment, which has no
+        # meaning here, so usually it belongs to a password. An @ in the path usually ends a password that contains a /.
         is_amqp = url.lower().startswith(("amqp://", "amqps://"))
         return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url) and not _lacking(url)
     except ValueError:

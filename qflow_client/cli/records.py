@@ -6,7 +6,6 @@ import codecs
 import csv
 import gzip
 import json
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Self, cast
+from typing import IO, Final, Self, cast
 
 from qflow_client import Message
 from qflow_client.cli.errors import CommandError, ExitCode
@@ -43,6 +42,10 @@ class Format(StrEnum):
 
 _COMPRESSED = (".gz", ".zip")
 _FORMATS = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
+
+
+#: Maximum bytes of a line, and of a CSV field. By default RabbitMQ accepts no larger message.
+MAX_LINE: Final = 128 << 20
 
 
 class BadRecord(CommandError):
@@ -178,7 +181,7 @@ class RecordSource:
         if self.format is Format.LINES and self._reading.message_id is not None:
             self._stack.close()
             raise CommandError("--message-id needs the format csv or jsonl; lines have no columns", ExitCode.USAGE)
-        self._lines = _Lines(self._content)
+        self._lines = _Lines(self.name, self._content)
 
     def _open_archive(self, stored: IO[bytes]) -> str:
         try:
@@ -223,7 +226,7 @@ class RecordSource:
         content = self._content
         try:
             if self.format is Format.CSV:
-                lines = _Lines(content)
+                lines = _Lines(self.name, content)
                 self._names = self._read_names(self._rows(lines), lines)
             content.seek(place.offset - place.last_line)
             last_line = content.read(place.last_line)
@@ -239,7 +242,7 @@ class RecordSource:
         if grown.strip(b"\r\n"):
             raise CommandError(f"{self.name}: record {place.number} has become longer since it was sent")
         self._number = place.number
-        self._lines = _Lines(content, place.line, place.offset + len(grown), last_line)
+        self._lines = _Lines(self.name, content, place.line, place.offset + len(grown), last_line)
 
     def __enter__(self) -> Self:
         return self
@@ -305,8 +308,8 @@ class RecordSource:
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
         """Yield the rows of a CSV file, including the first row with the column names. Skip empty rows."""
-        # Allow fields of any size, because a record may be a large message. This limit applies to the whole process.
-        csv.field_size_limit(sys.maxsize)
+        # A field may be as large as a line. This limit applies to the whole process.
+        csv.field_size_limit(MAX_LINE)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
             yield from filter(None, csv.reader(decoded, delimiter=self._reading.delimiter, strict=True))
@@ -322,10 +325,12 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields the lines of a file, and remembers the position. The arguments tell what was read before."""
+    """Yields the lines of a file, and remembers the position. The last arguments tell what was read before."""
 
-    def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
-        self._content = iter(content)
+    def __init__(self, name: str, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
+        self._name = name
+        # One byte more than the maximum shows that a line is too long.
+        self._content = iter(partial(content.readline, MAX_LINE + 1), b"")
         #: Number of the last line that was read.
         self.number = number
         #: Number of bytes up to the end of the last line that was read.
@@ -340,6 +345,10 @@ class _Lines:
         self.last = line = next(self._content)
         self.number += 1
         self.offset += len(line)
+        if len(line) > MAX_LINE:
+            raise BadRecord(
+                f"{self._name}, line {self.number}: longer than {MAX_LINE:,} bytes, the maximum of a record"
+            )
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:

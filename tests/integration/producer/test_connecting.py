@@ -79,7 +79,7 @@ def test_connecting_with_a_wrong_password_raises_an_error(
         Producer(url)
     assert watch.kept(0.0)
     text = str(caught.value)
-    assert "403" in text or "ACCESS_REFUSED" in text or "authentication" in text.lower()
+    assert "ACCESS_REFUSED" in text
     assert "ann" in text
     assert "sesame" not in text
     assert flush_logs(20)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import qflow_client.cli.records
 from qflow_client import Message, Position
 from qflow_client.cli.errors import CommandError
 from qflow_client.cli.records import BadRecord, Format, Place, Reading, Record, RecordSource
@@ -46,6 +47,20 @@ def test_the_file_name_extension_decides_how_records_are_read(name: str, format:
 
 def test_a_record_of_a_text_file_is_a_line_without_its_line_ending() -> None:
     assert bodies(b"one\ntwo\r\n\n\xff\xfe\nlast", Format.LINES) == [b"one", b"two", b"", b"\xff\xfe", b"last"]
+
+
+@pytest.mark.parametrize(
+    ("format", "content"),
+    [(Format.LINES, b"12345678"), (Format.JSONL, b'"123456"'), (Format.CSV, b'"23456\n89"')],
+)
+def test_a_line_or_field_that_is_longer_than_the_maximum_ends_reading_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, format: Format, content: bytes
+) -> None:
+    monkeypatch.setattr(qflow_client.cli.records, "MAX_LINE", 7)
+    start = b"a\n" if format is Format.CSV else b""
+    assert len(read(start + content[:6] + b"\n", Format.LINES)) == start.count(b"\n") + 1
+    with pytest.raises(BadRecord, match=r"line \d: (longer than 7 bytes, the maximum of a record|.*field larger)"):
+        read(start + content + b"\n", format)
 
 
 def test_an_empty_file_has_no_records() -> None:
@@ -159,8 +174,8 @@ def test_a_field_of_a_csv_file_may_be_as_long_as_a_message() -> None:
 
 def test_a_read_error_in_a_file_is_reported_after_the_records_before_it() -> None:
     class Failing(io.BytesIO):
-        def __next__(self) -> bytes:
-            line = self.readline()
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = super().readline(size)
             if not line:
                 raise OSError(errno.EIO, "Input/output error")
             return line
