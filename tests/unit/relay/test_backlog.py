@@ -31,6 +31,8 @@ def outbox(engine: Engine) -> Outbox:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of `Backlog`. Readers wait long for its queries, because a busy machine may delay their thread."""
+    monkeypatch.setattr(backlog, "_PATIENCE", 30.0)
     now = [1000.0]
     monkeypatch.setattr(backlog, "_monotonic", lambda: now[0])
     return now
@@ -109,11 +111,12 @@ def test_E12_backlog_queries_keep_a_slow_database_busy_for_at_most_a_hundredth_o
 def test_E12_readers_wait_only_briefly_for_a_database_that_does_not_answer_and_send_no_second_query(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = threading.Event()
+    begun, answers = threading.Event(), threading.Event()
     asked = []
 
     def measured(*given: Any) -> Any:
         asked.append(given)
+        begun.set()
         assert answers.wait(30.0)
         return 7, 1.0
 
@@ -123,6 +126,7 @@ def test_E12_readers_wait_only_briefly_for_a_database_that_does_not_answer_and_s
     for _ in range(3):
         assert backlog_of_outbox.read() is None
         clock[0] += 1000.0
+    assert begun.wait(30.0)
     assert len(asked) == 1
     monkeypatch.setattr(backlog, "_PATIENCE", 30.0)
     answers.set()
