@@ -22,7 +22,7 @@ from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start
 from tests.interrupting import EVERY, each_interrupt
 
-from .tools import held, pump, start_waiting, stop
+from .tools import held, pump, start_waiting, stop, wait_at_most
 
 # The code that runs after a message is admitted and before it is in pika's buffer.
 _WRITING = ("pika/flow.py", "core/protocol.py", "core/writing.py", "core/unconfirmed.py", "amqp/outbound.py")
@@ -130,6 +130,7 @@ def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(brok
         channel.basic_publish("", "q", b"unknown")
     assert watch.kept(0.3)
     assert [each.body for each in channel.unconfirmed] == [b"unknown"]
+    wait_at_most(channel, PATIENCE)
     broker.release_confirms()
     # The late confirm must not be assigned to this message.
     channel.basic_publish("", "q", b"known")
@@ -153,10 +154,11 @@ def test_a_late_return_is_not_attributed_to_the_next_message(broker, connect, pr
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
     channel = connection.channel()
     channel.confirm_delivery()
-    proxy.slow_down(1.5)
+    proxy.stop_reading()
     with pytest.raises(ConfirmTimeout):
         channel.basic_publish("", "nowhere", b"returned late", mandatory=True)
-    proxy.slow_down(0)
+    wait_at_most(channel, PATIENCE)
+    proxy.go_on_reading()
     pump(connection, lambda: channel.unconfirmed == ())
     channel.basic_publish("", "q", b"arrives", mandatory=True)
     assert bodies(broker) == [b"arrives"]
@@ -189,6 +191,7 @@ def test_J8_while_the_socket_accepts_no_bytes_messages_are_not_buffered_and_time
     assert [hold.kind for hold in error.holds] == [HoldKind.TRANSPORT]
     proxy.go_on_reading()
     assert channel.wait_unflowed(PATIENCE)
+    wait_at_most(channel, PATIENCE)
     channel.basic_publish("", "q", b"last")
     broker.wait_until(lambda broker: bodies(broker)[-1:] == [b"last"])
     # Only the sent messages and the half-written message have arrived, in order.
@@ -269,6 +272,7 @@ def test_process_data_events_reports_the_end_of_a_transport_hold(broker, connect
     proxy.go_on_reading()
     # The test calls nothing else that could report the end.
     pump(connection, lambda: events[-1].kind is FlowEventKind.UNFLOWED)
+    wait_at_most(channel, PATIENCE)
     channel.basic_publish("", "q", b"")
 
 
@@ -318,7 +322,10 @@ def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, stack):
     broker.declare_queue("q")
     client = ssl.create_default_context(cafile=str(path))
     parameters = pika.ConnectionParameters(
-        "127.0.0.1", broker.port, ssl_options=pika.SSLOptions(client, "localhost"), max_producer_flow_control_wait=0.3
+        "127.0.0.1",
+        broker.port,
+        ssl_options=pika.SSLOptions(client, "localhost"),
+        max_producer_flow_control_wait=PATIENCE,
     )
     count = rounds(3000, least=1000)
     with pika.BlockingConnection(parameters) as connection:
@@ -326,8 +333,10 @@ def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, stack):
         for number in range(300):
             channel.basic_publish("", "q", b"%d" % number + bytes(number * 100))
         stop(channel, broker)
+        wait_at_most(channel, 0.3)
         with pytest.raises(FlowControlTimeout):
             channel.basic_publish("", "q", b"")
+        wait_at_most(channel, PATIENCE)
         broker.flow(True)
         assert channel.wait_unflowed(PATIENCE)
         channel.confirm_delivery(pipelined=True)

@@ -13,6 +13,8 @@ from qflow_client import FlowControlTimeout
 from qflow_client.broker import Broker
 from tests.integration.producer.tools import Stopwatch, bodies, eventually, go_on, start, stop
 
+from .tools import wait_at_most
+
 dramatiq = pytest.importorskip("dramatiq")
 rabbitmq = pytest.importorskip("dramatiq.brokers.rabbitmq")
 
@@ -42,14 +44,16 @@ def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def test_J7_a_send_of_Dramatiq_raises_at_its_deadline_during_a_stop_and_works_after_it(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
-    app = application(max_producer_flow_control_wait=0.3)
+    app = application(max_producer_flow_control_wait=60)
     actor = dramatiq.actor(lambda number: None, broker=app, actor_name="actor")
     actor.send(1)
     stop(broker, how)
     eventually(lambda: app.channel.flow_state.flowed)
+    wait_at_most(app.channel, 0.3)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
         actor.send(2)
     assert watch.kept(0.3)
+    wait_at_most(app.channel, 60)
     go_on(broker, how)
     eventually(lambda: not app.channel.flow_state.flowed)
     actor.send(3)

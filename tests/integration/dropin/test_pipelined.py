@@ -151,6 +151,9 @@ def test_close_raises_ConfirmTimeout_at_its_deadline_if_confirms_are_missing(bro
     assert channel.is_closed
     assert other.is_open is connection.is_open is (close == "channel")
     broker.release_confirms()
+    if close == "channel":
+        # At the end of the test the connection is closed, and its wait for confirms is short.
+        other.wait_for_confirms(PATIENCE)
 
 
 def test_leaving_a_with_block_by_an_exception_does_not_wait_for_confirms(broker, caplog):

@@ -32,6 +32,11 @@ def held(channel: Any, *kinds: str) -> None:
     )
 
 
+def wait_at_most(channel: Any, seconds: float) -> None:
+    """Set the maximum wait of later calls of a channel. Tests connect with a long wait for calls that must succeed."""
+    channel._flow.settings = channel._flow.settings.replace(max_producer_flow_control_wait=seconds)
+
+
 def start_waiting(channel: Any, body: bytes = b"") -> Job:
     """Start a publish on another thread, and wait until it waits for flow control."""
     job = start(channel.basic_publish, "", "q", body)
