@@ -27,6 +27,8 @@ from kombu import Connection  # noqa: E402
 COUNT = 5
 # Seconds that the other greenlet sleeps between two runs.
 TURN = 0.01
+# Maximum seconds of a wait for a confirm. The maximum wait of a flowed channel is a setting, and shorter.
+PATIENCE = 60.0
 turns: list[float] = []
 
 
@@ -39,7 +41,7 @@ def turn() -> None:
 
 def publish(producer: Any) -> str:
     try:
-        producer.publish("message", routing_key="q")
+        producer.publish("message", routing_key="q", confirm_timeout=PATIENCE)
     except Exception as error:
         return type(error.__cause__ or error).__name__
     return "sent"

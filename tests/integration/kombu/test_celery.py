@@ -16,7 +16,7 @@ pytestmark = pytest.mark.program
 
 PATIENCE = 30.0
 # Maximum seconds of a publish under flow control, and of the end of a worker.
-WAIT = "1"
+WAIT = "2"
 LIMIT = 10.0
 
 
