@@ -276,6 +276,7 @@ def test_J4_a_producer_that_two_queues_have_stopped_continues_when_both_queues_h
     with Producer(brokerj.url, exchange=exchange, capacity=10) as producer:
         flows = Flows(producer)
         fill(producer)
+        flows.wait_for(1)
         channel.queue_purge(names[0])
         # The purge uses another connection. Its reply follows the effects of the purge. The producer must stay stopped.
         with pytest.raises(FlowControlTimeout):
