@@ -78,16 +78,16 @@ class Program:
         query = "" if self.module is original else f"?max_producer_flow_control_wait={WAIT}"
         self.connection = await self.module.connect_robust(node.url + query)
         self.channel = await self.connection.channel(publisher_confirms=self.confirms)
-        await self.publish()
+        await self.publish(PATIENCE)
 
-    async def publish(self) -> None:
+    async def publish(self, timeout: float | None = None) -> None:
         message = self.module.Message(b"%06d" % self.published + self.body)
-        await self.channel.default_exchange.publish(message, "orders")
+        await self.channel.default_exchange.publish(message, "orders", timeout=timeout)
         self.published += 1
 
-    async def run(self, count: int) -> None:
+    async def run(self, count: int, timeout: float | None = None) -> None:
         for _ in range(count):
-            await self.publish()
+            await self.publish(timeout)
 
 
 async def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
@@ -139,7 +139,7 @@ def test_during_a_memory_alarm_a_publish_with_confirms_hangs_in_aio_pika_and_rai
         await hanging
         await waiting
         assert await ours.channel.wait_unflowed(PATIENCE)
-        await ours.run(2)
+        await ours.run(2, PATIENCE)
         for program in theirs, ours:
             await program.connection.close()
         # The message with an unknown outcome has arrived. The message that was not sent has not.
@@ -178,7 +178,7 @@ def test_during_a_memory_alarm_a_publish_without_confirms_hangs_in_aio_pika_and_
         await hanging
         await theirs.connection.close()
         assert await ours.channel.wait_unflowed(PATIENCE)
-        await ours.run(5)
+        await ours.run(5, PATIENCE)
         await soon_depth(alarmed, 1001 + accepted + 5)
         await ours.connection.close()
 
@@ -203,7 +203,7 @@ def test_during_a_memory_alarm_an_error_leaves_the_async_with_block_in_time(alar
     async def main() -> None:
         url = f"{alarmed.url}?max_producer_flow_control_wait={WAIT}"
         async with await getattr(drop_in, kind)(url) as connection, connection.channel() as channel:
-            await channel.default_exchange.publish(drop_in.Message(b"before"), "orders")
+            await channel.default_exchange.publish(drop_in.Message(b"before"), "orders", timeout=PATIENCE)
             await on_thread(alarmed.raise_memory_alarm)
             while True:
                 with suppress(ConfirmTimeout):
