@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.integration.producer.tools import Stopwatch, eventually, start
 
 pytestmark = pytest.mark.rabbitmq
 
-# Maximum seconds of a wait of our transport, and seconds after which a call counts as hanging.
+# Maximum seconds of a wait of our transport that must time out, and seconds after which a call counts as hanging.
 WAIT = 0.5
 HANGS = 3 * WAIT
 PATIENCE = 100.0
@@ -77,7 +78,7 @@ class Client:
         self.app.conf.update(task_ignore_result=True, broker_transport_options=transport_options | ours)
         self.task = self.app.task(take, name="take", shared=False)
         self.called = 0
-        self.call()
+        self.call(confirm_timeout=PATIENCE)
 
     def call(self, **options: Any) -> None:
         self.task.apply_async(("x" * 100_000,), queue="orders", **options)
@@ -99,7 +100,7 @@ class Client:
 def goes_on(client: Client) -> bool:
     """Return whether a call is accepted again. A call that raises sends nothing."""
     try:
-        client.call()
+        client.call(confirm_timeout=PATIENCE)
     except OperationalError as error:
         if not isinstance(error.__cause__, FlowControlTimeout):
             raise
@@ -114,9 +115,11 @@ def test_during_a_memory_alarm_a_task_sent_with_confirms_hangs_with_pyamqp_and_r
     own_rabbitmq.raise_memory_alarm()
     job = start(theirs.call)
     unknown = 0
+    end = time.monotonic() + PATIENCE
     cause: BaseException | None = None
     # The first call makes the broker block the connection. The broker may send its notice after this call's deadline.
     while not isinstance(cause, FlowControlTimeout):
+        assert time.monotonic() < end, "the broker does not say that it blocks the connection"
         with Stopwatch() as watch, pytest.raises(OperationalError, match=r"no answer|was not sent") as caught:
             ours.call()
         assert watch.kept(WAIT), "Celery's own retries do not wait again"
@@ -124,7 +127,7 @@ def test_during_a_memory_alarm_a_task_sent_with_confirms_hangs_with_pyamqp_and_r
         unknown += isinstance(cause, ConfirmTimeout)
         assert isinstance(cause, ConfirmTimeout | FlowControlTimeout)
         assert ("was not sent" in str(caught.value)) == isinstance(cause, FlowControlTimeout)
-    assert 1 <= unknown <= 5, "the broker says soon that it blocks the connection"
+    assert unknown >= 1
     assert [hold.kind for hold in cause.holds] == [HoldKind.CONNECTION_BLOCKED]
     with Stopwatch() as watch, pytest.raises(OperationalError) as caught:
         ours.call(declare=[ours.app.amqp.queues.select_add("another")])
@@ -147,14 +150,20 @@ def test_during_a_memory_alarm_a_task_sent_without_confirms_hangs_with_pyamqp_an
     theirs, ours = (Client(own_rabbitmq, scheme) for scheme in SCHEMES)
     own_rabbitmq.raise_memory_alarm()
     # The broker blocks the connection after a first publish, so publish until its notice arrives.
-    ended = start(ours.run, 1000).wait(PATIENCE)
-    assert isinstance(ended, OperationalError)
-    assert isinstance(ended.__cause__, FlowControlTimeout)
+    partly_written = 0
+    cause: BaseException | None = None
+    while not isinstance(cause, FlowControlTimeout):
+        ended = start(ours.run, 1000).wait(PATIENCE)
+        assert isinstance(ended, OperationalError)
+        cause = ended.__cause__
+        assert isinstance(cause, ConfirmTimeout | FlowControlTimeout)
+        # If the notice is late, the message that fills the socket may be partly written.
+        partly_written += isinstance(cause, ConfirmTimeout)
     job = start(theirs.run, 1000)
     job.join(HANGS)
     assert job.is_alive(), "pyamqp hangs"
     # If the notice came so late that our socket was also full, our socket contains some more messages.
-    if HoldKind.TRANSPORT not in [hold.kind for hold in ended.__cause__.holds]:
+    if not partly_written and HoldKind.TRANSPORT not in [hold.kind for hold in cause.holds]:
         eventually(lambda: theirs.called >= ours.called, "pyamqp has gone on", timeout=PATIENCE)
     # Closing the client must not hang.
     start(ours.close).result(PATIENCE)
