@@ -2,20 +2,27 @@ from __future__ import annotations
 
 import gc
 import random
-import socket
 import ssl
 import threading
+import time
 
 import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
 from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import Session
 from tests.certificates import certify
 from tests.collecting import collect
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
+
+
+def stop_clock(broker, monkeypatch):
+    """Stop the clock of the broker's deadlines. Then no deadline passes while the test prepares its connections."""
+    now = time.monotonic()
+    monkeypatch.setattr(broker._server, "clock", lambda: now)
 
 
 def works(client):
@@ -80,12 +87,14 @@ def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, conn
         gc.enable()
 
 
-def test_a_connection_that_does_not_complete_the_handshake_in_time_is_closed(connect):
-    with Broker(unauthenticated_timeout=1.0) as broker:
+def test_a_connection_that_does_not_complete_the_handshake_in_time_is_closed(connect, monkeypatch):
+    with Broker(unauthenticated_timeout=0.1) as broker:
+        stop_clock(broker, monkeypatch)
         silent, greeting = connect(broker), connect(broker)
         greeting.send_bytes(PROTOCOL_HEADER)
         greeting.expect(commands.Connection.Start)
         opened = connect(broker).open().channel()
+        monkeypatch.setattr(broker._server, "clock", time.monotonic)
         assert silent.is_over()
         assert greeting.is_over()
         assert works(opened)
@@ -122,6 +131,19 @@ def is_reset(client):
         return True
 
 
+@pytest.fixture
+def is_sent(monkeypatch):
+    """An event that the test sets when its client has sent everything. Until then no client counts as quiet."""
+    is_sent = threading.Event()
+    when_quiet = Connection._when_quiet
+
+    def when_sent_and_quiet(self, end, received=None):
+        when_quiet(self, end, received if is_sent.is_set() else None)
+
+    monkeypatch.setattr(Connection, "_when_quiet", when_sent_and_quiet)
+    return is_sent
+
+
 # More bytes than the buffers of the sockets hold. The client can send the last bytes only if the broker reads on.
 UNDER_WAY = publishes(30_000_000)
 CLOSE = frame.marshal(commands.Connection.Close(200, "", 0, 0), 0)
@@ -136,11 +158,12 @@ def test_E11_close_ok_arrives_even_if_the_client_still_has_megabytes_in_flight(b
     assert broker.connections() == ()
 
 
-def test_E11_close_ok_arrives_over_tls_even_if_the_client_still_has_megabytes_in_flight(certificate, connect):
+def test_E11_close_ok_arrives_over_tls_even_if_the_client_still_has_megabytes_in_flight(certificate, connect, is_sent):
     with Broker(ssl_context=server_context(certificate), close_timeout=3600) as broker:
         trusting = ssl.create_default_context(cafile=certificate[0])
         client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
         client.open().channel().send_bytes(CLOSE + UNDER_WAY)
+        is_sent.set()
         client.expect(commands.Connection.CloseOk)
         assert broker.connections() == ()
         # A client that waits until the broker has closed need not wait for the close timeout.
@@ -167,10 +190,17 @@ def test_E11_the_protocol_header_arrives_even_if_megabytes_of_another_protocol_a
         client.read_bytes(1)
 
 
-def test_E11_a_broker_that_stops_continues_to_read_until_connection_close_has_arrived(connect):
+def test_E11_a_broker_that_stops_continues_to_read_until_connection_close_has_arrived(connect, is_sent, monkeypatch):
+    def produce():
+        try:
+            client.send_bytes(UNDER_WAY)
+        finally:
+            is_sent.set()
+
+    monkeypatch.setattr(Server, "STOP_GRACE", 20.0)
     with Broker() as broker:
         client = connect(broker).open().channel()
-        producer = threading.Thread(target=client.send_bytes, args=(UNDER_WAY,))
+        producer = threading.Thread(target=produce)
         producer.start()
         broker.wait_until(lambda b: b.connections()[0].bytes_received > 1_000_000)
     producer.join()
@@ -227,8 +257,21 @@ def test_an_exception_in_the_trace_function_ends_only_the_connection_of_the_trac
         assert works(good)
 
 
-def test_the_broker_sends_heartbeats_and_disconnects_a_client_that_sends_none(connect):
+class SteadyClock:
+    """A clock that counts at most 0.5 s between two calls, so that a break of the machine is no silence of a client."""
+
+    def __init__(self):
+        self._now = self._last = time.monotonic()
+
+    def __call__(self):
+        last, self._last = self._last, time.monotonic()
+        self._now += min(self._last - last, 0.5)
+        return self._now
+
+
+def test_the_broker_sends_heartbeats_and_disconnects_a_client_that_sends_none(connect, monkeypatch):
     with Broker() as broker:
+        monkeypatch.setattr(broker._server, "clock", SteadyClock())
         client = connect(broker).open(heartbeat=1)
         beats = 0
         try:
@@ -334,13 +377,14 @@ def test_clients_can_connect_with_tls(certificate, connect):
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
 
 
-def test_E9_an_unauthenticated_client_is_disconnected_in_time_even_after_a_wrong_protocol_header():
-    with (
-        Broker(unauthenticated_timeout=1, close_timeout=60) as broker,
-        socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger,
-    ):
-        stranger.sendall(b"GET / HTTP/1.1\r\n")
-        assert stranger.recv(100) == b"AMQP\0\0\x09\x01"
-        assert stranger.recv(100) == b""
+def test_E9_an_unauthenticated_client_is_disconnected_in_time_even_after_a_wrong_protocol_header(connect, monkeypatch):
+    with Broker(unauthenticated_timeout=0.5, close_timeout=60) as broker:
+        # The 0.5 s begin with the answer to the header, however long the client takes to send it.
+        stop_clock(broker, monkeypatch)
+        stranger = connect(broker)
+        stranger.send_bytes(b"GET / HTTP/1.1\r\n")
+        assert stranger.read_bytes(8) == PROTOCOL_HEADER
+        with pytest.raises(EOFError):
+            stranger.read_bytes(1)
         # The client does not close its side.
         broker.wait_until(lambda broker: not broker._server.connections, timeout=30)
