@@ -18,6 +18,9 @@ def test_an_aio_pika_connection_that_is_garbage_collected_while_the_event_loop_i
     async def make() -> TappedConnection:
         return kind(URL("amqp://localhost"))
 
+    # Garbage of earlier tests may emit warnings.
+    gc.collect()
+    recwarn.clear()
     asyncio.set_event_loop(None)
     loop = asyncio.new_event_loop()
     connection = loop.run_until_complete(make())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_nightly_part_that_is_run_again_continues_with_the_step_that_failed(fo
     assert [step["said"] for step in record.steps] == ["5 passed in 3 s", "a | b", ""]
     page = (folders / "page.md").read_text()
     assert f"{record.date}, commit `c1`" in page
-    assert "| second | passed | 0 | a \\| b |" in page
+    assert re.search(r"\| second \| passed \| \d+ \| a \\\| b \|", page)
     # The part has already passed on this code.
     assert nightly.main([]) == 0
     assert len((folders / "ran").read_text().split()) == 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -22,7 +22,9 @@ def drawn(
     name: str, size: int | None, confirmed: int, kinds: tuple[HoldKind, ...], lasted: float, *, no_color: bool = False
 ) -> list[str]:
     """Return the lines that a run shows on a terminal; half of the file is read."""
-    now = time.time()
+    now, started = 1e9, 1e6
+    # The clock stands still, so that the machine's delays are not in the rate and the times.
+    clock = SimpleNamespace(time=lambda: now, monotonic=lambda: started + 100)
     holds = tuple(Hold(kind, now - lasted) for kind in kinds)
     state = FlowState(holds, now - lasted if holds else None, 1, {})
     source: Any = SimpleNamespace(name=name, size=size, position=(size or 0) // 2)
@@ -36,7 +38,11 @@ def drawn(
         )
         for _ in range(2)
     )
-    with _shown(source, sending, terminal, time.monotonic() - 100) as bar, other.capture() as shown:
+    with (
+        patch("qflow_client.cli.send.time", clock),
+        _shown(source, sending, terminal, started) as bar,
+        other.capture() as shown,
+    ):
         assert bar is not None
         other.print(bar.get_renderable())
     raw = shown.get()
@@ -51,8 +57,8 @@ MANY = len(HoldKind)
 @pytest.mark.parametrize(
     ("kinds", "lasted", "told"),
     [
-        ((), 0.0, r"confirmed, 9,9\d\d,\d{3} msg/s  unflowed"),
-        (tuple(HoldKind), 0.5, rf"confirmed, 9,9\d\d,\d{{3}} msg/s  flowed by channel_flow and {MANY - 1} more"),
+        ((), 0.0, "confirmed, 9,999,999 msg/s  unflowed"),
+        (tuple(HoldKind), 0.5, f"confirmed, 9,999,999 msg/s  flowed by channel_flow and {MANY - 1} more"),
         ((HoldKind.CONNECTION_BLOCKED,), 864_000.0, "confirmed  flowed by connection_blocked for 864000 s"),
         (tuple(HoldKind)[1:], 864_000.0, f"confirmed  flowed by connection_blocked and {MANY - 2} more for 864000 s"),
     ],
@@ -64,7 +70,7 @@ def test_the_progress_bar_with_large_numbers_and_holds_fits_into_80_columns(
     bar, state = drawn("orders-of-2026.csv.gz", 1000 * GB, 999_999_900, kinds, lasted, no_color=no_color)
     assert bar.startswith("orders-of-2026.csv.gz ━")
     assert bar.endswith(" 0.5/1.0 TB")
-    assert re.fullmatch(f"999,999,900 {told}", state)
+    assert state == f"999,999,900 {told}"
     assert max(len(bar), len(state)) <= 80
     _, state = drawn("standard input", None, 10**10 - 1, kinds, lasted)
     assert "…" not in state

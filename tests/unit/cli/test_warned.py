@@ -6,11 +6,19 @@ import threading
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
+import pytest
 from rich.console import Console
 
+from qflow_client.cli import warned
 from qflow_client.cli.warned import warnings_shown
 
 LOGGER = logging.getLogger("qflow_client.broker.some")
+
+
+@pytest.fixture(autouse=True)
+def _the_thread_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the block, let the thread that shows the warnings have more time than it needs."""
+    monkeypatch.setattr(warned, "_AT_EXIT", 20.0)
 
 
 def without_handlers() -> AbstractContextManager[object]:

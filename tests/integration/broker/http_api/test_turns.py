@@ -27,22 +27,22 @@ QUEUES = rounds(4_000, least=1_100)
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop that does not wait for timers. Its clock moves on to the time of the next timer instead."""
+    """An event loop that does not wait for timers. Its clock only moves on to the time of the next timer."""
 
     def __init__(self) -> None:
         selector = selectors.DefaultSelector()
+        self._now = 0.0
         super().__init__(selector)
-        self._skipped = 0.0
         select = selector.select
 
         def skip(timeout: float | None = None) -> Any:
-            self._skipped += timeout or 0.0
+            self._now += timeout or 0.0
             return select(timeout and 0)
 
         selector.select = skip  # type: ignore[method-assign]  # simulated time
 
     def time(self) -> float:
-        return super().time() + self._skipped
+        return self._now
 
 
 class Turn:
