@@ -15,10 +15,11 @@ from qflow_client.cli.app import app
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(app)
 
-# A program like `qflow` that waits at its end only 0.1 s for missing confirms.
-BRIEF = """
+_PROGRAM = """
 import sys
 import qflow_client.cli.outbox, qflow_client.cli.sending
-qflow_client.cli.outbox._GRACE = qflow_client.cli.sending._GRACE = 0.1
+qflow_client.cli.outbox._GRACE = qflow_client.cli.sending._GRACE = {}
 sys.exit(qflow_client.cli.main())
 """
+# Programs like `qflow`. At its end, BRIEF waits only 0.1 s for missing confirms, and PATIENT waits 20 s.
+BRIEF, PATIENT = map(_PROGRAM.format, (0.1, 20.0))

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from rich.console import Console
 
+import qflow_client.cli.send
 import qflow_client.cli.sending
-from qflow_client import Outbox, OutboxError, Producer
+from qflow_client import Outbox, OutboxError, Producer, Receipt
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.cli.resuming import source_of
 from qflow_client.message import REPUBLISHED
 from qflow_client.outbox.noted import Noted
 from qflow_client.testing.proxy import FaultProxy
-from tests.integration.cli.commands import BRIEF
+from tests.integration.cli.commands import BRIEF, PATIENT
 from tests.integration.cli.terminal import on_a_terminal
 from tests.integration.forked import Forked
 from tests.integration.producer.tools import eventually
@@ -221,7 +223,10 @@ def test_a_run_with_a_nacked_record_fails_and_reports_the_record(broker: Broker,
     assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
 
 
-def test_a_run_waits_for_confirms_even_if_the_maximum_flow_control_wait_is_0(send: Send) -> None:
+def test_a_run_waits_for_confirms_even_if_the_maximum_flow_control_wait_is_0(
+    send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 20.0)
     out, _ = send("--max-producer-flow-control-wait", "0", records=b"one\ntwo\n")
     assert out.startswith("2 records confirmed")
 
@@ -230,6 +235,13 @@ def test_if_confirms_are_missing_the_error_shows_how_long_the_command_waited(
     broker: Broker, send: Send, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
+    flush = Producer.flush
+
+    def flush_after_arrival(producer: Producer) -> None:
+        broker.wait_until(lambda b: b.queue("orders").depth == 2)
+        flush(producer)
+
+    monkeypatch.setattr(Producer, "flush", flush_after_arrival)
     broker.withhold_confirms()
     out, err = send("--max-producer-flow-control-wait", "0.1", records=b"one\ntwo\n", code=1)
     assert err.endswith("qflow: not every record was confirmed: 2 messages are not settled after 0.1 s\n")
@@ -270,16 +282,41 @@ def test_a_closed_standard_input_is_reported(broker: Broker, capsys: Capture, mo
 def test_without_a_terminal_the_command_reports_a_long_wait_and_draws_no_progress_bar(
     broker: Broker, send: Send, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Releasing(Console):
+        def print(self, *arguments: Any, **options: Any) -> None:
+            super().print(*arguments, **options)
+            # The wait lasts until the command has reported it.
+            broker.flow(True)
+
+    monkeypatch.setattr(qflow_client.cli.send, "Console", Releasing)
     monkeypatch.setenv("QFLOW_FLOW_CONTROL_WAIT_NOTIFY_PERIOD", "0.05")
     broker.flow(False)
-    out, err = send("--max-producer-flow-control-wait", "1.5", records=b"one\n", code=3)
+    out, err = send("--max-producer-flow-control-wait", "20", records=b"one\n")
     assert "qflow: still waiting after " in err
     assert "channel_flow" in err
+    assert "\x1b" not in out + err
+
+
+def test_after_a_flow_control_timeout_of_the_first_record_the_summary_does_not_suggest_skip(
+    broker: Broker, send: Send
+) -> None:
+    broker.flow(False)
+    out, err = send("--max-producer-flow-control-wait", "0.1", records=b"one\n", code=3)
     assert "\x1b" not in out + err
     assert "--skip" not in out
 
 
-def test_a_flow_control_timeout_shows_which_records_were_not_sent(broker: Broker, send: Send) -> None:
+def test_a_flow_control_timeout_shows_which_records_were_not_sent(
+    broker: Broker, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_many = Producer.send_many
+
+    def send_after_confirms(producer: Producer, messages: Sequence[Any]) -> Sequence[Receipt]:
+        # Only Channel.Flow may hold a record, because a wait for a confirm could also last 0.2 s.
+        eventually(lambda: not producer._protocol.unsettled)
+        return send_many(producer, messages)
+
+    monkeypatch.setattr(Producer, "send_many", send_after_confirms)
     broker.declare_queue("small", arguments={"qpid.flow_stop_count": 3, "x-qflow-enforcement": "channel_flow"})
     options = ["-k", "small", "--capacity", "1", "--max-producer-flow-control-wait", "0.2"]
     out, err = send(*options, records=b"".join(b"%d\n" % n for n in range(1, 100)), code=3)
@@ -356,8 +393,9 @@ def test_the_summary_shows_confirmed_records_the_rate_and_the_time_under_flow_co
     process, _ = start(broker, b"one\n", options=("--json",) if as_json else ())
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
-    # The summary shows seconds with three decimals.
-    eventually(lambda: broker.producers()[0].flowed_seconds >= 0.05, "a stop that is long enough to be told")
+    # The producer's own clock of the stop runs before its answer. The summary shows seconds with three decimals.
+    since = broker.producers()[0].flowed_seconds
+    eventually(lambda: broker.producers()[0].flowed_seconds >= since + 0.05, "a stop that is long enough to be told")
     broker.flow(True)
     out, err = process.communicate(b"two\nthree\n", timeout=20)
     assert (process.returncode, err) == (0, b"")
@@ -418,7 +456,7 @@ def test_on_a_terminal_an_input_of_unknown_length_has_a_spinner(broker: Broker) 
 def test_after_an_interrupt_while_reading_the_summary_shows_the_last_confirmed_record(
     broker: Broker, number: signal.Signals, code: int
 ) -> None:
-    process, _ = start(broker, b"one\ntwo\n")
+    process, _ = start(broker, b"one\ntwo\n", program=("-c", PATIENT))
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == code
@@ -429,7 +467,7 @@ def test_after_an_interrupt_while_reading_the_summary_shows_the_last_confirmed_r
 
 @pytest.mark.program
 def test_after_an_interrupt_while_flowed_the_run_ends_and_sends_no_further_record(broker: Broker) -> None:
-    process, stdin = start(broker, b"one\n")
+    process, stdin = start(broker, b"one\n", program=("-c", PATIENT))
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
     stdin.write(b"two\n" * 1000)
@@ -642,12 +680,12 @@ def test_with_an_outbox_returned_records_are_reported_even_if_confirms_are_missi
         # Wait for all returns, however slow the broker is.
         flight = producer._protocol.parts.unconfirmed.flight
         eventually(lambda: sum(receipt._reply is not None for receipt in tuple(flight.values())) == 7)
-        flush(producer)
+        flush(producer, 0.1)
 
     monkeypatch.setattr(Producer, "flush", flush_after_returns)
     # The broker sends the returns, but no acks.
     broker.withhold_confirms()
-    options = ["--outbox", str(path), "--max-producer-flow-control-wait", "0.1", "-q"]
+    options = ["--outbox", str(path), "--max-producer-flow-control-wait", "30", "-q"]
     _, err = send(*options, "-k", "nowhere", records=b"x\n" * 7, code=1)
     told = err.splitlines()
     assert [line.partition(": message")[0] for line in told[:5]] == [
