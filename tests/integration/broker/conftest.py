@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +99,21 @@ class RawClient:
 def _broker():
     with Broker() as broker:
         yield broker
+
+
+@pytest.fixture(name="stop_clock")
+def _stop_clock(monkeypatch):
+    """A function that stops the clock of a broker's deadlines. It returns a function that starts the clock again.
+
+    While the clock stands still, no deadline passes, however long the test takes.
+    """
+
+    def stop(broker):
+        now, clock = time.monotonic(), broker._server.clock
+        monkeypatch.setattr(broker._server, "clock", lambda: now)
+        return lambda: monkeypatch.setattr(broker._server, "clock", clock)
+
+    return stop
 
 
 @pytest.fixture(name="connect")

@@ -41,7 +41,7 @@ def test_D8_pika_ignores_channel_flow_and_the_broker_closes_its_channel():
         connection.close()
 
 
-def test_D8_the_broker_stops_reading_from_a_tarpitted_connection_and_still_reads_from_others(connect):
+def test_D8_the_broker_stops_reading_from_a_tarpitted_connection_and_still_reads_from_others(connect, stop_clock):
     with Broker(tarpit_after=1, tarpit_time=1.0, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client, other = connect(broker).open().channel(), connect(broker).open().channel()
@@ -49,6 +49,7 @@ def test_D8_the_broker_stops_reading_from_a_tarpitted_connection_and_still_reads
             client.publish()
         client.expect(commands.Channel.Flow)
         began = time.monotonic()
+        resume_clock = stop_clock(broker)
         client.publish()
         broker.wait_until(lambda b: b.sanctions["tarpits"] == 1)
         client.socket.settimeout(0.05)
@@ -57,6 +58,7 @@ def test_D8_the_broker_stops_reading_from_a_tarpitted_connection_and_still_reads
             client.expect(commands.Queue.DeclareOk)
         other.call(1, commands.Queue.Declare(queue="other"), commands.Queue.DeclareOk)
         client.socket.settimeout(20)
+        resume_clock()
         client.expect(commands.Queue.DeclareOk)
         assert time.monotonic() - began >= 0.9
         assert broker.connections()[0].tarpits == 1

@@ -19,12 +19,6 @@ from tests.collecting import collect
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
 
-def stop_clock(broker, monkeypatch):
-    """Stop the clock of the broker's deadlines. Then no deadline passes while the test prepares its connections."""
-    now = time.monotonic()
-    monkeypatch.setattr(broker._server, "clock", lambda: now)
-
-
 def works(client):
     """Check that the broker still serves this connection."""
     client.call(1, commands.Queue.Declare(queue="alive"), commands.Queue.DeclareOk)
@@ -87,14 +81,14 @@ def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, conn
         gc.enable()
 
 
-def test_a_connection_that_does_not_complete_the_handshake_in_time_is_closed(connect, monkeypatch):
+def test_a_connection_that_does_not_complete_the_handshake_in_time_is_closed(connect, stop_clock):
     with Broker(unauthenticated_timeout=0.1) as broker:
-        stop_clock(broker, monkeypatch)
+        resume_clock = stop_clock(broker)
         silent, greeting = connect(broker), connect(broker)
         greeting.send_bytes(PROTOCOL_HEADER)
         greeting.expect(commands.Connection.Start)
         opened = connect(broker).open().channel()
-        monkeypatch.setattr(broker._server, "clock", time.monotonic)
+        resume_clock()
         assert silent.is_over()
         assert greeting.is_over()
         assert works(opened)
@@ -377,10 +371,10 @@ def test_clients_can_connect_with_tls(certificate, connect):
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
 
 
-def test_E9_an_unauthenticated_client_is_disconnected_in_time_even_after_a_wrong_protocol_header(connect, monkeypatch):
+def test_E9_an_unauthenticated_client_is_disconnected_in_time_even_after_a_wrong_protocol_header(connect, stop_clock):
     with Broker(unauthenticated_timeout=0.5, close_timeout=60) as broker:
         # The 0.5 s begin with the answer to the header, however long the client takes to send it.
-        stop_clock(broker, monkeypatch)
+        stop_clock(broker)
         stranger = connect(broker)
         stranger.send_bytes(b"GET / HTTP/1.1\r\n")
         assert stranger.read_bytes(8) == PROTOCOL_HEADER
