@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qflow_client.amqp.frames import flow_ok
-from qflow_client.cli import main
+from qflow_client.cli import demo, main
 from qflow_client.cli.demo.actors import produce
 from qflow_client.core.protocol import ProducerProtocol
 from tests.effort import rounds
@@ -34,12 +34,25 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKING)
 
 
+def start_consumer_when(monkeypatch: pytest.MonkeyPatch, kind: str, depth: int = 0) -> None:
+    """Let the consumer start only when the queue has this depth and each producer has a hold of this kind."""
+    all_held = demo._Stage._all_held
+
+    def all_held_as_expected(stage: demo._Stage) -> bool:
+        run = stage.run
+        return all_held(stage) and run.queue.depth >= depth and all(kind in each.holds for each in run.producers)
+
+    monkeypatch.setattr(demo._Stage, "_all_held", all_held_as_expected)
+
+
 @flights
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("enforcement", ["both", "completion", "channel_flow"])
 def test_C6_the_demo_passes_its_audit_with_every_enforcement(
-    enforcement: str, capfd: pytest.CaptureFixture[str]
+    enforcement: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = "capacity" if enforcement == "completion" else "channel_flow"
+    start_consumer_when(monkeypatch, kind, 165 if enforcement == "completion" else 0)
     assert main(["demo", "--messages", str(FLIGHTS), "--json", "--enforcement", enforcement]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -50,7 +63,6 @@ def test_C6_the_demo_passes_its_audit_with_every_enforcement(
     if enforcement == "completion":
         assert told["queue"]["peak_depth"] == 165
     assert len(told["audit"]) == 12
-    kind = "capacity" if enforcement == "completion" else "channel_flow"
     assert all(producer["seconds_flowed"][kind] > 0 for producer in told["producers"])
 
 
@@ -61,6 +73,7 @@ def test_without_a_terminal_the_demo_reports_progress_in_lines(
 ) -> None:
     # Settings that the user has made for other producers change nothing.
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
+    start_consumer_when(monkeypatch, "channel_flow")
     assert main(["demo", "--messages", "300"]) == 0
     out, err = capfd.readouterr()
     assert "every message arrived exactly once" in out
@@ -118,6 +131,7 @@ def test_the_audit_fails_for_producers_that_ignore_channel_flow_even_if_withheld
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.produce", produce_regardless)
+    start_consumer_when(monkeypatch, "capacity")
     assert main(["demo", "--messages", "300", "--json"]) == 1
     told = json.loads(capfd.readouterr().out)
     failed = [line["statement"] for line in told["audit"] if not line["passed"]]
