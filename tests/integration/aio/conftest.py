@@ -11,12 +11,12 @@ import uvloop
 
 from qflow_client import flow_manager
 from qflow_client.broker import Broker
-from tests.integration.producer.conftest import certificate
+from tests.integration.producer.conftest import certificate, patient_ends, patient_sends
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire
 
 from .tools import soon
 
-__all__ = ["certificate"]
+__all__ = ["certificate", "patient_ends", "patient_sends"]
 
 
 # Modules and single tests that also run on uvloop, because the event loop itself matters for them.

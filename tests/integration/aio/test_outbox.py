@@ -34,6 +34,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+@pytest.mark.usefixtures("patient_ends", "patient_sends")
 def test_a_message_that_is_spilled_while_the_producer_connects_is_on_disk_when_send_returns(
     run: Run, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_message_that_is_spilled_while_the_producer_connects_is_on_disk_when_s
     Outbox(path).close()
 
 
+@pytest.mark.usefixtures("patient_ends", "patient_sends")
 def test_a_message_that_a_signal_handler_sends_at_the_end_of_connect_is_sent_with_an_outbox(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ async def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox
     assert bodies(broker) == []
 
 
+@pytest.mark.usefixtures("patient_ends", "patient_sends")
 async def test_E4_if_a_close_is_cancelled_at_any_moment_the_outbox_is_free_for_the_next_producer(
     broker: Broker, tmp_path: Path
 ) -> None:
@@ -244,6 +247,7 @@ def test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop(
     assert broker.queue("q").depth == 1
 
 
+@pytest.mark.usefixtures("patient_ends", "patient_sends")
 async def test_E4_a_connect_that_is_cancelled_while_the_outbox_opens_leaves_nothing_running(
     broker: Broker, tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.certificates import certify
 from tests.effort import COMPLETE
 
 from .bridge import Bridged
-from .tools import PATIENCE, Proxy, Wire, eventually
+from .tools import PATIENCE, Proxy, Wire, eventually, wait_for_commits, wait_for_ends
 
 
 def _ours() -> list[threading.Thread]:
@@ -169,6 +169,18 @@ def proxy(broker: Broker, stack: ExitStack) -> Proxy:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
     return certify(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def patient_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends with a short timeout wait long for the disk, because the test is not about a disk that does not answer."""
+    wait_for_commits(monkeypatch)
+
+
+@pytest.fixture
+def patient_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Producers that cannot be created, or are cancelled, wait long for the end of their threads and outboxes."""
+    wait_for_ends(monkeypatch)
 
 
 @pytest.fixture

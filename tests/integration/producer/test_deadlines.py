@@ -3,7 +3,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -24,7 +25,18 @@ from qflow_client.sync.engine import Waiter
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
-from .tools import Flows, Stopwatch, bodies, eventually, finish, hold, send_unconfirmed, start, wait_in_line
+from .tools import (
+    PATIENCE,
+    Flows,
+    Stopwatch,
+    bodies,
+    eventually,
+    finish,
+    hold,
+    send_unconfirmed,
+    start,
+    wait_in_line,
+)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
@@ -106,9 +118,10 @@ def test_A4_each_of_several_sending_threads_has_its_own_deadline(producer: Produ
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
 def test_A4_each_send_either_admits_its_message_or_raises_an_error(
-    make_producer: Callable[..., Producer], broker: Broker, turn: int
+    make_producer: Callable[..., Producer], broker: Broker, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deadlines expire when the hold ends. A message whose call raised is in no queue, all others are in the queue."""
+    monkeypatch.setattr("qflow_client.guard.PATIENCE", PATIENCE)
     producer = make_producer(capacity=5)
     least = rounds(150, least=40)
 
@@ -172,6 +185,7 @@ def test_D1_send_nowait_raises_while_the_producer_is_flowed(
     assert bodies(broker) == [b"1"]
 
 
+@pytest.mark.usefixtures("patient_sends")
 @pytest.mark.parametrize(
     ("when_flowed", "of_send", "of_send_nowait"),
     [
@@ -428,20 +442,32 @@ def test_a_call_with_a_negative_timeout_does_not_wait(producer: Producer, broker
         producer.close(timeout=-0.1)
 
 
+@contextmanager
+def nothing_expires(producer: Producer) -> Iterator[None]:
+    """During the block, no message expires, so that a slow machine has time to deliver it."""
+    expiry = producer._protocol.parts.expiry
+    assert expiry is not None
+    before = expiry.timeout
+    expiry.timeout = 10 * PATIENCE
+    yield
+    expiry.timeout = before
+
+
 def test_E16_a_message_is_settled_after_its_delivery_timeout(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(delivery_timeout=0.3, capacity=1)
-    broker.withhold_confirms()
     began = time.monotonic()
-    receipt = producer.send(b"written")
+    with nothing_expires(producer):
+        (receipt,) = send_unconfirmed(producer, broker, b"written")
     assert receipt.wait(timeout=20)
     assert time.monotonic() - began >= 0.3, "never early"
     assert receipt.outcome is Outcome.UNKNOWN
     # There is room, although the broker has not answered.
-    following = producer.send(b"next", timeout=20)
-    broker.release_confirms()
-    assert following.result(timeout=20) is Outcome.CONFIRMED
+    with nothing_expires(producer):
+        following = producer.send(b"next", timeout=20)
+        broker.release_confirms()
+        assert following.result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_E16_no_message_is_republished_after_its_delivery_timeout(
@@ -449,13 +475,15 @@ def test_E16_no_message_is_republished_after_its_delivery_timeout(
 ) -> None:
     with FaultProxy(broker.url) as proxy:
         producer = make_producer(proxy.url, delivery_timeout=0.3, reconnect_delay=0.05)
-        (receipt,) = send_unconfirmed(producer, broker, b"stale")
+        with nothing_expires(producer):
+            (receipt,) = send_unconfirmed(producer, broker, b"stale")
         proxy.refuse()
         proxy.cut()
         assert receipt.wait(timeout=20)
         assert receipt.outcome is Outcome.UNKNOWN
         broker.release_confirms()
         proxy.heal()
-        assert producer.send(b"fresh", timeout=20).result(timeout=20) is Outcome.CONFIRMED
+        with nothing_expires(producer):
+            assert producer.send(b"fresh", timeout=20).result(timeout=20) is Outcome.CONFIRMED
         assert bodies(broker) == [b"stale", b"fresh"]
         producer.close()

@@ -7,18 +7,16 @@ import gc
 import logging
 import threading
 import weakref
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from qflow_client import AsyncProducer, OutboxInUse, Outcome, Producer, Receipt
+from qflow_client import AsyncProducer, Outcome, Producer, Receipt
 from qflow_client.broker import Broker
-from qflow_client.outbox import Outbox
 from tests.collecting import collect
 from tests.integration.aio.tools import soon
 
-from .tools import PATIENCE, Flows, eventually
+from .tools import PATIENCE, Flows, eventually, outbox_is_free
 
 # An error in a finalizer would only be printed.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -29,6 +27,12 @@ def _drop(held: list[Producer] | list[AsyncProducer]) -> None:
     gone = weakref.ref(held.pop())
     collect()
     assert gone() is None
+
+
+def _warnings(recwarn: pytest.WarningsRecorder) -> list[str]:
+    """Return the warnings about the test's producer. There may be warnings about the garbage of earlier tests."""
+    texts = [str(each.message) for each in recwarn if each.category is ResourceWarning]
+    return [text for text in texts if text.startswith("dropped")]
 
 
 def _threads(kind: str) -> list[threading.Thread]:
@@ -75,13 +79,7 @@ def test_a_producer_without_references_releases_its_outbox(broker: Broker, tmp_p
     with pytest.warns(ResourceWarning, match="dropped"):
         _drop(held)
 
-    def is_free() -> bool:
-        with suppress(OutboxInUse):
-            Outbox(tmp_path / "outbox").close()
-            return True
-        return False
-
-    eventually(is_free, "another producer can have the outbox")
+    eventually(lambda: outbox_is_free(tmp_path / "outbox"))
     assert broker.queue("q").depth == 1
 
 
@@ -89,7 +87,7 @@ def test_a_closed_producer_emits_no_warning(broker: Broker, recwarn: pytest.Warn
     held = [Producer(broker.url, routing_key="q", name="dropped")]
     held[0].close()
     _drop(held)
-    assert not [each for each in recwarn if each.category is ResourceWarning]
+    assert _warnings(recwarn) == []
 
 
 def test_E6_an_async_producer_without_references_emits_a_warning_delivers_its_messages_and_ends(broker: Broker) -> None:
@@ -109,7 +107,7 @@ def test_E6_an_async_producer_without_references_emits_a_warning_delivers_its_me
 
 def test_an_async_producer_that_never_connected_emits_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     _drop([AsyncProducer("amqp://localhost", routing_key="q", name="dropped")])
-    assert not [each for each in recwarn if each.category is ResourceWarning]
+    assert _warnings(recwarn) == []
 
 
 def test_an_async_producer_whose_event_loop_is_closed_can_be_garbage_collected_without_an_error(broker: Broker) -> None:
@@ -159,6 +157,7 @@ def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> No
     assert gone() is None
 
 
+@pytest.mark.usefixtures("patient_sends", "patient_ends")
 @pytest.mark.parametrize("when", ["as the loop ends", "after the loop"])
 def test_a_producer_garbage_collected_with_its_event_loop_frees_the_outbox_and_logs_lost_messages(
     broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
@@ -184,6 +183,7 @@ def test_a_producer_garbage_collected_with_its_event_loop_frees_the_outbox_and_l
         run()
     eventually(lambda: "dropped without close(): 1 admitted messages" in caplog.text)
     broker.flow(True)
+    eventually(lambda: outbox_is_free(tmp_path / "outbox"))
     with Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox"):
         pass
     assert [message.body for message in broker.messages("q")] == [b"stored"]

@@ -37,6 +37,8 @@ from tests.effort import rounds
 from .processes import in_child
 from .tools import PATIENCE, Proxy, bodies, eventually, finish, holds, start, wait_done, wait_held, wait_in_line
 
+pytestmark = pytest.mark.usefixtures("patient_sends")
+
 MARK = "x-qflow-republished"
 
 
@@ -169,6 +171,7 @@ def test_the_error_of_a_second_producer_on_an_outbox_names_the_producer_that_use
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
+@pytest.mark.usefixtures("patient_ends")
 def test_a_producer_that_cannot_connect_releases_its_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:

@@ -19,7 +19,6 @@ from qflow_client import (
     Outbox,
     OutboxError,
     OutboxFull,
-    OutboxInUse,
     Outcome,
     Producer,
     UndeliveredMessages,
@@ -27,7 +26,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from tests.collecting import collect
 
-from .tools import PATIENCE, bodies, eventually, start
+from .tools import PATIENCE, bodies, eventually, outbox_is_free, start
 
 # Less than SQLite waits by itself, and more than a busy machine needs for what takes milliseconds.
 SOON = 6.0
@@ -58,15 +57,6 @@ def returns_soon() -> Iterator[None]:
     began = time.monotonic()
     yield
     assert time.monotonic() - began < SOON
-
-
-def opens(path: Path) -> bool:
-    """Whether the outbox is free for the next producer."""
-    try:
-        Outbox(path).close()
-    except OutboxInUse:
-        return False
-    return True
 
 
 CALLS: dict[str, Callable[[Producer], Any]] = {
@@ -150,7 +140,7 @@ def test_E4_close_ends_at_its_deadline_and_frees_the_outbox_even_if_the_file_sta
         with pytest.raises(UndeliveredMessages) as caught:
             producer.close(timeout=BRIEF)
         assert caught.value.stored == 1
-    eventually(lambda: opens(path), "an outbox that is free")
+    eventually(lambda: outbox_is_free(path), "an outbox that is free")
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
 
 
@@ -189,7 +179,7 @@ def test_E4_a_message_that_was_never_written_to_the_outbox_file_is_not_reported_
     assert caught.value.stored == 1
     assert [message.body for message in caught.value.unknown] == [b"admitted"]
     assert [message.body for message in caught.value.unsent] == [b"spilled", b"forgotten"]
-    eventually(lambda: opens(path), "an outbox that is free")
+    eventually(lambda: outbox_is_free(path), "an outbox that is free")
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
 
 
@@ -234,7 +224,7 @@ def test_E4_a_disk_that_does_not_answer_delays_no_call_beyond_its_deadline(
             producer.close(timeout=BRIEF)
     finally:
         answers.set()
-    eventually(lambda: opens(path), "an outbox that is free")
+    eventually(lambda: outbox_is_free(path), "an outbox that is free")
     assert Outbox.look(path) == []
 
 

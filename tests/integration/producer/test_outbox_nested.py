@@ -18,6 +18,8 @@ from tests.interrupting import EVERY, each_interrupt
 from .test_nested import Garbage, in_time
 from .tools import PATIENCE, bodies, eventually
 
+pytestmark = pytest.mark.usefixtures("patient_sends")
+
 # Calls of an application. Each waits for the disk.
 CALLS: dict[str, Callable[[Producer], object]] = {
     "send": lambda producer: producer.send(b"own", timeout=PATIENCE),

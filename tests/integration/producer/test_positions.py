@@ -30,6 +30,8 @@ from tests.interrupting import EVERY, each_interrupt
 from .test_outbox import leave, marked, on_disk, store
 from .tools import PATIENCE, Proxy, bodies, eventually, start, wait_done, wait_in_line
 
+pytestmark = pytest.mark.usefixtures("patient_sends")
+
 ROWS = "orders.csv"
 
 
@@ -54,6 +56,7 @@ def test_E13_a_program_resumes_after_the_position_of_the_last_stored_message(
     producer.send_nowait(b"4", position=Position(ROWS, 4))
     assert producer.position(ROWS) == 4
     assert producer.position("another") is None
+    broker.wait_until(lambda b: b.queue("q").depth == 4)
     leave(producer)
     broker.purge("q")
     broker.release_confirms()

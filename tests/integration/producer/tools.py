@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pika
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, QflowError
+from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Outbox, OutboxInUse, Producer, QflowError
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from qflow_client.testing.node import free_port
@@ -42,8 +44,11 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "qflow_client"]
 
 
-# Ports that this process has used for tests.
-_ports: set[int] = set()
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# A worker that replaces a crashed worker has a higher number.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+# Ports that this process has used for tests, and the ports for the other workers of pytest-xdist.
+_ports = {port for port in range(1 << 16) if port % _WORKERS != _WORKER}
 
 
 def unused_port() -> int:
@@ -54,6 +59,28 @@ def unused_port() -> int:
     port = free_port(_ports)
     _ports.add(port)
     return port
+
+
+def wait_for_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sends with a short timeout wait long for the disk."""
+    # With 10 s and more (`storage._SHORT`), `Producer.send` commits itself instead of waiting for the writer.
+    for name in ("outbox.storage.GRACE", "aio.outbox.GRACE"):
+        monkeypatch.setattr(f"qflow_client.{name}", 8.0)
+
+
+def wait_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let producers that cannot be created, or are cancelled, wait long for the end of their threads and outboxes."""
+    for name in ("sync.engine.BRIEF", "aio.engine.BRIEF", "aio.engine._DISK_PATIENCE"):
+        monkeypatch.setattr(f"qflow_client.{name}", PATIENCE)
+
+
+def outbox_is_free(path: Path) -> bool:
+    """Return True if another producer can have the outbox."""
+    try:
+        Outbox(path).close()
+    except OutboxInUse:
+        return False
+    return True
 
 
 def holds(producer: Producer) -> list[str]:
