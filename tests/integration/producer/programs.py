@@ -31,8 +31,11 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client import engine as base_engine_module
+from qflow_client import skin as skin_module
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.outbox import noted as noted_module
+from qflow_client.outbox import writer as writer_module
 from qflow_client.sync import SyncReceipt
 from qflow_client.sync import engine as engine_module
 from qflow_client.sync import receipt as receipt_module
@@ -139,6 +142,8 @@ def _interrupted_good_bye() -> None:
     with Broker() as broker:
         broker.declare_queue("q")
         producer = Producer(broker.url, routing_key="q")
+        # Without Ctrl-C, the close would wait for longer than the test.
+        skin_module.GOOD_BYE = 60.0
         # The replaced function does not close the connection, so no answer comes.
         leaves = threading.Event()
         link: Any = producer._engine.link
@@ -381,10 +386,19 @@ def _raises(kind: type[QflowError], call: Callable[[], object]) -> None:
     raise AssertionError(f"{call} returned {result}")
 
 
+def _wait_for_log_lines_at_exit() -> None:
+    """Wait for the log lines of the library's exit handler, for longer than the library itself waits."""
+    # Handlers run in reverse order of registration.
+    atexit.unregister(base_engine_module._at_exit)
+    atexit.register(flush_logs, 20)
+    atexit.register(base_engine_module._at_exit)
+
+
 def forgotten(url: str, count: str, patience: str = "") -> None:
     """A program that ends without closing its producer, while messages are unconfirmed. `patience` limits the exit."""
     if patience:
         engine_module._AT_EXIT = float(patience)
+    _wait_for_log_lines_at_exit()
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     producer = Producer(url, routing_key="q", name="orders")
     # Keep the producer alive until the process ends.
@@ -437,6 +451,9 @@ def sends_at_the_very_end(url: str, outbox: str) -> None:
 
 def ends_while_the_disk_hangs(url: str, outbox: str) -> None:
     """A program that does not close its producer. When the program ends, its disk no longer answers."""
+    _wait_for_log_lines_at_exit()
+    # The message is not deleted before the disk hangs, because the writer waits for more deletions.
+    writer_module._GATHER = 60.0
     producer = Producer(url, routing_key="q", outbox=outbox)
     producer.send(b"early").result(timeout=20)
 

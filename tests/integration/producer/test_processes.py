@@ -34,7 +34,7 @@ def test_ctrl_c_ends_every_blocking_call_of_a_producer(run: Start) -> None:
         with Stopwatch() as watch:
             process.send_signal(signal.SIGINT)
             assert says(process) == "interrupted", call
-        assert watch.within(1.0), call
+        assert watch.within(10.0), call
     ends_well(process)
 
 
