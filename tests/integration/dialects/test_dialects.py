@@ -74,7 +74,8 @@ def send_until_stopped(producer: Any) -> list[bytes]:
         except FlowControlTimeout as error:
             if HoldKind.CHANNEL_FLOW in {hold.kind for hold in error.holds}:
                 return admitted
-            raise
+            # The producer is held for another reason, such as a full window, before it reads `Channel.Flow`.
+            continue
         admitted.append(body)
     raise AssertionError("it was not held")
 
@@ -96,7 +97,7 @@ def test_J7_A4_an_alarm_signalled_by_channel_flow_holds_the_producer_until_the_a
         assert found == [b"first", *admitted][: len(found)]
         broker.clear_alarm("buffer")
         assert made.wait_unflowed(PATIENCE)
-        made.send(b"last")
+        made.send(b"last", timeout=PATIENCE)
         broker.wait_until(lambda b: b.queue("q").depth == len(admitted) + 2)
     assert bodies(broker) == [b"first", *admitted, b"last"]
     assert wire.count("out", "Connection.Blocked") == 0

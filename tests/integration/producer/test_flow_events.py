@@ -318,6 +318,8 @@ def add_handler(stack: ExitStack) -> Callable[[Callable[[logging.LogRecord], Any
     """Has every log record of ours at least as loud as INFO handled by a function."""
 
     def add(handle: Callable[[logging.LogRecord], Any]) -> None:
+        # Do not pass on the records of earlier tests.
+        assert flush_logs(20)
         logger = logging.getLogger("qflow_client")
         handler = logging.Handler(logging.INFO)
         handler.handle = handle  # type: ignore[assignment,method-assign]
@@ -522,6 +524,7 @@ def test_on_delivery_may_send_even_if_other_threads_send_faster_than_receipts_ar
     finish(jobs)
     eventually(lambda: len(told) == 350)
     assert broker.queue("q").depth == 350
+    assert producer.wait_unflowed(PATIENCE)
     assert not producer.flow_state.flowed
 
 

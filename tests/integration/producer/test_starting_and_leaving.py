@@ -261,4 +261,4 @@ def test_E12_a_process_ends_even_if_shutdown_cannot_start_a_thread(
 def test_a_producer_with_on_flow_that_could_not_be_created_leaves_no_thread(port: int) -> None:
     with pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{port}/", name="not-made", on_flow=print)
-    assert "qflow-callbacks not-made" not in [thread.name for thread in threading.enumerate()]
+    eventually(lambda: "qflow-callbacks not-made" not in [thread.name for thread in threading.enumerate()])

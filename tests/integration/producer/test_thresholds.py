@@ -10,7 +10,7 @@ from qflow_client import Outcome, Producer, Receipt
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import Consumer, Job, Wire, bodies, eventually, finish, holds, start, wait_flow, wait_held
+from .tools import PATIENCE, Consumer, Job, Wire, bodies, eventually, finish, holds, start, wait_flow, wait_held
 
 _MARKS: dict[str, object] = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50}
 # Each more than the queue and both windows take.
@@ -32,6 +32,9 @@ def _drain(broker: Broker, producers: list[Producer], jobs: list[Job]) -> None:
         broker.wait_until(lambda b: b.queue("q").acked == 2 * _MESSAGES)
         for producer in producers:
             producer.flush(timeout=20)
+    # The last confirm may come before the last `Channel.Flow`.
+    broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
+    assert [producer.wait_unflowed(PATIENCE) for producer in producers] == [True, True]
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert len(set(consumer.bodies)) == len(consumer.bodies) == 2 * _MESSAGES
     for name in (b"50", b"15"):

@@ -17,6 +17,7 @@ from .tools import (
     Proxy,
     Wire,
     bodies,
+    eventually,
     fill_transport,
     send_until_heartbeat_with_a_full_socket,
     send_until_heartbeat_with_a_slow_peer,
@@ -115,7 +116,7 @@ def test_J7_channel_flow_is_obeyed_while_the_tls_socket_is_full(
         producer.send(b"no", timeout=0.2)
     assert wire.came_between(wire.where("in", "Channel.FlowOk")[0]) == []
     came = tls_broker.queue("q").published
-    assert producer.unsettled == len(receipts) - came
+    eventually(lambda: producer.unsettled == len(receipts) - came, "all confirms")
     tls_broker.flow(True)
     producer.flush(timeout=20)
     assert [int(body[:8]) for body in bodies(tls_broker)] == list(range(len(receipts)))

@@ -198,8 +198,9 @@ def test_F4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_thei
 
 
 def test_F4_after_random_arrivals_and_withdrawals_of_senders_the_waiting_line_is_empty(
-    make_producer: Callable[..., Producer], broker: Broker
+    make_producer: Callable[..., Producer], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("qflow_client.guard.PATIENCE", PATIENCE)
     producer = make_producer(capacity=7)
     random_source = random.Random(5)
     seeds = [random_source.random() for _ in range(8)]

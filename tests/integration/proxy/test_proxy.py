@@ -335,13 +335,15 @@ def test_bytes_that_the_proxy_splits_and_merges_arrive_unchanged(dial, proxy, si
 
 def test_the_proxy_writes_merged_bytes_in_chunks_of_one_size_or_after_a_timeout(dial, proxy):
     client, broker = dial()
-    proxy.merge(10, wait=2.0)
+    proxy.merge(10, wait=PATIENCE)
     for number in range(9):
         client.sendall(b"%d" % number)
     assert has_nothing(broker)
+    began = time.monotonic()
     client.sendall(b"9!")
     assert broker.recv(100) == b"0123456789"
-    began = time.monotonic()
+    assert has_nothing(broker)
+    proxy.merge(10, wait=1.0)
     assert broker.recv(100) == b"!"
     assert time.monotonic() - began >= 1.0
 

@@ -27,6 +27,8 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
     provider = MeterProvider(metric_readers=[reader])
     monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
     monkeypatch.setattr(telemetry, "_backlogs", None)
+    # On a slow machine, a query may take longer than a reader waits.
+    monkeypatch.setattr("qflow_client.sqlalchemy.backlog._PATIENCE", 20.0)
     yield reader
     provider.shutdown()
 

@@ -276,7 +276,11 @@ def test_E14_a_suspended_relay_process_loses_its_rows_to_others_when_its_lease_e
             eventually(lambda: len(relay.partitions) == PARTITIONS // 2)
             add(engine, outbox, *(b"%d" % number for number in range(3, 100)), key="k")
             eventually(lambda: depth(engine, outbox) == 0)
-    assert bodies(broker) == [b"%d" % number for number in range(1, 100)]
+    found = bodies(broker)
+    assert found[:2] == [b"1", b"2"]
+    # On a slow machine, the lease of a second may expire once more. Then later rows are published twice.
+    assert found.count(b"1") == found.count(b"2") == 1
+    assert list(dict.fromkeys(found)) == [b"%d" % number for number in range(1, 100)]
 
 
 def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_when_its_lease_expires(
