@@ -47,7 +47,7 @@ def test_J7_a_django_view_that_sends_a_task_answers_503_in_time_during_an_alarm_
                 before = channel.connection.flow_settings
                 settings = before.replace(max_producer_flow_control_wait=seconds)
                 channel.connection.flow_settings = channel._flow.settings = settings
-                return before.max_producer_flow_control_wait  # type: ignore[no-any-return]
+                return before.max_producer_flow_control_wait  # type: ignore[no-any-return]  # kombu has no types
 
         try:
             # The project has a short maximum wait. The confirms of tasks that must be sent may take longer.

@@ -398,7 +398,7 @@ def test_holds_that_need_attention_of_an_operator_are_logged_at_a_higher_level(
     protocol.on_flow(True, 4.0)
     send(protocol)
     protocol.admission.send(b"x", "", "q", 5.0)
-    assert not records(), "whoever logs may not hold the lock under which the protocol is called"
+    assert not records(), "a record was logged while the lock of the protocol was held"
     write_log(protocol.reports.logs)
     assert flush_logs(20)
     assert [(record.levelname, record.getMessage()) for record in records()] == [
