@@ -25,6 +25,7 @@ from typing import Any
 import pika
 
 from benchmarks.embedded import EMBEDDED, broker_url
+from benchmarks.proof import print_proof
 from qflow_client import Outbox, Producer
 
 __all__ = ["MARK", "Verdict", "audit", "print_verdict", "read_queue", "run"]
@@ -268,6 +269,8 @@ def main() -> int:
     arguments = parser.parse_args()
     verdict = run(arguments.folder, kills=arguments.kills, url=arguments.url, seed=arguments.seed)
     print_verdict(verdict, as_json=arguments.json)
+    if verdict.is_good:
+        print_proof(verdict.kills, "kills of producers with an outbox")
     return 0 if verdict.is_good else 1
 
 

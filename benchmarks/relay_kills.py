@@ -29,6 +29,7 @@ from sqlalchemy.exc import DBAPIError
 
 from benchmarks.kills import print_verdict, read_queue
 from benchmarks.postgresql import server
+from benchmarks.proof import print_proof
 from qflow_client.sqlalchemy import Outbox
 from qflow_client.testing.node import free_port
 from qflow_client.testing.rabbitmq import RabbitMQNode
@@ -351,6 +352,8 @@ def main() -> int:
     arguments = parser.parse_args()
     verdict = run(kills=arguments.kills, broker=arguments.broker, seed=arguments.seed)
     print_verdict(verdict, as_json=arguments.json)
+    if verdict.is_good:
+        print_proof(verdict.kills, "kills of an application with a relay, or of its broker or database")
     return 0 if verdict.is_good else 1
 
 

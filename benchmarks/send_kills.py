@@ -30,6 +30,7 @@ import pika
 
 from benchmarks.embedded import EMBEDDED, broker_url
 from benchmarks.kills import print_verdict, read_queue
+from benchmarks.proof import print_proof
 from qflow_client import Outbox
 
 __all__ = ["FORMATS", "Verdict", "audit", "run"]
@@ -300,6 +301,8 @@ def main() -> int:
         refusals=arguments.refusals,
     )
     print_verdict(verdict, as_json=arguments.json)
+    if verdict.is_good:
+        print_proof(verdict.kills, "kills of qflow send with an outbox")
     return 0 if verdict.is_good else 1
 
 

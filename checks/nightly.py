@@ -9,6 +9,9 @@ interrupted part continues at the next step. The record of a part has the date, 
 each step. `docs/nightly.md` is created from the records.
 
 Two commits have the same code if they differ only in `docs/`. So a record can be committed without a new run.
+
+A step may print lines such as ``proved: 3,000 kills of producers``. When a part has passed, its numbers are added to
+`docs/nightly/totals.jsonl`, which has a line for each run. The page has their sums.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -33,6 +38,8 @@ from checks.stages import PASSED, Stage, run_stage
 ROOT: Final = Path(__file__).parents[1]
 RECORDS: Final = ROOT / "docs" / "nightly"
 PAGE: Final = ROOT / "docs" / "nightly.md"
+#: Name of the file in `RECORDS` with the numbers of all runs.
+TOTALS: Final = "totals.jsonl"
 #: Folder for the records of parts that have not passed yet.
 UNFINISHED: Final = ROOT / "build" / "nightly"
 
@@ -143,13 +150,20 @@ PARTS: Final[Mapping[str, Part]] = {
         "producers with an outbox, killed with -9",
         [
             _step("environment", f"{_TOX} -e interop --notest"),
-            _step("producers", f"{_PYTHON} -m benchmarks.kills --kills 3000 --seed $RANDOM --folder /tmp"),
+            _step("producers", f"{_PYTHON} -m benchmarks.kills --kills 10000 --seed $RANDOM --folder /tmp", hours=1.5),
             _step("qflow send", f"{_PYTHON} -m benchmarks.send_kills --kills 200 --seed $RANDOM --folder /tmp"),
             _step("qflow send, refused", f"{_PYTHON} -m benchmarks.send_kills --refusals --seed $RANDOM --folder /tmp"),
             _step("qflow send, CSV", f"{_PYTHON} -m benchmarks.send_kills --format csv --seed $RANDOM --folder /tmp"),
             _step("relays", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --seed $RANDOM"),
             _step("relays and RabbitMQ", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --broker rabbitmq"),
             _step("outages of relays", f"{_PYTHON} -m benchmarks.relay_outages --broker rabbitmq"),
+        ],
+    ),
+    "fuzz": Part(
+        "bytes that atheris chooses, to the client and to the broker",
+        [
+            _step(target, f"{_TOX} -e fuzz -- {target} --bytes 5e8 --seed $RANDOM", hours=1.0)
+            for target in ("client", "broker")
         ],
     ),
     "damage": Part(
@@ -198,7 +212,7 @@ class Record:
         commit: tested commit
         date: UTC date of the last step
         machine: description of the machine
-        steps: name, script, outcome, seconds and last line of each step
+        steps: name, script, outcome, seconds and last line of each step, and what it has proved
     """
 
     part: str
@@ -253,7 +267,8 @@ def run_part(name: str) -> Record:
                 "script": step.script.replace(sys.executable, "python"),
                 "outcome": ended.outcome,
                 "seconds": round(ended.seconds),
-                "said": last_line(log.read_text(encoding="utf-8", errors="replace")),
+                "said": last_line(said := log.read_text(encoding="utf-8", errors="replace")),
+                "proved": proved(said),
             }
         )
         record.date = datetime.now(UTC).date().isoformat()
@@ -273,14 +288,51 @@ def last_line(text: str) -> str:
     return (told or lines or [""])[-1]
 
 
-def render(records: Mapping[str, Record | None]) -> str:
-    """Return the text of the page from the records."""
+def proved(text: str) -> dict[str, int]:
+    """Return the numbers in a step's output that belong to the totals, by what was counted."""
+    found: Counter[str] = Counter()
+    for number, what in re.findall(r"^proved: ([\d,]+) (.+)$", text, re.MULTILINE):
+        found[what] += int(number.replace(",", ""))
+    return dict(found)
+
+
+def add_to_totals(record: Record) -> None:
+    """Add a line with the numbers of a passed part, if it has any."""
+    numbers: Counter[str] = Counter()
+    for step in record.steps:
+        numbers.update(step.get("proved", {}))
+    if numbers:
+        line = {"date": record.date, "commit": record.commit, "part": record.part, "proved": dict(numbers)}
+        with (RECORDS / TOTALS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def render_totals(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the page with the sums over all runs."""
+    lines = [
+        "## Totals",
+        "",
+        "The sums over all runs without a failure. `docs/nightly/totals.jsonl` has the date and commit of each run.",
+        "",
+        "| what | number | runs | first | last |",
+        "|---|---:|---:|---|---|",
+    ]
+    for what in dict.fromkeys(what for run in runs for what in run["proved"]):
+        each = [run for run in runs if what in run["proved"]]
+        number = sum(run["proved"][what] for run in each)
+        lines.append(f"| {what} | {number:,} | {len(each)} | {each[0]['date']} | {each[-1]['date']} |")
+    return [*lines, ""]
+
+
+def render(records: Mapping[str, Record | None], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the page from the records, and from the lines of the totals."""
     lines = [
         "# Nightly runs",
         "",
         "Long checks run in parts with `tox -e nightly`, not with every change. This page is generated from the",
         "records of the last run of each part, in `docs/nightly/`. The commit is the tested one.",
         "",
+        *render_totals(runs),
     ]
     for name, part in PARTS.items():
         record = records.get(name)
@@ -308,6 +360,12 @@ def load_all() -> dict[str, Record | None]:
     return {name: load(RECORDS / f"{name}.json") for name in PARTS}
 
 
+def load_totals() -> list[dict[str, Any]]:
+    """Return the lines of the totals."""
+    path = RECORDS / TOTALS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run parts, write their records and the page, and return the exit code."""
     parser = argparse.ArgumentParser(prog="tox -e nightly --", description=__doc__.partition("\n")[0])
@@ -332,10 +390,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = run_part(name)
         save(record, RECORDS)
         if record.passed:
+            add_to_totals(record)
             (UNFINISHED / f"{name}.json").unlink()
         else:
             failed.append(name)
-    PAGE.write_text(render(load_all()), encoding="utf-8")
+    PAGE.write_text(render(load_all(), load_totals()), encoding="utf-8")
     print(f"FAILED: {', '.join(failed)}" if failed else "All passed", flush=True)
     return 1 if failed else 0
 

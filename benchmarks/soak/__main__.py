@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from benchmarks.soak.audit import Overruns, Soak, audit, describe, to_json
+from benchmarks.proof import print_proof
+from benchmarks.soak.audit import ACCEPTED, Overruns, Soak, audit, describe, to_json
 from benchmarks.soak.brokers import BROKERS, QUEUE, SoakBroker
 from benchmarks.soak.faults import Faults
 from benchmarks.soak.history import History, merge
@@ -248,7 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(about | to_json(result, lines), indent=2))
     for line in lines:
         print(describe(line), file=sys.stderr if options.json else sys.stdout)
-    return 0 if all(line.passed for line in lines) else 1
+    if not all(line.passed for line in lines):
+        return 1
+    print_proof(sum(journal.calls.count(ACCEPTED) for journal in result.journals), "messages through faults")
+    return 0
 
 
 if __name__ == "__main__":

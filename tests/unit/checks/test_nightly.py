@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from checks import nightly
-from checks.nightly import PARTS, Part, Record, last_line, load, load_all, render, run_part, save
+from checks.nightly import PARTS, Part, Record, last_line, load, load_all, load_totals, render, run_part, save
 from checks.stages import PASSED, Stage
 
 
 def test_the_page_about_nightly_checks_matches_the_recorded_results() -> None:
-    assert nightly.PAGE.read_text(encoding="utf-8") == render(load_all()), "make it again: tox -e nightly -- --page"
+    page = render(load_all(), load_totals())
+    assert nightly.PAGE.read_text(encoding="utf-8") == page, "make it again: tox -e nightly -- --page"
 
 
 def test_each_part_of_the_nightly_checks_takes_about_two_hours_and_has_distinct_step_names() -> None:
@@ -67,6 +68,25 @@ def test_a_nightly_part_that_is_run_again_starts_over_if_the_code_has_changed(fo
     record = run_part("part")
     assert (folders / "ran").read_text().split() == ["one", "two"]
     assert record.commit == "c1"
+
+
+def test_the_page_sums_what_passed_nightly_parts_have_proved_over_all_runs(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        f"echo 'proved: 1,500 kills of producers'; echo 'proved: 500 kills of producers'; test ! -e {folders}/fails"
+    )
+    monkeypatch.setattr(nightly, "PARTS", {"part": Part("what it shows", [Stage("kills", script)])})
+    assert nightly.main([]) == 0
+    # A run that fails proves nothing.
+    (folders / "fails").touch()
+    assert nightly.main(["part"]) == 1
+    (folders / "fails").unlink()
+    assert nightly.main(["part"]) == 0
+    runs = load_totals()
+    assert [(run["commit"], run["proved"]) for run in runs] == [("c1", {"kills of producers": 2000})] * 2
+    row = f"| kills of producers | 4,000 | 2 | {runs[0]['date']} | {runs[1]['date']} |"
+    assert row in (folders / "page.md").read_text()
 
 
 def test_an_unknown_part_of_the_nightly_checks_raises_an_error(capsys: pytest.CaptureFixture[str]) -> None:
