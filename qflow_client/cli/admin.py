@@ -20,7 +20,7 @@ from rich.text import Text
 from qflow_client.broker import Policy
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.output import AsJson, print_json, table_console
-from qflow_client.cli.passwords import warn_of_option
+from qflow_client.cli.passwords import standard_input, warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.text import count, seconds
 from qflow_client.redaction import printable, shown
@@ -680,7 +680,7 @@ def _export(context: typer.Context, _as_json: AsJson = False) -> None:
 def _import(
     context: typer.Context,
     file: Annotated[
-        typer.FileText, typer.Argument(metavar="FILE", help="File with the objects; '-' is standard input.")
+        Path, typer.Argument(metavar="FILE", help="File with the objects; '-' is standard input.", allow_dash=True)
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -688,12 +688,15 @@ def _import(
 
     The file was written by `qflow admin export` or exported from RabbitMQ.
     """
+    name = "<stdin>" if str(file) == "-" else str(file)
     try:
-        document = json.load(file)
+        document = json.loads(standard_input().read() if name == "<stdin>" else file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"{name}: {error.strerror or error}", ExitCode.USAGE) from error
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{file.name}: not valid JSON: {error}", ExitCode.USAGE) from error
+        raise CommandError(f"{name}: not valid JSON: {error}", ExitCode.USAGE) from error
     if not isinstance(document, dict):
-        raise CommandError(f"{file.name}: not an export: the JSON value must be an object", ExitCode.USAGE)
+        raise CommandError(f"{name}: not an export: the JSON value must be an object", ExitCode.USAGE)
     _steer(context, as_json, "POST", "/api/definitions", document, say=_say_imported)
 
 

@@ -644,7 +644,7 @@ def broker(
             arguments = {f"qpid.{mark}": value for mark, value in its_marks.items()}
             try:
                 running.declare_queue(name, durable=True, arguments=arguments)
-            except AmqpError as error:
+            except (AmqpError, ValueError) as error:
                 where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
                 raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
         _watch_resident_size(running, stack)

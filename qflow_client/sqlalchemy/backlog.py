@@ -72,6 +72,8 @@ class Backlog:
         try:
             with self._engine.connect() as connection:
                 if connection.dialect.name == "postgresql":
+                    # With AUTOCOMMIT, `SET LOCAL` would have no effect.
+                    connection.execution_options(isolation_level="READ COMMITTED")
                     connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
                 found = measure(connection, self._tables)
         except Exception as error:

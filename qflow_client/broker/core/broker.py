@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 import pamqp.commands
 
+from qflow_client.amqp.fields import encode_short_string
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.embedding import on_loop
@@ -42,6 +43,12 @@ def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]
         names = ", ".join(each.name for each in found) or "none"
         raise LookupError(f"there is no {what} {name!r}; the broker has: {names}")
     return picked
+
+
+def _check_names(**texts: str) -> None:
+    """Raise `TypeError` or `ValueError` if AMQP cannot encode one of these texts as a short string."""
+    for what, text in texts.items():
+        encode_short_string(text, what)
 
 
 class Broker(InspectableBroker):
@@ -76,7 +83,9 @@ class Broker(InspectableBroker):
         Raises:
             ChannelException: 403 if the name is reserved. 406 if the queue exists with other settings, if the broker
                 refuses the arguments, or if the maximum number of queues is reached.
+            TypeError, ValueError: the name is no AMQP short string.
         """
+        _check_names(name=name)
         queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
         return queue_snapshot(queue)
 
@@ -114,7 +123,9 @@ class Broker(InspectableBroker):
             ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings, or if the
                 broker refuses the arguments.
             ConnectionException: 503 if the type does not exist.
+            TypeError, ValueError: the name is no AMQP short string.
         """
+        _check_names(name=name)
         exchange = self._host.topology.declare_exchange(
             name, type, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments
         )
@@ -151,7 +162,9 @@ class Broker(InspectableBroker):
         Raises:
             ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist. 406 if the
                 exchange cannot use the arguments, or if the maximum number of bindings is reached.
+            TypeError, ValueError: the routing key is no AMQP short string.
         """
+        _check_names(routing_key=routing_key)
         self._host.topology.bind(self._end(destination, destination_type), source, routing_key, arguments)
 
     @on_loop(lasts=True)
@@ -231,10 +244,11 @@ class Broker(InspectableBroker):
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
                 too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
                 a queue refuses the message.
-            TypeError: the body is not bytes.
+            TypeError, ValueError: the body is not bytes, or the routing key is no AMQP short string.
         """
         if not isinstance(body, bytes):
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
+        _check_names(routing_key=routing_key)
         return self._host.publish(exchange, routing_key, body, properties)
 
     # Control of producers and clients by an operator.

@@ -62,6 +62,20 @@ def test_if_one_part_of_a_broker_cannot_start_the_parts_started_before_are_stopp
         socket.create_connection(("127.0.0.1", broker.port))
 
 
+@pytest.mark.parametrize("name", ["n" * 256, "\udcff", 5])
+def test_a_broker_refuses_names_that_no_client_could_use(broker, name):
+    broker.declare_queue("q")
+    for refused in (
+        lambda: broker.declare_queue(name),
+        lambda: broker.declare_exchange(name),
+        lambda: broker.bind("amq.topic", "q", name),
+        lambda: broker.publish(b"", name, exchange="amq.topic"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"bytes; AMQP carries|UTF-8|must be a str"):
+            refused()
+    assert [queue.name for queue in broker.queues()] == ["q"]
+
+
 def test_a_second_start_of_the_same_broker_object_raises_an_error():
     broker = Broker()
     with pytest.raises(RuntimeError, match="with Broker"):

@@ -177,6 +177,16 @@ def test_the_error_of_an_import_names_the_file(
     assert capsys.readouterr().err.startswith(f"qflow: {path}: {words}")
 
 
+def test_an_import_from_a_closed_standard_input_or_a_missing_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["admin", "--url", "http://127.0.0.1:1", "import", "-"]) == 1
+    assert capsys.readouterr().err == "qflow: standard input is closed\n"
+    assert main(["admin", "--url", "http://127.0.0.1:1", "import", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"qflow: {tmp_path}/none: No such file or directory\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -141,6 +141,8 @@ def test_settings_of_the_broker_are_options_of_the_broker_command() -> None:
             ["--port", "0", "--max-queues", "1", "--queue", "a", "--queue", "b"],
             "limit of queues is reached (max_queues=1)",
         ),
+        (["--port", "0", "--queue", "n" * 256], "name has 256 bytes; AMQP carries at most 255: 'nnn"),
+        (["--port", "0", "--queue", "\udcff"], "name cannot be encoded as UTF-8"),
         (["--port", "0", "--max-bindings", "0"], "max_bindings must be from 1"),
         (["--port", "0", "--max-consumers", "0"], "max_consumers must be from 1"),
         (["--port", "0", "--max-unauthenticated", "0"], "max_unauthenticated must be from 1"),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine, create_engine, text
 
+from benchmarks.postgresql import PostgresqlServer
 from qflow_client import telemetry
 from qflow_client.broker import Broker
-from qflow_client.sqlalchemy import Outbox, OutboxRelay
+from qflow_client.sqlalchemy import Outbox, OutboxRelay, backlog
 
 from .support import FAST, add, eventually, permit, sqlite_engine
 
@@ -83,3 +85,21 @@ def test_E14_metrics_count_the_rows_that_a_relay_publishes(
         }
     # What waits is said by relays that run.
     assert values(reader) == {"confirmed": 2, "marked": 1, "set_aside": 1, "tenures": 1, "partitions": 0}
+
+
+@pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "AUTOCOMMIT"])
+def test_postgresql_ends_a_slow_query_for_metrics_also_if_the_application_uses_autocommit(
+    postgresql: PostgresqlServer, monkeypatch: pytest.MonkeyPatch, isolation_level: str
+) -> None:
+    def timeout(connection: Connection, _tables: object) -> tuple[int, float]:
+        return 0, float(connection.execute(text("SHOW statement_timeout")).scalar_one().removesuffix("s"))
+
+    monkeypatch.setattr(backlog, "measure", timeout)
+    monkeypatch.setattr(backlog, "_PATIENCE", 20.0)
+    engine = create_engine(postgresql.url, isolation_level=isolation_level)
+    assert backlog.Backlog(engine, Outbox().tables).read() == (0, backlog._LONGEST)
+    # The application gets its connection as it was.
+    with engine.connect() as connection:
+        raw: Any = connection.connection.dbapi_connection
+        assert raw.autocommit == (isolation_level == "AUTOCOMMIT")
+    engine.dispose()
