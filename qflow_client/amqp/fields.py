@@ -1,6 +1,6 @@
 """Encodes and decodes AMQP 0-9-1 data fields (section 4.2.5): octets, short strings, timestamps and field tables.
 
-The encoder uses only field types that RabbitMQ and all clients decode in the same way. Integers are encoded only as
+The encoder uses only field types that RabbitMQ and its usual clients decode in the same way. Integers are encoded as
 ``I`` and ``l``. The decoder accepts all field types of RabbitMQ.
 """
 
@@ -171,7 +171,7 @@ def _array(items: Sequence[object], depth: int) -> bytes:
 
 
 def _value(value: object, depth: int) -> bytes:
-    """Encode a value with its type. `depth` is the depth of the table or array that contains the value."""
+    """Return the octet of a value's type and the encoded value. `depth` is that of the surrounding table or array."""
     if isinstance(value, str):
         try:
             raw = value.encode()
@@ -288,7 +288,7 @@ def _extent(data: bytes, at: int) -> tuple[int, int]:
     return at + 4, at + 4 + size
 
 
-# The decoders of types with a fixed number of bytes.
+# The decoders of booleans, integers and floating-point numbers, by field type.
 _NUMBERS = {
     b"t": Struct(">?"),
     b"b": Struct(">b"),

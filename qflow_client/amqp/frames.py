@@ -82,7 +82,7 @@ CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
 CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
-# Extensions of RabbitMQ.
+# The next two methods are extensions of RabbitMQ, like the two above.
 CONNECTION_UPDATE_SECRET = bytes((0, 10, 0, 70))
 CONNECTION_UPDATE_SECRET_OK = bytes((0, 10, 0, 71))
 CHANNEL_OPEN = bytes((0, 20, 0, 10))
@@ -243,7 +243,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
         message_id: the encoded message id to add if `given` has none; empty to add no message id.
 
     Raises:
-        TypeError, ValueError: AMQP cannot represent the headers.
+        TypeError, ValueError: AMQP cannot represent a property.
     """
     flags, before, after = _split_properties(given)
     if message_id and not flags & _MESSAGE_ID:
@@ -270,7 +270,7 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
 
 
 #: A message's property flags, the values before and after the place of an assigned message id, and the size of the
-#: assigned id in bytes; 0 if none is assigned. The id of the message itself is in the values after that place.
+#: assigned id in bytes; 0 if none is assigned. An id that the application has set is the first value after that place.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -410,7 +410,7 @@ class PublishEncoder:
             has_id: whether to assign a message id to a message without one.
 
         Raises:
-            TypeError, ValueError: AMQP cannot represent the headers, or the properties do not fit into one frame.
+            TypeError, ValueError: AMQP cannot represent a property, or the properties do not fit into one frame.
         """
         flags, before, after = _split_properties(message.__dict__)
         id_size = 0

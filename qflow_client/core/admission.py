@@ -2,8 +2,8 @@
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
-message to `unsent`. If an interrupt comes earlier, the message is not admitted, and `heal` undoes the preparations. The
-limits of admission are the window and the rate (see `limits`), the holds of the gate, and the unwritten bytes.
+message to `unsent`. If an interrupt comes before that, the message is not admitted, and `heal` undoes the preparations.
+Admission is limited by the windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes.
 
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
 is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
@@ -41,8 +41,8 @@ __all__ = ["Admission", "is_undisturbed"]
 def is_undisturbed() -> bool:
     """Whether nothing interrupts instructions that call no function.
 
-    CPython with its GIL never interrupts them. A trace or profile function in Python runs between them, and a thread
-    switch can come in that function.
+    CPython with its GIL never interrupts them. But a trace or profile function in Python, or a tool of
+    `sys.monitoring`, runs between them, and a thread switch can come while it runs.
     """
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
@@ -95,7 +95,7 @@ class Admission:
         receipt_type: type[Receipt],
     ) -> None:
         self.limits = limits
-        #: Same as `limits.window`. Every message uses the window, so it has its own attribute for speed.
+        #: Same as `limits.window`. A copy for speed, because every message uses the window.
         self.window = limits.window
         self._controller = limits.controller
         self.gate = limits.controller.gate
@@ -130,8 +130,8 @@ class Admission:
         # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain
         # message always contain an id.
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
-        # The exchange, the routing key and the result of the last call of `route`. The next message usually has the
-        # same exchange and routing key.
+        # The exchange and routing key that were last passed to `route`, and their route. The next message usually has
+        # the same exchange and routing key.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
@@ -149,7 +149,7 @@ class Admission:
     # Sending.
 
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
-        """Admit a message if the window is the only limit and has room, the gate is open, and no other message waits.
+        """Admit a message in the usual case: room in the window, no other limit, no hold, and no waiting message.
 
         This method is not a step. Any thread may call it, even while a step runs (E2). If it returns ``None``, nothing
         was admitted, and the caller must call `send` instead.

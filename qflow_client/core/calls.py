@@ -2,8 +2,8 @@
 
 Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
 time at which it must be resumed. A `deadline` is the latest time at which the wait ends, in seconds. A *driver* runs
-such a generator. There are several drivers, because threads, tasks and polled connections wait in different ways. A
-driver does the following:
+such a generator. There are several drivers: one blocks a thread, one suspends an asyncio task, and one processes the
+connection's I/O while the call waits. A driver does the following:
 
 1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
 2. It waits until the call's waiter is set, or until the yielded time.
@@ -11,7 +11,7 @@ driver does the following:
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
    forgets the waiter.
 
-A generator never undoes its call itself, because the garbage collector may close an abandoned generator on any thread.
+A generator does not undo its call in a ``finally`` block. The garbage collector could run that block on any thread.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Channel:
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause. Without confirms, the cause may be settled already.
+        # Any begun message that was not returned may be the cause. Without confirms, look only if just one was begun.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
@@ -194,8 +194,8 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # The text tells which suspects the broker means, so keep only these. But keep all if a suspect was also
-                # written on an earlier channel, because then the text of that channel's end may have been misleading.
+                # The text may name the suspects that are meant, so keep only these. But keep all if a suspect was also
+                # written on an earlier channel, because the text of that channel's end may have been misleading.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None

@@ -16,7 +16,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds until the next check if a message is due to be sent again, but the socket is full.
+# Seconds until the next check if a message is due to be sent again, but earlier bytes wait for the socket.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -90,7 +90,7 @@ class Consequences:
             # The next message waits for the disk, so ignore times in the past.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
-            # The socket is full, so even a message that is due cannot be sent now. Wait, to avoid a busy loop.
+            # Earlier bytes wait for the socket, so a due message cannot be sent now. Wait, to avoid a busy loop.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
         return min(times, default=None)
 
@@ -128,7 +128,7 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether the producer is closed and opens no further channel. If so, a lifted hold admits no message."""
+        """Whether the producer is closed and opens no further channel. Then a lifted hold is reported as ``closed``."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:

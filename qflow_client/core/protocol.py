@@ -376,7 +376,7 @@ class ProducerProtocol:
     # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the next bytes to write, up to one frame more than `limit`. Empty if nothing can be written.
+        """Return the next bytes to write, approximately up to `limit`; empty if nothing can be written.
 
         This method uses the time of the last step. So a probe may have to wait for a call of `on_timer`.
         """

@@ -2,8 +2,8 @@
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
 later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
-sent until the broker answers the probe. If the broker refuses the probe, another probe is sent after a longer pause. If
-the broker confirms the probe, the broker has room again, and all messages are sent.
+sent until the broker answers the probe. If the broker refuses the probe, the next probe is sent after another pause;
+the pauses grow up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
 while no retry is possible: while there is no channel, or while the broker blocks the connection or stops the channel

@@ -40,7 +40,7 @@ _SWEEP_FROM = 64
 
 
 class MessageObserver(Protocol):
-    """Is told of messages, to measure or trace them."""
+    """Measures or traces the messages of a producer."""
 
     #: The time in seconds at which each message began to wait for admission, by message number. A message that did not
     #: wait has the time of its admission.
@@ -55,7 +55,7 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the payload that the application sent. Later the outbox makes another object for the message.
+            payload: the object that was passed to `send`. To send the message, the outbox makes a new object from disk.
         """
 
     def record(self, *, now: float) -> None:
@@ -69,7 +69,7 @@ class Reports:
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
-        max_events: when there are twice this number of flow events, only this number of the newest is kept.
+        max_events: how many flow events are kept (the newest ones) when twice as many have accumulated.
     """
 
     __slots__ = (
@@ -283,7 +283,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer: report how the present holds differ from its reported holds."""
+        """Continue the reports of another producer: report the holds that were raised or lifted since then."""
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)

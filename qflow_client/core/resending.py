@@ -8,7 +8,7 @@ Three rules decide how many messages can be sent now (`count_sendable`):
 
 1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
    (`suspects`).
-2. If the first message of `again` is the candidate (`suspects`), nothing is sent until the channel is open long enough.
+2. If `again` begins with the candidate (`suspects`), nothing is sent until the channel has been open for a while.
 3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).
 """
 
@@ -108,7 +108,7 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a refused message, or the candidate for poison, waits for a point in time."""
+        """Whether a refused message, or the candidate (see `suspects`), waits for a point in time."""
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
@@ -130,7 +130,7 @@ class Resending:
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:
-        """Return how many messages can be sent now of `again` or, if `again` is empty, of the unsent messages."""
+        """Return how many messages of `source` can be sent now. `source` is `again` or `Admission.unsent`."""
         candidate_at = self.candidate_at()
         if (
             not source
@@ -163,7 +163,7 @@ class Resending:
         self.suspects.forget_sent(receipt)
 
     def is_probing_over(self, has_unsent: bool) -> bool:
-        """Whether no probe is needed: the broker has room again, or no probe is in flight and no message can be one."""
+        """Whether no probe is needed: the broker has room again, or there is no probe and no message to send as one."""
         refusals = self.refusals
         return refusals.probe_at is None or not (self.again or refusals.probe or has_unsent)
 

@@ -3,7 +3,7 @@
 If a message cannot be admitted immediately, `calls.send` puts a `SendTicket` into the line of the flow controller.
 `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A ticket is
 *decided* when it gets a receipt with a number, gets an error, or is cancelled. Then its waiter is added to
-`Reports.wake`, unless `give_up` or `look_at` has withdrawn it. `look_at` withdraws a ticket after its deadline (A4).
+`Reports.wake`, except after a withdrawal by `give_up` or `look_at`. `look_at` withdraws expired tickets (A4).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SendLine:
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
             waiter: the waiter to put into `Reports.wake` when the ticket is decided.
-            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
+            source: a name for the origin of the message, for a `Line` that treats origins differently (`WeightedLine`).
             first: whether the ticket goes to the front of the line. Callbacks use this, because the other senders may
                 be waiting for the callback to return.
 

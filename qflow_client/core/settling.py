@@ -220,13 +220,13 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record a return in the receipt. The ack then settles the message, or after a nack `give_up_refused`."""
+        """Record a return in the receipt. The ack settles the message later; after a nack, `give_up_refused` does."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Without confirms, the message was settled when it was written. `flush` and `close` report the new receipt.
+            # Without confirms, the message is settled already, so make another receipt, for `flush` or `close`.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:

@@ -10,7 +10,7 @@ step of the same producer first repairs the state (`Consequences._heal`). Two ru
 2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a value completely
    before it adds the value to such a count. Otherwise a change of the count by another thread could be lost.
 
-A step never calls another step. Instead, both steps call the same plain methods. The decorator `step` costs 0.2 µs for
+A step never calls another step. Code that several steps need is in plain methods. The decorator `step` costs 0.2 µs for
 each call, which is too much for the most frequent steps. These steps set `Steps.is_unfinished` themselves, and call
 `Steps.resume` if it was already set.
 """
@@ -61,7 +61,7 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a method a step, which first repairs the state after an unfinished step. Pass `now` by position."""
+    """Make a method a step, which first repairs the state after an unfinished step. Callers pass `now` by position."""
     parameters = tuple(signature(method).parameters)
     # The index of `now` in the arguments after `self`; -1 if the method has no such parameter.
     at = parameters.index("now") - 1 if "now" in parameters else -1
@@ -76,8 +76,8 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = True
         result = method(self, *arguments, **named)
         if heals:
-            # Call `follow_up` after the method, not before it. The method may repeat an interrupted withdrawal of a
-            # message, which an earlier call of `follow_up` could admit.
+            # Call `follow_up` after the method. The method may repeat an interrupted withdrawal of a message. A call of
+            # `follow_up` before the method could admit this message.
             steps.follow_up()
         steps.is_unfinished = False
         return result

@@ -71,7 +71,7 @@ class Store(Protocol):
         """Drop a waiter of `when_flushed`. Return True if it still waited for the backlog."""
 
     def next_timer(self, now: float) -> float | None:
-        """Return the time when the limits admit the next message of the backlog; ``None`` if more than time decides."""
+        """Return when the limits admit the next message of the backlog; ``None`` if time alone does not allow it."""
 
     # The end.
 

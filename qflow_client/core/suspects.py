@@ -3,7 +3,7 @@
 If a broker closes a channel because of a message, the broker does not identify the message. So all messages that were
 in flight become *suspects*. Suspects are sent *alone*: one at a time, with no other message on the wire. If the broker
 then closes the channel again, the cause is known, and the message is settled as *rejected*. If the reply text contains
-the exchange of some of these messages, only those messages are suspects, see `narrow_down`.
+the exchange of some of these messages, usually only those messages are suspects, see `narrow_down`.
 
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`

@@ -50,7 +50,7 @@ class SendTicket(Ticket):
         self.notice_at = math.inf
         #: The receipt; ``None`` at first. It gets a number when the message is admitted or put into the outbox.
         self.receipt: Receipt | None = None
-        #: The error that the sender gets if the message will never be admitted.
+        #: The error that has ended the wait, for the sender; ``None`` without an error.
         self.error: BaseException | None = None
         #: The object to put into `Reports.wake` to wake the sender.
         self.waiter: Any = None
@@ -71,7 +71,7 @@ class SendTicket(Ticket):
 
     @property
     def decided(self) -> bool:
-        """Whether the message was admitted, put into the outbox, refused with an error, or withdrawn."""
+        """Whether the message was admitted or put into the outbox, got an error, or was withdrawn."""
         receipt = self.receipt
         return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
 

@@ -95,7 +95,7 @@ class Waiters:
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """Wake all waiters for an open gate if the gate is open. Otherwise wake those that ignore all of its holds."""
+        """Wake all waiters for an open gate if it is open. Otherwise wake those that ignore all present holds."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 

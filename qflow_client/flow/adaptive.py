@@ -54,7 +54,7 @@ _EPOCHS_WITHOUT_TRIAL = 8
 # A trip with a latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
 _JITTER = 0.25
 _QUEUE = 0.01
-# With group commits, a trip may be longer than `way` by this part of `way`, at most `_COMMIT_AT_MOST`, plus `_QUEUE`.
+# With group commits, a trip may exceed `way` by `way` times this factor (up to `_COMMIT_AT_MOST`) plus `_QUEUE`.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
 # After this number of seconds the latency without a queue is measured again (as in BBR).

@@ -36,7 +36,7 @@ class Ticket:
 
     Args:
         size: size of the waiting element.
-        source: source of the element. Only a `WeightedLine` uses this value.
+        source: source of the element, for a `Line` that treats sources differently, such as `WeightedLine`.
     """
 
     __slots__ = ("_controller", "_in_front", "cancelled", "size", "source")
@@ -196,7 +196,7 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source whose elements enter at once. Controllers with a closed gate, or above their limit, block it (F3, J4).
+    """A source that cannot wait. A controller whose gate is closed, or whose limit is exceeded, blocks it (F3, J4).
 
     Several controllers can block a source at the same time. The source is unblocked when no controller blocks it any
     more. Subclasses define `on_blocked` and `on_unblocked`. These methods are allowed to call the controllers, but must
@@ -411,7 +411,7 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        The limiter's hold is lifted if there is room, and no ticket waits or the next ticket waits for another hold.
+        If there is room, the limiter's hold is lifted when no ticket waits, or when another hold stops the next ticket.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.
@@ -544,7 +544,7 @@ class FlowController:
             now: seconds; ``None`` if the time is unknown. Then sources that wait for a certain time stay blocked.
         """
         if not self._blocked or not self._may_go_on(now):
-            # `release` comes here for each element, so do not list all sources if none of them can continue.
+            # Each `release` calls this method, so do not list all sources if none of them can continue.
             return
         for source in tuple(self._blocked):
             # An unblocked source may immediately offer elements, so check again before each source.

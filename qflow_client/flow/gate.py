@@ -93,7 +93,7 @@ class Gate:
         """Lift a hold, and return it. Return ``None`` if there is no such hold."""
         hold = self._holds.pop((kind, source), None)
         if not self._holds:
-            # Even if there was no such hold, because Ctrl-C may have interrupted an earlier call before this line.
+            # Do this even if there was no such hold. Ctrl-C may have interrupted an earlier call before this line.
             self.is_open = not self.is_shut
             self._closed_at = None
         if hold is None:

@@ -84,7 +84,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on each resource, including those that register before `start_all`.
+        """Stop all producers (D5): raise a hold on each resource, and on each that registers before `start_all`.
 
         Args:
             reason: text for people, used as the detail of the hold.

@@ -72,7 +72,7 @@ class Backlog:
         self.admitting = 0
         #: The receipts of spilled messages that are not in the window yet, by sequence, as long as other code has them.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
-        # The sequence, receipt and outcome of the message that `_finish_failing` settles unsent; ``None`` without one.
+        # The sequence, receipt and outcome of a message to be settled without sending it; ``None`` if there is none.
         self._failing: tuple[int, Receipt, Outcome] | None = None
         # The waiters of `flush`, each with the sequence up to which all messages must be settled.
         self._flushes: list[tuple[int, Any]] = []
@@ -133,7 +133,7 @@ class Backlog:
             self._requests.request_read(ReadRequest(self.read_to, self.last, sends))
 
     def request_again(self) -> None:
-        """Repeat the present request, because the writer could not read."""
+        """Request the same part of the backlog again, because the writer could not read it."""
         request, self._requests.read = self._requests.read, None
         if request is not None and not self._protocol.channel.is_over:
             # A new object, because the writer does not try the same object twice.
@@ -144,7 +144,7 @@ class Backlog:
     ) -> None:
         """Handle the messages that the writer has read, and the errors of damaged messages that it has set aside.
 
-        If the request `sends`, the writer has noted on disk that the messages of `batch` may be sent to a broker.
+        If `request.sends` is True, the writer has noted on disk that the messages of `batch` may be sent to a broker.
         """
         self._requests.read = None
         if self._protocol.channel.is_over:
@@ -211,7 +211,7 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """Return the time at which the next message may enter the window; ``None`` if more than time decides."""
+        """Return when the limits admit the next message; ``None`` if time alone does not allow it."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
@@ -265,14 +265,14 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Let waiters whose messages have left the backlog wait for the window. Wake them if the window is empty."""
+        """Pass waiters whose messages have left the backlog on to `Waiters`. Wake them if the window is empty."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to
         for last, waiter in self._flushes:
             if last <= done and not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
-        # Remove the waiters last, so that an interrupt loses no waiter. A waiter may be woken twice.
+        # Remove the waiters last, so that an interrupt loses no waiter. After an interrupt, some may be woken twice.
         self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
     def end(self, reason: str) -> dict[int, Spilled]:

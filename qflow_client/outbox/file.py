@@ -46,7 +46,7 @@ HELD, _SET_ASIDE = 1, 2
 # If an interrupted write is repeated, some rows exist already. These rows stay unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
-# Text is read as bytes, because SQLite returns no rows at all if one text is not UTF-8.
+# Text is read as bytes, because `sqlite3` returns no rows at all if one text is not UTF-8.
 _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing_key AS BLOB), header, body
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
@@ -201,7 +201,7 @@ def set_aside(file: Database, sequences: Iterable[int]) -> None:
 
 
 def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
-    """Return how many of the next `limit` messages after a sequence have at most `max_bytes` together; at least 1."""
+    """Return how many of the next `limit` messages after a sequence fit into `max_bytes` bytes; at least 1."""
     sizes = file.rows(
         f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
         after,
@@ -240,7 +240,7 @@ def read(
     Args:
         written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker.
             Messages that were put with ``permit=False`` may have been written only up to `permitted`.
-        only: a condition in SQL that selects messages; empty for all.
+        only: a further SQL condition that begins with AND, such as `NOT_SET_ASIDE`; empty for all messages.
     """
     last, permitted = written
     found: list[StoredMessage] = []

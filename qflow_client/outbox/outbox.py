@@ -70,7 +70,7 @@ class Outbox:
 
     Args:
         path: the path of the file, which is created if it does not exist. Its lock file is never deleted.
-        max_bytes: maximum bytes of all messages, with properties and 64 bytes each. The file itself may be larger.
+        max_bytes: maximum bytes of all messages; each uses 64 bytes besides its content. The file may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
         timeout: maximum seconds to wait while the file is opened, if another process has locked it.
@@ -153,7 +153,7 @@ class Outbox:
         return self._noted.count - len(self._damaged)
 
     def has_room(self, size: int, *, if_empty: bool = False) -> bool:
-        """Return whether there is room for a body of `size` bytes, without properties, whose size is not known yet.
+        """Return whether there is room for a body of `size` bytes. The size of the properties is not known yet.
 
         Args:
             if_empty: whether to check the room of an empty outbox instead, to find a body that never fits.
@@ -332,7 +332,7 @@ class Outbox:
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Limit the time of an earlier process's message to the time of the opening, if the wall clock was changed."""
+        """If a message of an earlier process seems to come from the future, use the time of the opening instead."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)

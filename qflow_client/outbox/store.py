@@ -100,7 +100,7 @@ class OutboxStore:
         self._is_ended = False
         # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
-        # The sequence of the last message that has entered the window or was spilled.
+        # No message up to this sequence has to be withdrawn by `_drop_orphans`.
         self._last_sequence = outbox.last
         if self.has_backlog:
             self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)
@@ -204,7 +204,7 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """After a commit, write the messages that waited for it, and admit the messages that waited for room."""
+        """After a commit, let the messages that waited for it be written, and admit those that waited for room."""
         self.keeps_all_back = False
         self._line.grant(now)
 
@@ -225,7 +225,7 @@ class OutboxStore:
 
     @step
     def read_again(self, _now: float) -> None:
-        """Repeat the present request, because the writer could not read."""
+        """Request the same part of the backlog again, because the writer could not read it."""
         self.backlog.request_again()
 
     def admitting(self, receipt: Receipt, number: int) -> None:

@@ -6,7 +6,7 @@ part is to be sent, the thread first notes on disk that it may be written to a b
 protocol's state itself. It passes a step to `deliver`, which runs the step with the producer's lock or on its loop.
 
 While the thread uses the outbox, it is marked as inside a step (`take`). Otherwise a finalizer on this thread could
-call `send` of this producer, which would wait for a lock of the interrupted thread, and so for itself (E2).
+call `send` of this producer, which would wait forever for a lock that this thread holds itself (E2).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Writer:
         self._end = threading.Event()
         # Failures before this time are not logged.
         self._quiet_until = -math.inf
-        # The next search for messages that are too old; ``None`` before `begin_searches`, and without searches.
+        # When to search next for messages that are too old; ``None`` before `begin_searches`, and without searches.
         self._search_at: float | None = None
         # When a failed read is tried again; ``None`` without a failed read.
         self._retry_at: float | None = None
@@ -200,7 +200,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # If the request was tried before, its result is on its way to the protocol, or a new request follows a failure.
+        # A request that was tried before needs nothing: its result is on its way, or `read_again` will replace it.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)

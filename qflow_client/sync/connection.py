@@ -124,7 +124,7 @@ class Carrier:
         self._transport: Any = None
         # pika's object that establishes the connection; ``None`` while no connection is being established.
         self._connecting: Any = None
-        # Called with the result when the connection is established or has failed.
+        # Called with ``None`` when the connection is established, with the error when it has failed.
         self._on_done: Callable[[BaseException | None], None]
         # Why the connection is about to end, if the carrier knows the reason; otherwise ``None``.
         self._why: str | None = None
@@ -530,7 +530,7 @@ class SharedLink(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle all unsettled messages as `GIVEN_UP`, and close the channel.
+        """Settle all unsettled messages with the reason `GIVEN_UP`, and close the channel.
 
         Wait at most `timeout` seconds for the broker.
         """

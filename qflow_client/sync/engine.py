@@ -128,7 +128,7 @@ class Engine(BaseEngine):
             line, on_flow: as for `Producer`.
 
         Raises:
-            ConnectionFailed: no host accepted a connection.
+            ConnectionFailed: no host accepted a connection, or no channel could be opened.
         """
         self.protocol = self._make_protocol(line)
         if on_flow is not None:
@@ -159,7 +159,7 @@ class Engine(BaseEngine):
         protocol = self._new_protocol(SyncReceipt, line)
         if self.settings.outbox is None:
             return protocol
-        # These modules are imported only here, because they import SQLite.
+        # Import these modules only for an outbox, because they load SQLite.
         from qflow_client.outbox.storage import Storage
         from qflow_client.sync.outbox import SpilledReceipt
 
@@ -245,7 +245,7 @@ class Engine(BaseEngine):
         """Run a call that waits, see `core.calls`.
 
         Args:
-            deadline: as for `Guard.try_take`; ``None`` for no limit, if this thread holds no lock of the application.
+            deadline: as for `Guard.try_take`. ``None`` (no limit) is allowed only on threads of this package.
             ticket: the ticket of a call of `send`; ``None`` for other calls. After an error the ticket is withdrawn.
 
         Returns:
@@ -298,7 +298,7 @@ class Engine(BaseEngine):
             raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
         return receipt
 
-    # The methods of this section run after a step, without the lock. Only `_pass_on` and postponed steps take it.
+    # The methods of this section run after a step. Only `_pass_on` and postponed steps run under the lock.
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:

@@ -102,7 +102,7 @@ def url_parameters(url: str) -> pika.URLParameters:
         why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Raise outside the handlers, so that the context is not the original error, which may contain the password.
+    # Raise outside the handlers, so that the error has no context: the original error may contain the password.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
@@ -158,7 +158,7 @@ class Link(ChannelIO):
         self._leaves = False
         # The timer that starts the next try to open a connection or channel, or ends a try that takes too long.
         self._next: Any = None
-        # Why this link ends the connection, and whether all further tries would fail; ``None`` if it does not end it.
+        # Why this link ends the connection, and whether all further tries would fail; ``None`` without such an end.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -212,7 +212,7 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle all unsettled messages as `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
+        """Settle the messages with reason `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
         if self._thread.ident is None:
             # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()

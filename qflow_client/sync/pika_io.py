@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# After this number of reads of a TLS socket without data for pika, read on only while the TLS layer has buffered data.
+# After this many reads without data for pika, `recv` continues only while the TLS socket has buffered data.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -224,7 +224,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
         # Set `awake` last. If an exception interrupts this method earlier, the next sender wakes the I/O thread. If the
-        # I/O thread has cleared `awake` meanwhile, it stays False. No other code runs between check and assignment
+        # I/O thread has cleared `awake` meanwhile, leave it False. No other code runs between check and assignment
         # (`is_undisturbed`).
         if self._may_set_awake and rests == self._rests:
             self.awake = True
@@ -270,7 +270,7 @@ class TapIOServices(SelectorIOServicesAdapter):
                 ) from error
             self.awake = True
             delay = 0.0 if passed else self._delay(len(data))
-        # Write output before `after` wakes threads, because the woken threads compete for the interpreter.
+        # Write output before `after` wakes threads, because these threads compete with this thread for the interpreter.
         self.pump()
         self._after()
         if delay:
