@@ -39,10 +39,10 @@ __all__ = ["Admission", "is_undisturbed"]
 
 
 def is_undisturbed() -> bool:
-    """Whether nothing interrupts instructions that call no function.
+    """Whether no other code runs between two instructions that call no function.
 
-    CPython with its GIL never interrupts them. But a trace or profile function in Python, or a tool of
-    `sys.monitoring`, runs between them, and a thread switch can come while it runs.
+    This is true in CPython with its GIL. But a trace or profile function in Python, or a tool of `sys.monitoring`, runs
+    between all instructions, and a thread switch can come while it runs.
     """
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
@@ -112,9 +112,9 @@ class Admission:
         #: The number of the next admitted message. A message id that the producer assigns is `id_prefix` and this
         #: number in hexadecimal digits.
         self.next_number = 1
-        #: Admitted messages that were never written, in the order of admission.
+        #: Admitted messages that were never written and have no frames, in the order of admission.
         self.unsent: deque[Receipt] = deque()
-        #: How many bytes of messages, and of replies to the broker, are not written yet.
+        #: How many bytes of messages and control frames are not written yet.
         self.unwritten = 0
         #: Why nothing can be admitted any more; ``None`` while messages can be admitted.
         self.closed: str | None = None
@@ -124,7 +124,7 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Encode messages for another channel. Most messages have the given exchange and routing key."""
+        """Use the encoder of another channel from now on. Most messages have the given exchange and routing key."""
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain

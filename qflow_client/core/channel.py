@@ -77,7 +77,7 @@ class Channel:
         self.number: int | None = None
         # The number and the maximum frame size of a channel whose `open` is not complete; otherwise ``None``.
         self._opening: tuple[int, int] | None = None
-        #: Whether a channel was ever open. A drop-in may reset this with its `forget_past`.
+        #: Whether a channel was ever open. `EncodedProtocol.forget_past` (of the drop-ins) resets this.
         self.was_open = False
         #: True while declarations of the program are being repeated. No message is written meanwhile.
         self.is_restoring = False
@@ -86,7 +86,7 @@ class Channel:
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Forget the messages on the wire. Number 0 stands for no channel."""
+        """Forget the messages on the wire, and make an encoder for the next channel; for none if `number` is 0."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)

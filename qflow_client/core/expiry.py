@@ -32,7 +32,7 @@ class Expiry:
         self._next_mark_at = now
 
     def next_at(self) -> float:
-        """Return the time of the next call of `expired_before`, in seconds."""
+        """Return when `expired_before` should be called next, in seconds."""
         if self._marks:
             return min(self._next_mark_at, self._marks[0][0] + self.timeout)
         return self._next_mark_at

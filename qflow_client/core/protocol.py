@@ -44,7 +44,7 @@ If the connection is lost while the probe is in flight, the message moves back i
 `retry_for` before the next copy is sent, the message is settled as *unknown* and not as *nacked*, because the probe may
 have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
-The owner calls no other method between `data_to_write` and `advance`. It ends a channel before it opens another.
+The owner calls no other method between `data_to_write` and `advance`, and ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If
 the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
@@ -131,7 +131,7 @@ class ProducerProtocol:
 
     @property
     def unwritten(self) -> int:
-        """How many bytes of messages, and of replies to the broker, are not written yet."""
+        """How many bytes of messages and control frames are not written yet."""
         return self.admission.unwritten
 
     @property

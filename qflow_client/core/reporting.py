@@ -283,7 +283,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer: report the holds that were raised or lifted since then."""
+        """Continue the reports of another producer: report the holds that changed after that producer's last report."""
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)

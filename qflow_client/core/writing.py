@@ -75,7 +75,7 @@ class Writing:
         self._admission.unwritten += size
 
     def take_back(self) -> None:
-        """Take back all messages whose frames are made and have no written byte."""
+        """Take back all messages that have frames but no written byte."""
         self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 

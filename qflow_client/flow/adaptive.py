@@ -49,9 +49,9 @@ _SHRINK = 1.1
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
-# If the window was not allowed to grow, this number of full epochs come before the next trial.
+# If the window was not allowed to grow, this many full epochs come before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
-# A trip with a latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
+# A latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
 _JITTER = 0.25
 _QUEUE = 0.01
 # With group commits, a trip may exceed `way` by `way` times this factor (up to `_COMMIT_AT_MOST`) plus `_QUEUE`.

@@ -1,4 +1,4 @@
-"""The outbox keeps admitted messages on disk until they are settled. So no message is lost if the process dies.
+"""The outbox keeps admitted messages on disk until they are settled. So they survive the death of the process.
 
 `Outbox` (`outbox.py`) opens the file (`file.py`), and notes changes in memory (`noted.py`). A commit writes the noted
 changes to the file. One thread at a time uses the file (`access.py`). A program can use an `Outbox` without a producer.

@@ -265,7 +265,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Pass waiters whose messages have left the backlog on to `Waiters`. Wake them if the window is empty."""
+        """Register waiters whose messages have left the backlog with `Waiters`, or wake them if the window is empty."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

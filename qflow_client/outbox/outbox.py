@@ -9,8 +9,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next `Outbox.commit` deletes them. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
-4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is held: put with
-   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
+4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is *held* (put with
+   ``permit=False``, for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
    `Outbox.permit` for the last of these messages, and `commit`, before it writes them to the broker. So after a crash
    the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
@@ -312,7 +312,7 @@ class Outbox:
             max_bytes: maximum bytes of all returned messages; ``None`` for no limit. A single message may be larger.
 
         Raises:
-            OutboxError: the file cannot be read.
+            OutboxError: the commit fails, or the file cannot be read.
         """
 
         def read() -> list[StoredMessage]:
@@ -347,7 +347,7 @@ class Outbox:
             The removed messages, in order. The next `commit` deletes them from disk.
 
         Raises:
-            OutboxError: the file cannot be read.
+            OutboxError: a commit fails, or the file cannot be read.
         """
         found: list[StoredMessage] = []
         while batch := [each for each in self.read(found[-1].sequence if found else 0) if each.at < before]:

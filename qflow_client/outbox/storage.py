@@ -54,7 +54,7 @@ class Storage:
         self._waits = CommitWaits()
 
     def open(self) -> None:
-        """Open the outbox, once, on any thread. If `close` was called meanwhile, raise an `OutboxError`."""
+        """Open the outbox. Call this once, on any thread. Raise an `OutboxError` if `close` was called meanwhile."""
         settings = self._settings
         assert settings.outbox_path is not None
         outbox = Outbox(

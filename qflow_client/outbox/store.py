@@ -115,7 +115,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Put a message into the window, and note it in the outbox. Otherwise, if `spills` is True, spill the message.
+        """Put a message into the window, and note it in the outbox. If it cannot enter and `spills` is True, spill it.
 
         Returns:
             The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if

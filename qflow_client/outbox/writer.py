@@ -69,7 +69,7 @@ class Writer:
 
     Args:
         deliver: runs a step of the store in the same context as the producer's steps.
-        committed: called after each commit with the last sequence on disk and the error, or ``None``; also at the end.
+        committed: called after each commit, and at the end, with the last sequence on disk, and the error or ``None``.
     """
 
     #: The store, which makes the requests; set before `start`.

@@ -243,7 +243,7 @@ class Producer(BaseProducer[SyncReceipt]):
         receipts: list[SyncReceipt] = []
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
-                # This module is imported only here, because it imports SQLite.
+                # Import this module only for an outbox, because it loads SQLite.
                 from qflow_client.storing import store_many
 
                 for _ in store_many(
