@@ -9,7 +9,7 @@ Admission is limited by the windows and the rate (see `limits`), the holds of th
 is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
 its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
 function. So `send_at_once` admits nothing on other interpreters (PyPy, builds without the GIL), and nothing if a
-debugger or tracer in Python was active when the producer was made.
+tracer in Python, or a tool of `sys.monitoring`, was active when the producer was made.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For

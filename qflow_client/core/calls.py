@@ -5,7 +5,7 @@ time at which it must be resumed. A `deadline` is the latest time at which the w
 such a generator. There are several drivers: one blocks a thread, one suspends an asyncio task, and one processes the
 connection's I/O while the call waits. A driver does the following:
 
-1. It calls `resume` where steps of the protocol are allowed: under the producer's lock, or in the event loop.
+1. It calls `resume` where steps are allowed: under the producer's lock, or on the thread or loop of the connection.
 2. It waits until the call's waiter is set, or until the yielded time.
 3. It calls `resume` with the present time. It repeats 2. and 3. until the call has a result.
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or

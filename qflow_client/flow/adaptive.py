@@ -13,10 +13,10 @@ Four rules change the window:
     an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
     queue, or the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the
     window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in
-    proportion. If the latency is longer than `_bound`, the window stops doubling, or shrinks. Rule 1 would not shrink
-    this window: if other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved. This
-    happens when the next elements leave, before further elements enter.
+    proportion. If the latency exceeds `_bound` (the longest without a queue), the window stops doubling, or shrinks.
+    Rule 1 would not shrink it: if other producers use the same queue, a larger window always adds some throughput.
+3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved when
+    the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window, the epoch changes nothing.
 """
 
