@@ -95,7 +95,7 @@ class Admission:
         receipt_type: type[Receipt],
     ) -> None:
         self.limits = limits
-        #: Same as `limits.window`. A copy for speed, because every message uses the window.
+        #: The same object as `limits.window`; an attribute for speed, because every message uses it.
         self.window = limits.window
         self._controller = limits.controller
         self.gate = limits.controller.gate

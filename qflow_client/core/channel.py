@@ -86,7 +86,7 @@ class Channel:
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Forget the messages on the wire, and make an encoder for the next channel; for none if `number` is 0."""
+        """Forget the messages on the wire, and use a new encoder. `number` is 0 if there is no channel."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)

@@ -299,7 +299,7 @@ class ProducerProtocol:
 
         Args:
             reconnects: whether the owner will connect again if this method returns True.
-            shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
+            shared: whether other publishers use the connection too. If so, no message of this producer is suspected.
 
         Returns:
             Whether another connection is needed, see `wants_channel`.

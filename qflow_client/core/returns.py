@@ -58,7 +58,7 @@ class Returns:
                 del self.by_id[message_id]
 
     def take(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
-        """Return the written, unsettled message for a return; ``None`` if there is none."""
+        """Return the message that a return refers to, if it is written and unsettled; otherwise ``None``."""
         if message_id is None:
             return None
         # A message with a reply was already returned.

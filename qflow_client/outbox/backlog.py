@@ -166,7 +166,7 @@ class Backlog:
                 break
             self.read_to = stored.sequence
         if not batch:
-            # All messages of this part have been dropped or set aside.
+            # No message up to `request.upto` can be read: all have been dropped or set aside.
             self.read_to = max(self.read_to, request.upto)
 
     def admit(self, now: float) -> None:
