@@ -88,8 +88,9 @@ _CLOSING = "'\")]"
 # Characters that begin another URL or another parameter inside a value. A harmless value does not contain them.
 _FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-# Number of levels of a nested value that are shown.
+# Number of levels of a nested value that are shown, and maximum number of characters of a shown value.
 _DEPTH = 3
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,13 @@ def hide_password(url: str) -> str:
     return _censor(url).text
 
 
-def shown(value: object, _depth: int = _DEPTH) -> str:
+def shown(value: object) -> str:
     """Return a text for an error: a number, a name, a URL without passwords, or the type of any other value."""
+    text = _text_of(value, _DEPTH)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
+
+
+def _text_of(value: object, depth: int) -> str:
     if isinstance(value, Enum):
         # Show the name, because the value of an enumeration may be a URL.
         return f"{type(value).__name__}.{value.name}"
@@ -211,12 +217,12 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
     if isinstance(value, (bytes, bytearray)):
         return hide_password(repr(bytes(value)))
     if isinstance(value, os.PathLike):
-        return shown(os.fspath(value))
-    if type(value) in (list, tuple) and _depth:
-        texts = ", ".join(shown(each, _depth - 1) for each in value)  # type: ignore[attr-defined]  # a list or a tuple
+        return _text_of(os.fspath(value), depth)
+    if type(value) in (list, tuple) and depth:
+        texts = ", ".join(_text_of(each, depth - 1) for each in value)  # type: ignore[attr-defined]  # a list or a tuple
         return f"[{texts}]" if isinstance(value, list) else f"({texts})"
-    if type(value) is dict and _depth:
-        return "{" + ", ".join(f"{shown(key, 0)}: {shown_of_unknown(each)}" for key, each in value.items()) + "}"
+    if type(value) is dict and depth:
+        return "{" + ", ".join(f"{_text_of(key, 0)}: {shown_of_unknown(each)}" for key, each in value.items()) + "}"
     return type.__repr__(value) if isinstance(value, type) else f"<{type(value).__name__} object>"
 
 

@@ -186,7 +186,7 @@ def test_E16_a_message_alone_in_flight_at_two_channel_closes_is_rejected_even_af
     assert culprit.outcome is Outcome.REJECTED
 
 
-def test_E16_a_close_for_lack_of_room_is_no_proof_of_a_nack_if_an_expired_message_may_have_caused_it() -> None:
+def test_E16_a_message_ends_as_unknown_if_an_expired_one_may_have_caused_the_close_for_lack_of_room() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     publish(protocol, b"expires")
     run_until(protocol, 5.0)

@@ -335,13 +335,23 @@ def test_the_error_for_an_invalid_value_names_its_setting_and_the_allowed_values
         ("routing_key", "k" * 256, "a str of at most 255 bytes"),
     ],
 )
-def test_the_error_for_an_invalid_text_names_the_source_of_the_text(name: str, text: str, allowed: str) -> None:
+def test_the_error_for_an_invalid_setting_names_its_environment_variable_or_url_parameter(
+    name: str, text: str, allowed: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         load(environ={f"QFLOW_{name.upper()}": text})
     assert str(caught.value) == f"QFLOW_{name.upper()}={text!r}: it must be {allowed}"
     with pytest.raises(SettingsError) as caught:
         load(f"{URL}?{name}={text}")
     assert str(caught.value) == f"the URL's {name}={text!r}: it must be {allowed}"
+
+
+def test_the_error_for_an_invalid_setting_shows_only_the_beginning_of_a_long_value() -> None:
+    with pytest.raises(SettingsError) as caught:
+        ProducerSettings(routing_key="k" * 1_000_000)
+    assert (
+        str(caught.value) == f"routing_key='{'k' * 999}… (1,000,002 characters): it must be a str of at most 255 bytes"
+    )
 
 
 def test_an_unknown_setting_is_rejected_and_the_error_lists_the_known_settings() -> None:

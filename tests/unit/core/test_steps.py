@@ -406,7 +406,9 @@ def test_E2_ctrl_c_leaves_no_hold_for_receipt_callbacks_that_have_finished() -> 
 
 
 @pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
-def test_E2_ctrl_c_leaves_no_hold_that_a_closed_channel_had_raised(lose: Callable[[Life], object]) -> None:
+def test_E2_if_ctrl_c_interrupts_the_loss_of_a_channel_either_all_or_none_of_its_holds_are_lifted(
+    lose: Callable[[Life], object],
+) -> None:
     for interrupt in each_interrupt(least=10, every=EVERY):
         life = Life(told=False)
         protocol = life.protocol

@@ -610,7 +610,7 @@ def test_a_message_moved_aside_as_damaged_stays_aside_even_if_it_becomes_readabl
         assert Outbox.look_damaged(path) == {1: "it was damaged before, but can be read now"}
 
 
-def test_any_message_in_the_outbox_can_be_dropped_once(path: Path) -> None:
+def test_dropping_a_message_from_the_outbox_a_second_time_raises_an_error(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
         # Also a message that is only noted.
