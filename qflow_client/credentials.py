@@ -64,7 +64,7 @@ class Expiry:
     would refuse messages with an error that seems to concern the messages and not the credentials.
 
     Args:
-        settings: settings of the producer. The settings for the pauses of reconnects define the pauses of requests too.
+        settings: settings of the producer. The settings ``reconnect_…`` define the pauses between requests too.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:
@@ -89,7 +89,7 @@ class Expiry:
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds of a request, for the answers of both the application and the broker."""
+        """Return the maximum seconds of a request, from the call of the application to the answer of the broker."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

@@ -125,7 +125,7 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles the message. If so, the end of the block stores the id, unless there was an error.
+        # Whether this block handles a message with an id. If so, its end stores the id, unless there was an error.
         self._is_first = False
 
     def __enter__(self) -> bool:

@@ -96,7 +96,7 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. Users add the prefix ``qflow_`` to them.
+        theirs: settings whose names the library uses for its own parameters. Users write these as ``qflow_…``.
         not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 
@@ -261,7 +261,7 @@ class EncodedProtocol(ProducerProtocol):
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Treat the next channel as the first one. So the time until that channel does not count as flow control.
+        """Treat the next channel as the first one. So the time until it opens does not count as flow control.
 
         The drop-ins call this method if the program has closed the channel, or if its end affects no message.
         """
@@ -322,7 +322,7 @@ class DropInFlow:
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Call a function on the thread or loop of the connection, and then write the messages that it has released."""
+        """Call a function on the thread or loop of the connection. Then write the messages that may be sent now."""
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
@@ -399,7 +399,7 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """A text about the present holds, for the end of an error about a missing answer; empty without holds."""
+        """The present holds as a text, which errors about missing confirms end with; empty without holds."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 

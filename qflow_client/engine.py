@@ -149,7 +149,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has taken the last step. This is possible when the engine ends, without the lock.
+                # Another thread has taken the last step. At the engine's end, this method may run without the lock.
                 return
             put_off(protocol)
 

@@ -12,13 +12,13 @@ _T = TypeVar("_T")
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
-    """Call a function in each child that this process forks from now on, before other Python code of the child."""
+    """Call a function in each child that this process forks from now on, before `os.fork` returns in the child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. The descriptor stays open (null device) for code that will close it.
+    """Replace this process's copy of a socket by the null device, because other code will close the descriptor.
 
     The socket is closed before the null device is opened, because the process may have no other free descriptor.
     """

@@ -32,12 +32,12 @@ _T = TypeVar("_T")
 PATIENCE = 1.0
 # Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A wait has at least this number of pieces. If the process is suspended during a wait, this uses up only one piece.
+# A wait has at least this number of pieces. A suspension of the process during a wait uses up only one piece.
 _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """Returned if a step was not executed. It is not raised, because a signal handler may raise the same exception."""
+    """Returned if a step was not executed. Not an exception, because a signal handler may raise the same exception."""
 
     NOT_TAKEN = "not taken"
 
@@ -156,7 +156,7 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all asyncio producers, because several may share a connection. They usually run in one loop anyway.
+#: The guard of all asyncio producers, because several may share a connection. In one loop, none waits for another.
 LOOPS = Guard()
 
 

@@ -158,7 +158,7 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
 
 
 def flush_logs(timeout: float) -> bool:
-    """Wait until all earlier records are handled. Return False if this takes longer than `timeout` seconds."""
+    """Wait until all earlier records are handled. Return False after `timeout` seconds, and on the logging thread."""
     return _writer.flush(timeout)
 
 

@@ -52,7 +52,7 @@ _Receipt = TypeVar("_Receipt", bound=Receipt)
 def resolve(
     message: bytes | str | Message, exchange: str | None, routing_key: str | None
 ) -> tuple[bytes | Message, str | None, str | None]:
-    """Return the payload, the exchange and the routing key of a message; ``None`` for those of the settings."""
+    """Return the payload, exchange and routing key of a message. ``None`` stands for the value of the setting."""
     if type(message) is bytes:
         return message, exchange, routing_key
     if not isinstance(message, Message):
@@ -110,7 +110,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         finalizer = weakref.finalize(self, engine.abandon)
         # At the end of the process, `BaseEngine.forgotten` is called instead.
         finalizer.atexit = False
-        # After a close, the engine detaches the finalizer, because it keeps the engine and its callbacks alive.
+        # After a close, the engine detaches the finalizer, which keeps the engine and its callbacks alive.
         engine.detach = finalizer.detach
 
     @property
@@ -293,7 +293,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If a step is possible now, it first undoes a `send` that an exception has interrupted.
+        # If an exception has interrupted a `send`, this step undoes the `send`, unless no step is possible now.
         self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 

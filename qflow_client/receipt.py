@@ -83,7 +83,7 @@ class Receipt:
         self._route = route
         # First part of the message ids that the producer assigns; ``None`` if it assigns none.
         self._id_prefix = id_prefix
-        # The number of the message in the window; before it enters the window, 0 or (if spilled) its sequence on disk.
+        # The number that the message gets in the window. Before that, 0 or (if spilled) its sequence number on disk.
         self._number = 0
         # The delivery tag with which the message was last sent; 0 if it has not been sent.
         self._tag = 0
@@ -94,7 +94,7 @@ class Receipt:
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
-        # The encoded properties (`PublishEncoder.prepare`); ``None`` for the first copy of a short body without them.
+        # Encoded properties (`PublishEncoder.prepare`); ``None`` for the first copy of a short body without properties.
         self._prepared: Prepared | None = None
         # The object with which the producer wakes a caller that waits for the outcome; ``None`` if no caller waits.
         self._waiter: Any = None

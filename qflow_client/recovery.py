@@ -57,11 +57,11 @@ class Backoff:
         self._limit = limit
         # The next pause without jitter.
         self._next = first
-        # The time at which `limit` started.
+        # The time at which the `limit` seconds began.
         self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:
-        """Start the time `limit`.
+        """Let the `limit` seconds begin now.
 
         Args:
             anew: whether the next pause is the first, shortest one. If False, the pauses continue to grow.
@@ -224,7 +224,7 @@ class Watch:
     blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
     If all hosts block the producer, the producer changes between the hosts at growing intervals: the delay before a
-    failover is doubled after each round of all hosts, at most five times, until a message is settled.
+    failover is doubled each time all other hosts were tried (at most five times), until a message is settled.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -261,7 +261,7 @@ class Watch:
             settled: number of messages that were settled so far.
 
         Returns:
-            ``None`` to keep the connection; ``""`` to send a probe as well; any other text is the reason to end it.
+            ``None`` to keep the connection; ``""`` to keep it and send a probe; any other text is the reason to end it.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None

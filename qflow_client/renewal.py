@@ -3,7 +3,7 @@
 The application's function may block or hang. So it runs on a separate thread, one call at a time, and no I/O thread or
 loop waits for it. While a call hangs, each try to connect waits for its result, and fails after `connect_timeout`.
 
-If the function raises an exception, its text is hidden (except for `SettingsError`), because it may contain a secret.
+The text of an exception of this function is hidden (except for `SettingsError`), because it may contain a secret.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Renewer:
 
     Args:
         call_later, post, leave: as for `Upkeep`.
-        update: sends a secret to the broker, and calls a function after the answer. False if no channel is open.
+        update: sends a secret to the broker, and calls a function after the answer. Returns False without a channel.
         clock: returns the present time in monotonic seconds.
     """
 

@@ -294,8 +294,8 @@ class ProducerSettings:
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
-        reconnect_delay_max: maximum pause in seconds between two tries. After a shorter connection the pauses continue
-            to grow. A message that may cause losses is sent again only after a connection has lasted this long.
+        reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
+            pauses continue to grow. A message that may cause losses is sent only when a channel was open this long.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
             none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
@@ -324,7 +324,7 @@ class ProducerSettings:
             or also a crash of the machine (``"full"``). With ``"full"``, each commit waits for the disk.
         outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
             The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
-            message again, unless it is still too old. Otherwise the message is deleted from the outbox.
+            message again, unless it is still too old. If the setting is off, such a message is deleted.
         tracing: whether to create an OpenTelemetry span for each message, and to add the span's context to the
             message's headers. Metrics need no setting.
         name: name of the producer in flow events, in logs and in the broker's management.

@@ -66,7 +66,7 @@ __all__ = [
 
 
 class _Default:
-    """The default of `timeout` arguments: a setting has the value. ``None`` is not used, because it means no limit."""
+    """The default of `timeout` arguments: use a setting. The default is not ``None``, which means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"
@@ -430,7 +430,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # Set the count to 0 first: between both lines, `undelivered` may return a passed receipt, but misses none.
+        # Set the count to 0 first: between these two lines, `undelivered` may return a passed receipt, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)

@@ -271,10 +271,10 @@ class Tracer:
 
     @contextmanager
     def span(self, payload: bytes | Message, exchange: str, routing_key: str) -> Iterator[Message]:
-        """Create the span of a message that the ``with`` block passes to the producer. An error of the block ends it.
+        """Create the span of a message that the ``with`` block sends. An error in the block ends the span.
 
         Yields:
-            The message with its span. Its headers contain the context of the span, unless they had another context.
+            The message with its span. The headers contain the span's context, unless they already contained a context.
         """
         headers: Mapping[str, Any] = payload.headers or {} if isinstance(payload, Message) else {}
         observer, trace = self._observer, self._trace

@@ -63,8 +63,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Maximum seconds that channel and outbox take to end after the deadline of a close. A cancelled close waits this long
-# for the end of the outbox, and a cancelled `open` for its opening.
+# Maximum seconds that channel and outbox take to end after the deadline of a close. A cancelled close waits at most
+# this long until the outbox is closed, and a cancelled `open` until the outbox is open.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.
@@ -146,7 +146,7 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held in `_end_without_loop`. Reentrant, because a finalizer may call this method on a thread that runs it.
+        # Held in `_end_without_loop`. Reentrant, because a finalizer may call this method while its thread is in it.
         self._last_end = threading.RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None

@@ -162,8 +162,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
-                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer; with a timeout
-                of 10 s or more, it can take as long as the disk hangs.
+                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer, because it waits
+                until the message is on disk.
             source: a name for the origin of the message. Only a `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
@@ -247,8 +247,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, SettingsError, TypeError, ValueError: as for
-                `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, OutboxFull, NotDurable, SettingsError,
+                TypeError, ValueError: as for `send`.
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []

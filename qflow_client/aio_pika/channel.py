@@ -77,8 +77,8 @@ class Channel(_aio_pika.Channel):
         """Close the channel like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer. If an exception has ended the channel's ``async with``
-        block, the method waits at most 0.3 s.
+        `max_producer_flow_control_wait` seconds for the answer, or at most 0.3 s if an exception has ended the
+        channel's ``async with`` block.
         """
         flow = self.flow_control
         flow.left = True
@@ -100,7 +100,7 @@ class Channel(_aio_pika.Channel):
         if done:
             closing.result()
             return
-        # Do not cancel the task `closing`, because the broker may still answer. It ends with the connection.
+        # Do not cancel the task `closing`, because the broker may still answer. The task ends with the connection.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,

@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange whose `publish` waits for a limited time if there is no connection, and does not fail immediately."""
+    """An exchange whose `publish` waits for a limited time if there is no connection, instead of failing immediately."""
 
     # Attributes of aio-pika's class.
     channel: Any
@@ -72,8 +72,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. If aio-pika's `_on_close` also restored them, it could wait for the
-            # connection while it holds a lock that the connection needs.
+            # The connection restores its channels. If aio-pika's `_on_close` also restored this channel, it could wait
+            # for the connection while it holds a lock that the connection needs.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

@@ -95,7 +95,7 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Close the channel, as py-amqp does. With pipelined confirms, first call `wait_for_confirms`.
+        """Close the channel, as py-amqp does. With pipelined confirms, this method first calls `wait_for_confirms`.
 
         If the broker blocks the connection, the method does not wait. ``Channel.Close`` is sent later, when a
         read or a publish of the program receives ``Connection.Unblocked``.

@@ -248,7 +248,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Check heartbeats, as py-amqp does. First count the writes of channels, which py-amqp does not see."""
+        """Check heartbeats, as py-amqp does. The writes of channels, which py-amqp does not see, count too."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent

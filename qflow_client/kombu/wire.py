@@ -398,7 +398,7 @@ class Wire:
             raise RecoverableConnectionError("a write was interrupted, and it is not known how much of it is written")
 
     def finish(self) -> float:
-        """Complete a partly written frame of a channel. Return the deadline, which py-amqp's next frame shares."""
+        """Complete a partly written frame of a channel. Return the deadline, which also limits py-amqp's next frame."""
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
             end = math.inf if limit is None else _monotonic() + limit

@@ -41,8 +41,8 @@ class Channel(pika.channel.Channel):
     """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
     The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager`, or a transport with more than
-    `max_unwritten_bytes`.
+    window of unconfirmed messages, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's
+    transport.
     """
 
     # Attributes of pika's class.

@@ -176,8 +176,8 @@ class ChannelFlow(DropInFlow):
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call has to raise, because the call that detected it had to report that its message
-        #: was accepted; ``None`` if there is none.
+        #: An error that the next call raises; ``None`` if there is none. The call that detected the error did not raise
+        #: it, because the message of that call was admitted.
         self.unraised: BaseException | None = None
         #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
@@ -341,7 +341,7 @@ class ChannelFlow(DropInFlow):
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Set the hold ``transport`` if pika's transport is full. Lift this hold if it is at most half full."""
+        """Raise the hold ``transport`` if pika's transport is full. Lift it if the transport is at most half full."""
         transport = getattr(self._channel.connection, "_transport", None)
         # Twisted's transport has no `get_write_buffer_size`, so treat its buffer as empty.
         size = getattr(transport, "get_write_buffer_size", int)()

@@ -19,7 +19,7 @@ __all__ = ["alias", "mirror", "passed_on"]
 
 # The key is the name of the drop-in's module. The value is pika's module, and the names that belong to the drop-in.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# The original values of names of pika's modules that an assignment has changed. A key is the drop-in's module and name.
+# The original values that assignments have replaced in pika's modules. A key is the drop-in's module and the name.
 _assigned: dict[tuple[str, str], Any] = {}
 # Classes without flow control for which a warning was already issued.
 _warned: set[type] = set()

@@ -210,7 +210,7 @@ class _Turns:
         return self.unwritten == 0 and services.ready() & _POLLOUT != 0
 
     def when_writable(self) -> None:
-        """Lift the hold ``transport`` of all channels of the connection as soon as the socket is writable."""
+        """Let the loop lift the hold ``transport`` of all channels of the connection when the socket is writable."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -550,7 +550,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.after()
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
-        # Ignore returns of earlier messages. They are late: the calls of these messages have raised `ConfirmTimeout`.
+        # Ignore late returns of earlier messages. The calls that published these messages have raised `ConfirmTimeout`.
         returned = [each for each in self._flow.returned if _is_of(each, publish)]
         self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
@@ -615,8 +615,8 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             ConfirmTimeout: some messages are not confirmed in time. The outcome of these messages is unknown.
-            NackError: the broker nacked messages, which are in the attribute `messages`, with their ``Basic.Publish``.
-                If some of them failed in another way, the notes of the error have their number and the first reason.
+            NackError: messages were not delivered. They are in the attribute `messages`, with their ``Basic.Publish``.
+                If some of them were not nacked, the notes of the error show their number and describe the first.
             UnroutableError: no queue has received some mandatory messages, which are in the attribute `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """

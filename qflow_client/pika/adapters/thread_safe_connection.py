@@ -73,7 +73,7 @@ class _Publishing:
         # admitted, and done when it is written or rejected. To withdraw the message, the waiting thread cancels the
         # future.
         self._future: Future[None] | None = None
-        # The `SendTicket` of the message while it waits in line, and afterwards; ``None`` if it did not have to wait.
+        # The `SendTicket` of the message; ``None`` before it gets a ticket, and if it is sent without one.
         self._ticket: Any = None
 
     def accept(self) -> bool:
@@ -193,7 +193,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Log that the accepted message was not sent, because the channel has ended before it could wait in line."""
+        """Log that the accepted message was not sent, because the channel ended before `begin` was called."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -210,8 +210,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
     The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager`, or a transport with more than
-    `max_unwritten_bytes`.
+    window of unconfirmed messages, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's
+    transport.
     """
 
     connection: Connection
@@ -349,7 +349,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         return wait
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function on the IOLoop's thread, and return its result (internal)."""
+        """Call a function on the IOLoop's thread, or here if the connection is closed. Return its result (internal)."""
         if self.is_ioloop_thread or self.is_closed:
             return function()
         future: Future[Any] = Future()
