@@ -96,7 +96,7 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. Users write these as ``qflow_…``.
+        theirs: settings whose names the library uses for its own parameters. Users put ``qflow_`` before them.
         not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 
@@ -399,7 +399,7 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """The present holds as a text, which errors about missing confirms end with; empty without holds."""
+        """A text about the present holds, which is appended to errors about missing confirms; empty without holds."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 

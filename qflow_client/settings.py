@@ -295,7 +295,7 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause losses is sent only when a channel was open this long.
+            pauses continue to grow. A message that may cause losses is sent again when a channel was open this long.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
             none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).

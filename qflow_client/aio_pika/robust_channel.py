@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange whose `publish` waits for a limited time if there is no connection, instead of failing immediately."""
+    """An exchange of a robust channel. If there is no connection, `publish` waits for a limited time."""
 
     # Attributes of aio-pika's class.
     channel: Any
