@@ -200,7 +200,7 @@ class LockFile:
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         _refuse_url(path, error)
-        # Use the real path, so that a file with several names has only one lock file.
+        # Use the real path, so that a file and the symbolic links to it have the same lock file.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
             # Without O_NONBLOCK, the opening of a named pipe could wait for its other end.

@@ -71,7 +71,7 @@ class ProducerLines:
         # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None
         # The time at which the producer last became unflowed (at first, the start of the observation), the kind of the
-        # first hold of the flowed period before, and the number of messages admitted by that time; -1 if unknown.
+        # hold that had made it flowed, and the number of messages admitted by that time; -1 if unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:

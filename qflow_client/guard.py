@@ -5,7 +5,7 @@ between any two instructions: a signal handler that sends a message, or a finali
 message. If this *foreign code* waited for the lock of the interrupted step, it would wait for itself. If it took the
 lock of another producer, two threads could wait for each other. So a thread is marked before it waits for a lock, until
 it has released the lock. If code on a marked thread needs a step, it gets an error, or the I/O thread gets the step.
-While the window has room, `send` needs no step (`send_at_once`), so even foreign code can send.
+If the window has room and there is no outbox, `send` needs no step (`send_at_once`). So even foreign code can send.
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the end of the step. So a call of the application waits for another

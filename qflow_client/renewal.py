@@ -1,7 +1,7 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
-The application's function may block or hang. So it runs on a separate thread, one call at a time, and no I/O thread or
-loop waits for it. While a call hangs, each try to connect waits for its result, and fails after `connect_timeout`.
+The application's function may block or hang. So it runs on a separate thread (or as a task, see `AsyncAsker`), one call
+at a time. While a call hangs, each try to connect waits for its result, and fails after `connect_timeout`.
 
 The text of an exception of this function is hidden (except for `SettingsError`), because it may contain a secret.
 """

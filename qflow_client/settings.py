@@ -585,7 +585,7 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    """Raise a `TypeError` if the value of an argument that is not a setting is not allowed."""
+    """Raise a `TypeError` if the value of an argument is not allowed. For a setting, use `check_setting`."""
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 

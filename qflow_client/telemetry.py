@@ -2,8 +2,8 @@
 
 Most metrics are read from the producers when an SDK collects them. An `Observer` measures durations of messages, and
 counts the messages of each destination. A producer uses its observer if an SDK can collect metrics, or if the setting
-`tracing` is on. Otherwise messages cause no additional work. The module imports the package opentelemetry-api when the
-first producer or relay is created, and does not need the SDK.
+`tracing` is on. Otherwise messages cause no additional work. The package opentelemetry-api is imported when the first
+producer connects or the first relay is created. The SDK is not needed.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             if receipt is not None:
                 link = self._engine.link
                 # A signal handler may send before `connect` has set the link. In this case `connect` wakes the writer.
-                if link is not None and not link.writer.awake:  # type: ignore[union-attr]  # or nothing is admitted
+                if link is not None and not link.writer.awake:  # type: ignore[union-attr]  # admitted, so there is a writer
                     link.writer.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes receipts of this class
         except BaseException:

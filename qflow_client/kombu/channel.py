@@ -34,7 +34,7 @@ PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
 
-# Methods that need no answer. `send_method` writes them without a wait, even while the broker blocks the connection.
+# Methods that need no answer. `send_method` writes them even while the broker blocks the connection.
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )

@@ -39,7 +39,7 @@ class ConnectionParameters(pika.ConnectionParameters):
         self.flow_settings = PIKA.settings(**ours)
 
     # Show pika's signature. Its last parameter, ``**kwargs``, also stands for the settings.
-    __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
+    __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # `inspect` reads this attribute
         pika.ConnectionParameters.__init__
     )
 

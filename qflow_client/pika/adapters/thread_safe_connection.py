@@ -50,7 +50,7 @@ class _Withdrawable(Publish):
         self.__dict__["given"] = self.__dict__.pop("frames")
 
     @property
-    def frames(self) -> bytes:  # type: ignore[override]  # reading it is what admission does last
+    def frames(self) -> bytes:  # type: ignore[override]  # admission reads the frames last
         if self.future.cancelled() or not self.future.set_running_or_notify_cancel():
             raise CancelledError
         frames: bytes = self.__dict__["given"]
