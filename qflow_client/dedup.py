@@ -125,7 +125,7 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles a message with an id. If so, its end stores the id, unless there was an error.
+        # Whether this block handles a message with an id. If so, and without an error, the block's end stores the id.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -201,7 +201,7 @@ class Deduplicator:
     Use ``with deduplicator.first_time(message_id) as first:``, and in this block handle the message if ``first`` is
     True. At the end of the block, the id is stored. If an exception leaves the block, or the process ends in the block,
     the id is not stored, and the message is handled when the broker delivers it again. Acknowledge the message after
-    the block. While a block handles the first copy, a second block for the same id waits before it starts.
+    the block. While a block handles the first copy, other blocks of this object for the same id wait before they start.
 
     The handling of a message and the storing of its id are not one transaction. If the process ends between the two,
     the message is handled twice. To prevent this, write the id in the same transaction as your results.

@@ -53,7 +53,7 @@ DROPPED = "the producer was dropped without close()"
 class BaseEngine(ABC):
     """The part of an engine that does no I/O and does not wait."""
 
-    #: The state of the producer. Only steps change this state.
+    #: The state of the producer. Only steps and `admission.send_at_once` change this state.
     protocol: ProducerProtocol
     #: The lock that a thread has during a step.
     lock: Guard

@@ -43,7 +43,7 @@ def _remade(kind: type[QflowError], arguments: tuple[object, ...]) -> QflowError
 
 
 class QflowError(Exception):
-    """The base class of the errors of producers, outboxes, relays, reports and Spark."""
+    """The base class of most errors of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Process pools pickle errors. `Exception.__reduce__` would pass only the text to `__init__`.

@@ -1,4 +1,4 @@
-"""Creates and locks files that contain messages.
+"""Creates and locks private files, for example files that contain messages.
 
 A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
 have set them. `open_private` rejects symbolic links, and `make_private` follows them.

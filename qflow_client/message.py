@@ -136,7 +136,7 @@ class Message:
         correlation_id: id of the request that this message answers.
         reply_to: queue for answers.
         expiration: milliseconds after which the broker may drop the message, as a string of digits.
-        message_id: message id. If a message has no id, the producer assigns one.
+        message_id: message id. If a message has no id, the producer assigns one (setting ``message_ids``).
         timestamp: seconds since 1970, or a ``datetime`` (local time if it is naive).
         type: kind of the message, as a name that the application chooses.
         user_id: user name. The broker accepts only the user of the connection.

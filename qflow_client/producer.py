@@ -77,7 +77,7 @@ def split(
 class BaseProducer(ABC, Generic[_Receipt]):
     """The part of a producer that does not wait for the broker."""
 
-    # Executes all changes of the protocol's state, which are called *steps*.
+    # Executes the *steps*, which change the protocol's state. Of all changes, only `send_at_once` is not a step.
     _engine: BaseEngine
     # Makes spans; ``None`` without tracing, and before the producer is connected.
     _tracer: Tracer | None = None

@@ -268,7 +268,7 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters, which a terminal would execute, by Python's escapes. Keep the characters in `keep`."""
+    """Replace control characters, which a terminal would execute, by Python's escapes. Leave those in `keep`."""
     if text.isprintable():
         return text
     return "".join(

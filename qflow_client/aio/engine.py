@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 _monotonic = time.monotonic
 
 # Maximum seconds that channel and outbox take to end after the deadline of a close. A cancelled close waits at most
-# this long until the outbox is closed, and a cancelled `open` until the outbox is open.
+# this long for the outbox to close, and a cancelled `open` for the opening of the outbox to end.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.
@@ -110,7 +110,7 @@ class _Drop:
 
 
 class Engine(BaseEngine):
-    """The engine of one `AsyncProducer`, which describes the arguments."""
+    """The engine of one `AsyncProducer`. The arguments are described there."""
 
     lock = LOOPS
     make_waiter = Waiter
