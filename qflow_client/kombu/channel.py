@@ -65,7 +65,7 @@ class Channel(pyamqp.Channel):
         # The flow control of the channel; ``None`` while the channel is not open.
         self._flow: ChannelFlow | None = None
         super().__init__(connection, channel_id, auto_decode, on_open)
-        # If `confirm_publish` is set, py-amqp sets an attribute that hides the method `basic_publish`. Remove this.
+        # If `confirm_publish` is set, py-amqp hides the method `basic_publish` by an attribute. Remove the attribute.
         self.__dict__.pop("basic_publish", None)
 
     def open(self) -> Any:

@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module of the drop-in behave like pika's, except names in its ``__all__``. Each module calls `mirror` last."""
+    """Make a module of the drop-in behave like pika's, except names in its ``__all__``. The module calls this last."""
     ours = sys.modules[name]
     own = list(ours.__all__)
     public = getattr(theirs, "__all__", None) or [each for each in vars(theirs) if not each.startswith("_")]
