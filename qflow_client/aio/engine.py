@@ -146,7 +146,7 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held in `_end_without_loop`. Reentrant, because a finalizer may call this method while its thread is in it.
+        # Held in `_end_without_loop`. Reentrant, because a finalizer may interrupt this method and call it too.
         self._last_end = threading.RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
