@@ -57,7 +57,7 @@ _ENOUGH = 1 << 13
 
 
 class Link:
-    """The publishing channel, and the connection if the producer owns it. If one of them is lost, the link replaces it.
+    """The publishing channel, and the connection if the producer owns it. If possible, the link replaces a lost one.
 
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 

@@ -125,7 +125,7 @@ class _Turn(asyncio.Future[None]):
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: its `give_up` withdraws the ticket. A bound method would use 80 bytes more for each waiting call.
+        turns: its `give_up` withdraws the ticket. To store this bound method would take 80 bytes more for each call.
     """
 
     __slots__ = ("_turns", "ticket")
