@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that drop-ins reject, because each library has its own way. Robust aio-pika accepts `on_disconnect`.
+#: Settings that drop-ins reject: the library or the program does this itself. Robust aio-pika accepts `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -96,7 +96,7 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. Users put ``qflow_`` before them.
+        theirs: settings whose names the library uses for its own parameters. Users put ``qflow_`` before these.
         not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 

@@ -365,7 +365,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Each event puts at most one line back, hence the factor 2. The limit ends the loop even if other threads put.
+        # Each event adds at most one line, hence the factor 2. The limit ends the loop even if other threads add items.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 PATIENCE = 1.0
 # Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A wait has at least this number of pieces. A suspension of the process during a wait uses up only one piece.
+# A wait has at least this number of pieces, so that a suspension of the process uses up only one of them.
 _WAIT_PIECES = 10
 
 

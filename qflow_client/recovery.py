@@ -29,7 +29,7 @@ _REFUSALS = (402, 403, 404, 530)
 _LOOKS = 8
 # Number of probes of `Return` within `return_to_first` seconds.
 _PROBES = 4
-# Maximum number of doublings of the delay of a failover or a return.
+# The delay before a failover or a return is doubled at most this number of times.
 _MOST_DOUBLINGS = 5
 
 

@@ -81,7 +81,7 @@ class Renewer:
 
     Args:
         call_later, post, leave: as for `Upkeep`.
-        update: sends a secret to the broker, and calls a function after the answer. Returns False without a channel.
+        update: sends a secret to the broker and calls a function after the answer. Returns False if no channel is open.
         clock: returns the present time in monotonic seconds.
     """
 

@@ -295,14 +295,14 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause losses is sent again when a channel was open this long.
+            pauses continue to grow. A message that may cause losses is sent again only on a channel open this long.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
             none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what a producer with several hosts does while the broker blocks its connection
             (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
-            If all hosts block the producer, each further round takes twice as long.
+            If all hosts block the producer, the delay is doubled each time all other hosts were tried.
         return_to_first: if the first host answers for this number of seconds, a producer on another host returns to it
             (E15). The first host is probed four times in this period. If the connection to the first host is lost
             within this time, the next wait is twice as long. ``None`` to never return.

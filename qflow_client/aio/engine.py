@@ -110,7 +110,7 @@ class _Drop:
 
 
 class Engine(BaseEngine):
-    """The engine of one `AsyncProducer`. The arguments are described there."""
+    """The engine of one `AsyncProducer`; see that class for the arguments."""
 
     lock = LOOPS
     make_waiter = Waiter

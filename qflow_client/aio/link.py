@@ -57,7 +57,7 @@ _ENOUGH = 1 << 13
 
 
 class Link:
-    """The publishing channel, and the connection if the producer owns it. If possible, the link replaces a lost one.
+    """The publishing channel and the producer's own connection, if any. The link replaces them after a loss if it can.
 
     aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 
