@@ -73,7 +73,7 @@ _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 class _Headers:
     """The attribute `headers` of a message. Each access creates a read-only table.
 
-    The message itself keeps a `dict`, which the garbage collector does not track if no value is a container.
+    The message itself keeps a `dict`. Before Python 3.14, the garbage collector tracks no `dict` without containers.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
