@@ -96,7 +96,7 @@ app.add_typer(admin)
 def run(arguments: Sequence[str]) -> int:
     """Run a command line, given without the program's name, and return the exit code."""
     with ExitStack() as stack:
-        # Python sets a closed stream to None, and `print` with ``file=None`` writes to standard output.
+        # A stream that was closed at the start is None. With ``file=None``, `print` would write to standard output.
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:
                 stack.enter_context(redirect(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))

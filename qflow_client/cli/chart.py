@@ -26,7 +26,7 @@ class DepthChart:
 
     Args:
         depths: minimum and maximum depth of each column. If there are too many columns, the oldest ones are not drawn.
-        marks: labels of the rows with a threshold: the keys are depths, and the values are the names of thresholds.
+        marks: name of each threshold, by its depth. The row with this depth gets the name as its label.
         resume: depth up to which the rows of the chart are green.
         stop: depth up to which the rows above `resume` are yellow. The rows above `stop` are red.
     """

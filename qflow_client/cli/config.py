@@ -70,7 +70,7 @@ def read_config(path: Path | None) -> Config:
     if policies:
         told["policies"] = policies
     for name in _FILES:
-        # A relative path in the file starts in the folder of the file.
+        # Relative paths in the file are relative to the folder of the file.
         if name in told:
             if not isinstance(told[name], str):
                 raise _refused(path, f"{name} must be a path, not {told[name]!r}")

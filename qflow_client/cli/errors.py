@@ -1,4 +1,4 @@
-"""Exit codes of commands, and the error that `qflow` prints as one line."""
+"""Exit codes of commands, and the error whose text `qflow` prints without a traceback."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Reading:
             values: the parsed record, such as a mapping from column names or JSON keys; ``None`` for a line.
 
         Raises:
-            ValueError: a message id is required, but the record's value is neither an integer nor a text.
+            ValueError: `Reading.message_id` is set, but the record has no integer or text under this name.
         """
         message_id = None
         if self.message_id is not None:
@@ -143,7 +143,7 @@ class RecordSource:
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: a ``.zip`` file cannot be read, standard input is closed, or `reading` wants message ids of lines.
+        CommandError: a ``.zip`` file is unusable, standard input is closed, or `reading` sets `message_id` for lines.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields the lines of a file, and remembers the position. The last arguments tell what was read before."""
+    """Yields the lines of a file, and remembers the position, which starts with `number`, `offset` and `last`."""
 
     def __init__(self, name: str, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._name = name
@@ -352,7 +352,7 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        # The first line of a file in UTF-8 may start with a byte order mark. UTF-8 has other names, such as ``utf8``.
+        # A file in UTF-8 may start with a byte order mark. `lookup` also recognises other names, such as ``utf8``.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

@@ -14,8 +14,8 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 
 ALARM: Final = "resident"
 
-# The process may use its idle size plus `memory_limit` times this factor. If the process uses more although the counted
-# memory is low, the allocator keeps freed memory. Blocking publishers would not change that, so the alarm ends.
+# In addition to its idle size, the process may use this factor times `memory_limit`. If the process uses more although
+# the counted memory is low, the allocator keeps freed memory. Blocking publishers would not help, so there is no alarm.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 

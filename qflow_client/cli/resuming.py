@@ -18,7 +18,7 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
     """Return the name under which the outbox stores the position in a file that is sent to this destination."""
-    # A path may contain bytes that are not valid UTF-8. The name must be text.
+    # A path may contain bytes that are not valid UTF-8, but the outbox stores the name as text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"
 
@@ -46,7 +46,7 @@ class Reached:
 
     @classmethod
     def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
-        """Parse a stored position. ``None`` stands for the start of the file. An invalid position is an error."""
+        """Parse a stored position; ``None`` is the start of the file. Raise `CommandError` for an invalid position."""
         if text is None:
             return cls(format, Place())
         found = _WORDS.fullmatch(str(text))

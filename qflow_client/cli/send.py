@@ -42,7 +42,7 @@ _NAME = 40
 
 
 class _Bar(Progress):
-    """Two lines that fit into 80 columns: a progress bar for the file, and confirmed records with the flow state."""
+    """Two lines of up to 80 columns: a progress bar, and the number of confirmed records with the flow state."""
 
     def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
         self._source = source
@@ -306,7 +306,7 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # If this run is killed before it stores a position, the next run must not use the old one.
+                # Delete the old position now. If this run is killed before it stores one, the next run must not use it.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -346,7 +346,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the result of a run. `before` is the record after which it began; ``None`` if it stores no position."""
+    """Print the result of a run. The run began after the record `before`; ``None`` if the run stores no position."""
     if as_json:
         print_json(
             {

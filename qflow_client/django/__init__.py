@@ -90,8 +90,8 @@ def add_many(
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
     """Record in the current transaction that a message is handled. Return True if the message was not handled before.
 
-    Call this function in the transaction that handles the message. If another transaction handles a copy, the
-    function waits until that transaction ends. Acknowledge the message after the commit, even if the result is False.
+    Call this function in the transaction that handles the message. If another one handles a copy, the function waits
+    for its end (on SQLite, at most the driver's timeout). Acknowledge after the commit, even if the result is False.
 
     Args:
         consumer: name of the consumer. Two consumers of the same messages in one database need different names.

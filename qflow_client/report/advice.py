@@ -174,7 +174,7 @@ def advise(
 
     In all tested settings, the sum of the stop threshold and all capacities is at most `maximum`, and at most the
     messages that leave the queue in `delay` seconds at the recorded drain rate. So while the drain rate stays the same,
-    the queue keeps both limits, whenever the publishers send.
+    the queue keeps both limits, at whatever times the publishers send.
 
     Args:
         publishers: number of messages from each publisher to the queue.

@@ -45,8 +45,8 @@ class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. A folder stands for all flow logs in it, including files that are still being written,
-            except those of `to_parquet`.
+        paths: folders and files. A folder stands for all flow logs in it, including files that a `FlowLog` still
+            writes, but not files that `to_parquet` still writes.
 
     Raises:
         FlowLogError: a path does not exist, a file name has an unknown ending, or `paths` contain no flow log at all.
@@ -138,7 +138,7 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield all unparsed lines that begin in the part, in several lists."""
+    """Yield the unparsed lines that begin in the part, as lists of lines with about 1 MiB each."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:

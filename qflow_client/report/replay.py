@@ -162,7 +162,7 @@ class Replay:
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
-        """Simulate one round trip, with `arrivals` of new messages from each publisher.
+        """Simulate one round trip. `arrivals` has the number of new messages of each publisher.
 
         The consumers can take `credit` messages. A fraction is carried over to the next round trip.
         """

@@ -1,8 +1,8 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
 Each credit is a message (see `credits.py`). A task holds a credit as long as it does not acknowledge the message. So if
-a task is killed, its credits return to the queue. A task receives credits and publishes on one connection. If this
-connection ends, the task cannot publish.
+a task is killed, its credits return to the queue. A task receives credits and publishes on one connection. So if this
+connection ends, and with it the credits of the task, the task cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
 may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
@@ -160,7 +160,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
     found = _count(connection, queue)
     channel = connection.channel()
     if found is None:
-        # Use a classic queue, because a quorum queue drops a message that was returned many times.
+        # Use a classic queue, because a quorum queue may drop a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
         # The messages should be the credits of a driver that ended before it declared the queue ``.tasks``. Check one.

@@ -27,7 +27,7 @@ __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 # Maximum number of credits. More credits divide a capacity more evenly, but each use costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# A task returns credits that it still needs only in parts: all its credits divided by this, but at least one.
+# A task that still needs its credits returns at most 1/_RETURN_DIVISOR of them together, but at least one credit.
 _RETURN_DIVISOR = 4
 
 

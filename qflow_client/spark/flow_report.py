@@ -222,7 +222,7 @@ def flow_report(
 
     Raises:
         FlowLogError: there are no finished flow logs, or a path is wrong.
-        ValueError: `maximum`, `delay` or `round_trip` is 0 or less.
+        ValueError: advice is requested, and `maximum`, `delay` or `round_trip` is not more than 0.
     """
     logs = _Logs(spark, paths)
     width = bin_width(*logs.span())

@@ -1,4 +1,4 @@
-"""Stores the messages of a queue in a `Spool`, and acknowledges them. Redelivered messages are not stored again."""
+"""Stores the messages of a queue in a `Spool`, and acknowledges them. Recognised second copies are not stored again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Connection = TypeVar("Connection")
 _MAX_FILE_DELAY = 0.05
 # If no message is delivered for this number of seconds, `is_drained` asks the broker whether the queue is empty.
 _QUIET_SECONDS = 0.2
-# After this number of answers that the queue has messages, without a delivery, `is_drained` raises an error.
+# If the broker reports this number of times that the queue has messages, but delivers none, `is_drained` fails.
 _MAX_ANSWERS = 50
 
 # First byte of each `_key` that consists of a message id.
@@ -85,7 +85,7 @@ class Intake:
         self._limit = limit
         # Time of the last delivery or ack. Since then, the broker could deliver the next message.
         self._quiet_since = time.monotonic()
-        # Number of answers since the last delivery that the queue has ready messages.
+        # Since the last delivery: how often the broker has answered `is_drained` that the queue has ready messages.
         self._answers = 0
         #: Number of delivered messages.
         self.received = 0
@@ -105,7 +105,7 @@ class Intake:
         self._remember()
         #: Whether a message was recognised since the last call of `acknowledge`.
         self.has_known = False
-        #: Whether all unacknowledged messages of ended connections have come again. Later deliveries are new messages.
+        #: Whether all unacknowledged messages of ended connections have come again. Later, only ids are recognised.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -113,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
-            # RabbitMQ refuses to consume a stream with ``x-priority``. Without it, a restarted query of a stream would
-            # get only new messages. For a queue, 0 is the default.
+            # Make RabbitMQ refuse a stream: with ``x-priority`` it consumes only queues, for which 0 is the default.
+            # A restarted query that consumes a stream in this way would get only new messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -206,7 +206,7 @@ class Intake:
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait for the broker. An error may come after some acks."""
+        """Acknowledge all messages before an offset, and wait for the broker. After an error, some may be acked."""
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
         if not tags:
@@ -272,12 +272,12 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     prefetch = MOST_ROWS
     if limit is not None:
         # The broker first delivers the unacknowledged messages of the spool again, and then new messages. So prefetch
-        # no more than a full spool has unacknowledged messages.
+        # at most the number of unacknowledged messages in a full spool.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         intake.run_once(_QUIET_SECONDS)
-        # For each ack the broker delivers one more message. So do not acknowledge the last `prefetch` messages yet.
+        # For each ack the broker delivers one more message. So with a limit, ack the last `prefetch` messages later.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.is_drained():
             break
@@ -297,8 +297,8 @@ class Consumer:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Protects `_stopping`, `_done`, `_acknowledged`, and the spool's files against deletion. Notified when messages
-        # were received or acknowledged, or the thread has ended.
+        # Protects `_stopping`, `_done` and `_acknowledged`; the thread deletes files of the spool only while it holds
+        # the condition. Notified when messages were received or acknowledged, or the thread has ended.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False
@@ -370,7 +370,7 @@ class Consumer:
         self.end()
 
     def wait_beyond(self, offset: int) -> bool:
-        """Wait until the spool has a message with this offset. Return False if the queue is drained."""
+        """Wait until the spool has the message at an offset. Return False after `stop`, or if the queue is drained."""
         self._is_drained, self._is_asked = False, True
         with self._changed:
             while self._spool.end <= offset and not self._stopping and not self._is_drained:

@@ -1,4 +1,4 @@
-"""Finds the Java runtime that Spark needs. If it is missing, the error text is clearer than the text of Spark."""
+"""Finds the Java runtime that Spark needs. If Java is missing, the error text is clearer than that of Spark."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def producer_options() -> dict[str, Option]:
 
 
 def broker_options() -> dict[str, Option]:
-    """Return the options with which a job that reads connects to a broker. `broker_of` uses their values."""
+    """Return the connection options of a job that reads from a broker. `broker_of` uses their values."""
     return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
 
 

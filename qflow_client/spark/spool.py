@@ -47,7 +47,7 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue, which is stored in a new folder. A folder with
+        holds: purpose of the spool, such as the name of the queue. A new folder records its purpose. A folder with
             another purpose is refused.
 
     Raises:

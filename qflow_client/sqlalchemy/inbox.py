@@ -61,8 +61,8 @@ class Inbox:
     ) -> bool | Awaitable[bool]:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction is handling a copy of the message, wait until that transaction ends. If that transaction
-        is rolled back, the result is True. First commit, and then acknowledge the message, even if the result is False.
+        If another transaction handles a copy, the method waits for its end (on SQLite, at most the driver's timeout).
+        If it is rolled back, the result is True. Commit, and then acknowledge the message, even if the result is False.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.

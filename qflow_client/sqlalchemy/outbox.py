@@ -210,7 +210,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return the values of the row for a message, and the message id. A program can insert the row in its own way.
+        """Return the values of the row for a message, and the message id, for programs that insert the row themselves.
 
         The arguments and errors are as for `add`.
         """

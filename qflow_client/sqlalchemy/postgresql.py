@@ -187,7 +187,7 @@ class PostgresqlSession:
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
         """Lock each of the given partitions that no other relay has locked.
 
-        Return for each partition that this call has locked the id up to which rows may have been sent.
+        For each partition that this call has locked, return the id up to which rows may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):

@@ -28,7 +28,7 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 __all__ = ["SqliteSession", "relay_of"]
 
 _PARTITIONS = frozenset(range(PARTITIONS))
-# Every build of SQLite accepts this number of values in one statement.
+# Every usual build of SQLite accepts this number of values in one statement.
 _VALUES = 500
 # Maximum size in bytes of the text with the holds of a relay.
 _MAX_HOLDS_TEXT = 1000
@@ -54,7 +54,7 @@ def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[st
     except FileNotFoundError:
         return (0 if path else None), ()
     except OSError:
-        # This user is not allowed to open the file.
+        # For example, this user is not allowed to open the file.
         return None, ()
     _locks.add(descriptor)
     try:

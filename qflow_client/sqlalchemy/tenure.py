@@ -141,7 +141,7 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has locked.
         self.mine: set[int] = set()
-        # The planned change: partitions to unlock and to lock (none for a full sweep). ``None`` if nothing is planned.
+        # The planned change: partitions to unlock and to lock, both empty for a full sweep. None if nothing is planned.
         self._change: tuple[set[int], set[int]] | None = None
         # For each partition, the id up to which an earlier tenure may have sent rows. Empty after these rows are read.
         self._doubt: dict[int, int] = {}
@@ -244,7 +244,7 @@ class Tenure:
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
-            # A full sweep may begin only when no row is unsettled. So plan it like a change of partitions.
+            # A full sweep (see `postgresql`) may begin only when no row is unsettled. Plan it like a partition change.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()

@@ -1,4 +1,4 @@
-"""Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
+"""Private Apache Qpid Broker-J brokers, whose queues can send ``Channel.Flow`` to producers that overfill them.
 
 Maven downloads the jars of a version once into a cache folder. Each broker has its own ports, folder, configuration and
 password, keeps all data in memory, and listens only on the loopback interface.

@@ -102,7 +102,7 @@ class RabbitMQCluster:
     """
 
     def __init__(self, size: int = 3) -> None:
-        # Nodes of root run as the user rabbitmq, which must have access to the folder.
+        # If root starts the nodes, they run as the user rabbitmq, which must have access to the folder.
         parent = "/var/tmp" if os.geteuid() == 0 else None
         self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
         Path(self._folder.name).chmod(0o755)

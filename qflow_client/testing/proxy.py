@@ -310,7 +310,7 @@ class FaultProxy:
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
         """Wait until `predicate`, called with the proxy, returns true.
 
-        The calling thread calls it again when bytes were passed on or a connection has changed.
+        The calling thread calls `predicate` again each time bytes were passed on or a connection has changed.
 
         Raises:
             TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.

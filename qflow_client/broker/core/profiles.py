@@ -117,7 +117,7 @@ DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
         Profile.QFLOW: Dialect(
             properties={
                 "product": "qflow broker",
-                # Imported by name, because the broker must not depend on the top-level package.
+                # For import-linter, an import statement would make the broker depend on the whole package.
                 "version": str(import_module("qflow_client").__version__),
                 "platform": f"{platform.python_implementation()} {platform.python_version()}",
                 "copyright": "Copyright the authors of qflow_client",

@@ -255,7 +255,7 @@ class Server:
         self._on_change()
 
     def check_growth(self) -> None:
-        """Check the memory now if it is above a limit. Before the turn ends, each connection could add a read to it."""
+        """Check the memory now if it is above a limit. Until `_end_turn`, each connection could add a whole read."""
         journal = self.host.journal
         if journal is not None and journal.limit:
             is_full = journal.held > journal.limit and not self._waits_for_memory

@@ -175,8 +175,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # Content frames need no check. They add a Basic.Return, which has about the size of the
-                        # message, or deliveries, which `Output.takes_deliveries` limits.
+                        # Content frames need no check. They can add a Basic.Return, which has about the size of the
+                        # message, and deliveries, which `Output.takes_deliveries` limits.
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -381,7 +381,7 @@ class Session:
         self.output.write(wire.method(0, method))
 
     def tick(self, now: float) -> None:
-        """At `Deadlines.at`, send a heartbeat, check a delayed login, or end the connection after a missed deadline."""
+        """At `Deadlines.at`, send a heartbeat, check a delayed login, or end an unresponsive or expired connection."""
         handshake, deadlines = self.handshake, self.deadlines
         if self.state is State.ENDED or now < deadlines.at:
             return

@@ -132,7 +132,7 @@ class Settings:
         backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. Each
-            time so many have come, the broker stops reading from the connection for `tarpit_time` seconds (D8).
+            time this number has come, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
             limit. If there are more, the channel is closed with 311.

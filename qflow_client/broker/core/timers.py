@@ -65,7 +65,7 @@ class Slices:
     def __init__(self, clock: Callable[[], float], timers: Timers) -> None:
         self._clock = clock
         self._timers = timers
-        # The work that has had its first slice, and the work that shares the first slice that begins next or runs.
+        # The work that has had its first slice, and the new work for the slice that runs now or begins next.
         self._work: deque[Iterator[None]] = deque()
         self._fresh: deque[Iterator[None]] = deque()
         self._is_running = False

@@ -278,7 +278,7 @@ class Topology:
             yield
 
     def inheritance(self, queue: Queue) -> Inheritance:
-        """Return the exchanges from which messages can come to a queue."""
+        """Return the bindings of a queue, and all exchanges from which messages can come to it."""
         found: dict[Exchange, None] = {}
         todo: list[Queue | Exchange] = [queue]
         while todo:

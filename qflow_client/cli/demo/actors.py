@@ -50,7 +50,7 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """Sends records with its own producer until `take`, which several threads call, returns ``None``."""
+    """Sends records with its own producer. All feeders share `take`, which returns the next record or ``None``."""
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
         name = f"producer-{capacity}"
@@ -77,7 +77,7 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # The audit fails if a producer is blocked (flowed) at the end, as it may be after the last confirm.
+            # After the last confirm the producer may still be blocked (flowed). At the end this would fail the audit.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             self.error = error
