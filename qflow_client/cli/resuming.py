@@ -17,7 +17,7 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """Return the name under which the outbox stores the position in a file that is sent to this destination."""
+    """Return the name under which the outbox stores the position in `file` for this exchange and routing key."""
     # A path may contain bytes that are not valid UTF-8, but the outbox stores the name as text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"

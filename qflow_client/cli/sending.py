@@ -151,7 +151,7 @@ class Sending:
         self._pending: deque[tuple[Record, Receipt]] = deque()
         # Receipts of undelivered messages that `account` has moved from `_pending` to the tally.
         self._failed: list[Receipt] = []
-        # Locked while `close` runs, so that a second call, in any thread, returns after the first call.
+        # Locked while `close` runs, so that a call in another thread waits until the producer is closed.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:

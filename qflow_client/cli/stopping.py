@@ -61,7 +61,7 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Let a signal raise `Stopped` at any place of the block. An earlier signal raises `Stopped` at its start."""
+        """Let a signal raise `Stopped` anywhere in the block. If a signal came earlier, raise `Stopped` immediately."""
         self._breakable = True
         try:
             if self.signal is not None:

@@ -21,9 +21,9 @@ MESSAGES = 20_000
 #: Approximate maximum number of round trips in a replay. If a replay needs more, its round trips are made longer.
 ROUNDS = 20_000
 
-# Test settings whose capacities add up to the maximum depth divided by each of these numbers.
+# The tested capacities add up to the maximum depth divided by each of these numbers.
 _CAPACITY_PARTS = (16, 8, 4, 2)
-# Test each of these fractions (numerator, denominator) of the stop threshold as the resume threshold.
+# The tested resume thresholds are these fractions (numerator, denominator) of the stop threshold.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
@@ -129,7 +129,7 @@ def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tu
 
 
 def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[Sample]]:
-    """Return the samples of each queue in its window of `windows` (`wanted`), in order of time."""
+    """Return the samples of each queue in its time window, in order of time. `wanted` is the result of `windows`."""
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
         window = wanted.get(line["queue"]) if line["kind"] == "depth" else None

@@ -255,7 +255,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield all totals as facts, for `merge` of another `Tables` in any order."""
+        """Yield all totals as facts. Another `Tables` can `merge` them in any order."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0

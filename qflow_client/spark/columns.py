@@ -80,7 +80,7 @@ class Rows:
 
     Args:
         body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
-            all columns that are neither routing nor properties.
+            all columns except the exchange, the routing key and the properties.
         message_id: with ``"column"`` the message id is the value of the column ``message_id``, if there is one. With
             ``"hash"`` it is a digest of all data to send. With ``"position"`` it contains the row's number. Otherwise
             the producer assigns the message id.

@@ -114,7 +114,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of the parts whose indexes it gets as rows."""
+    """Return a function that gets indexes of `parts` as rows, and reads the lines of these parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):

@@ -1,7 +1,7 @@
 """Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads ranges of offsets.
 
-The `BlockingConnection` of pika is not suitable, because it rejects deliveries that arrive while it closes. Streams do
-not support rejects, so RabbitMQ would close the connection with an error.
+The `BlockingConnection` of pika is not suitable, because it rejects deliveries that arrive while it closes a channel.
+Streams do not support rejects, so RabbitMQ would close the connection with an error.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ off from the database, the session ends within the lease. The server measures ho
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids, and a reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep
-has a snapshot, and reads the new rows in pages, in the order of ids. New rows are visible in this snapshot, and were
-not visible in the previous snapshot: their transaction (the column ``xid``) began after the previous snapshot, or was
-in progress in it. Both conditions select short ranges of an index. The result:
+has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if it is visible in this snapshot,
+but not in the previous one: its transaction (the column ``xid``) began after the previous snapshot, or was in progress
+in it. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot

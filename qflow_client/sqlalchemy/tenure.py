@@ -67,7 +67,7 @@ class RelayCounts:
     """The counts of a relay since it was created.
 
     Attributes:
-        confirmed: number of rows that the broker has confirmed.
+        confirmed: number of rows that the broker has confirmed, and that the relay has then deleted.
         marked: number of rows that were sent with the header of a possible second copy.
         set_aside: number of rows that were moved to the table of failed rows.
         tenures: how often the relay has begun to work, at its start and after errors.

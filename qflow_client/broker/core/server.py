@@ -94,7 +94,7 @@ class Server:
         # Time of the next call of `Timers.tick`, and the loop's timer for this call.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether too many bytes wait for the disk, and whether memory is full. If one is true, publishers are not read.
+        # Whether too many bytes wait for the disk, and whether memory is full. In both cases publishers are not read.
         self._waits_for_disk = False
         self._waits_for_memory = False
         # Whether the server itself has raised the memory alarm. It does not clear an alarm that an operator raised.

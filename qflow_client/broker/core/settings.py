@@ -101,7 +101,7 @@ class Settings:
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
         profile: the broker to imitate. A profile can have own defaults for `heartbeat`, `frame_max` and `channel_max`.
-            In other profiles than ``qflow``, alarms use ``Channel.Flow`` or ``Channel.Close`` instead of
+            In profiles other than ``qflow``, alarms use ``Channel.Flow`` or ``Channel.Close`` instead of
             ``Connection.Blocked``.
         enforcement: how a queue holds back its producers (C5 J3). ``x-qflow-enforcement`` overrides this setting.
         flow_scope: which channels a queue blocks (D12).

@@ -27,7 +27,7 @@ from qflow_client.cli.stopping import Stopped, Stopping
 __all__ = ["demo"]
 
 QUEUE = "flights"
-# Thresholds in messages. They and `CAPACITIES` are from the worst case in the documentation of Qpid C++ (C6).
+# Thresholds in messages. These and `CAPACITIES` are the numbers of an example in the documentation of Qpid C++ (C6).
 STOP, RESUME = 100, 70
 ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
@@ -66,7 +66,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Run `body` in a process. If the block succeeds, the process gets one more second before it is terminated."""
+    """Run `body` in a process. If the block succeeds, the process has one second to end before it is terminated."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
