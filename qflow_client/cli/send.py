@@ -346,7 +346,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the result of a run. The run began after the record `before`; ``None`` if the run stores no position."""
+    """Print the result of a run. `before` is the number of the record after which the run began, or ``None``."""
     if as_json:
         print_json(
             {

@@ -118,7 +118,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record, the message to send, and the position after the record; None if the run stores no positions."""
+    """A record, the message to send, and the position after the record (None if the run stores no positions)."""
 
     record: Record
     message: bytes | Message

@@ -32,7 +32,7 @@ _QUIET_SECONDS = 0.2
 # If the broker reports this number of times that the queue has messages, but delivers none, `is_drained` fails.
 _MAX_ANSWERS = 50
 
-# First byte of each `_key` that consists of a message id.
+# First byte of each key (`_key`) that contains a message id.
 _BY_ID = b"i"
 
 
@@ -83,7 +83,7 @@ class Intake:
         self._queue = queue
         self._spool = spool
         self._limit = limit
-        # Time of the last delivery or ack. Since then, the broker could deliver the next message.
+        # Time of the last delivery, or of the last ack, after which the broker may deliver more messages.
         self._quiet_since = time.monotonic()
         # Since the last delivery: how often the broker has answered `is_drained` that the queue has ready messages.
         self._answers = 0
@@ -304,7 +304,7 @@ class Consumer:
         self._stopping = False
         #: Number of delivered messages that the intake has processed.
         self.received = 0
-        # Whether `wait_beyond` asks if the queue is drained, and the answer.
+        # Whether `wait_beyond` wants to know if the queue is drained, and the answer of the thread.
         self._is_asked = self._is_drained = False
         # Offset up to which Spark has committed messages, and offset up to which messages are acknowledged.
         self._done = self._acknowledged = 0
