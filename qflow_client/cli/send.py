@@ -346,7 +346,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the result of a run. `before` is the number of the record after which the run began, or ``None``."""
+    """Print the result of a run, which began after the record `before` (``None`` if it stores no position)."""
     if as_json:
         print_json(
             {

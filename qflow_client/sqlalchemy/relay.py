@@ -83,9 +83,9 @@ class OutboxRelay:
         database: URL of the database, or an engine of SQLAlchemy, for SQLite or for PostgreSQL with the driver psycopg.
         url: URL of the broker, or several URLs, as for a `Producer`.
         outbox: outbox whose tables the relay reads; ``None`` for tables with the names of ``Outbox()``.
-        lease: maximum seconds until another relay takes over the work of a suspended or disconnected relay. Another
-            relay takes over the work of a killed relay in about a second. The default of the setting ``liveness`` is a
-            sixth of the lease.
+        lease: on PostgreSQL, maximum seconds until another relay takes over the work of a suspended or disconnected
+            relay. Another relay takes over the work of a killed relay in about a second. The default of the setting
+            ``liveness`` is a sixth of the lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
         settings: as for a `Producer`. A relay replaces `confirms`, `when_flowed`, `outbox` and `delivery_timeout`.

@@ -60,7 +60,7 @@ class Session(Protocol):
 
 
 def silence_of(lease: float) -> float:
-    """Return the seconds of inactivity after which the database server ends the session of a relay.
+    """Return the seconds of inactivity after which PostgreSQL ends the session of a relay.
 
     The rest of the lease is the time in which another relay takes the partitions.
     """

@@ -35,7 +35,7 @@ from sqlalchemy.sql.expression import ColumnElement
 __all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
 #: The number of partitions of the ordering keys. This number must never change, because applications with an older
-#: version of this package may write rows at the same time. Up to this number of relays share the work.
+#: version of this package may write rows at the same time. On PostgreSQL, at most this number of relays share the work.
 PARTITIONS = 16
 
 

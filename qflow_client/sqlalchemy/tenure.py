@@ -43,7 +43,7 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 _PAGE = 1000
 # If more rows exist, the relay reads them when this fraction of the window is free.
 _MIN_FREE_WINDOW = 0.25
-# Maximum seconds for which confirmed rows wait for the next read, whose statement deletes them too.
+# Maximum seconds for which confirmed rows wait for the next read, which deletes them too.
 _LINGER = 0.02
 # Seconds between two checks of a held producer.
 _RETRY = 0.02
