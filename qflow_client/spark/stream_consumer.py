@@ -100,7 +100,7 @@ class StreamConsumer:
     """A connection that consumes a stream. Use it as a context manager, and on only one thread.
 
     Args:
-        timeout: maximum seconds for an answer of the broker.
+        timeout: maximum seconds to connect to each broker, and for each answer of the broker.
 
     Raises:
         ConnectionFailed: no broker can be reached. Methods raise this error if the connection or a channel is lost.

@@ -131,10 +131,10 @@ class Settings:
             until fewer than 7/8 of the maximum remain (D7).
         backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time; 0 for no tarpits. Each
+        tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. Each
             time this number has come, the broker stops reading from the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
-        close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time; 0 for no
+        close_channel_after: maximum number of messages on one channel after the grace time of a flowed period; 0 for no
             limit. If there are more, the channel is closed with 311.
         close_connection_after: maximum number of messages that one connection sends on blocked (flowed) channels after
             the grace time, in total; 0 for no limit. If there are more, the connection is closed with 506.
