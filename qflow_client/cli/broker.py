@@ -424,8 +424,8 @@ def broker(
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Maximum number of late messages on one channel. After more, the broker closes the channel "
-            "(default: 0, no limit).",
+            help="Maximum number of late messages since a channel was blocked (flowed). After more, the broker closes "
+            "the channel (default: 0, no limit).",
         ),
     ] = None,
     close_connection_after: Annotated[

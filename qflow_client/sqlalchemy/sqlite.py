@@ -49,10 +49,13 @@ after_fork_in_child(_close_locks_in_child)
 def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of working relays (``None`` if it is unknown), and the holds of each relay that has holds."""
     path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+    if not path:
+        # The database is in memory.
+        return None, ()
     try:
         descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return (0 if path else None), ()
+        return 0, ()
     except OSError:
         # For example, this user is not allowed to open the file.
         return None, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,12 @@ def test_E14_the_status_of_a_database_outbox_counts_waiting_messages(engine: Eng
         status = outbox.status(connection)
     assert (status.depth, status.failed, status.relayed, status.relays) == (3, 0, 0, None)
     assert 0 <= status.oldest_age < 60
+
+
+def test_a_file_named_relay_in_the_current_folder_says_nothing_about_a_database_in_memory(
+    engine: Engine, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".relay").touch()
+    monkeypatch.chdir(tmp_path)
+    with engine.begin() as connection:
+        assert outbox.status(connection).relays is None
