@@ -46,11 +46,11 @@ class Broker(CoreBroker):
     """An AMQP 0-9-1 broker in this process.
 
     ``with Broker() as broker:`` runs the broker on a separate thread with its own event loop. ``async with Broker() as
-    broker:`` runs the broker on the running event loop. Any thread may call the methods of a broker. A broker can be
-    started only once.
+    broker:`` runs the broker on the running event loop. A broker can be started only once. Any thread may call the
+    methods of a broker, but ``each_...`` and ``..._in_steps`` must be used on the broker's own loop.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. On the broker's own event loop it returns earlier. Then await `wait_until_durable_async` to wait for the disk.
+    disk. On the broker's own event loop it returns earlier. There, `wait_until_durable_async` waits for the disk.
 
     Args:
         **options: see `BrokerSettings`.
@@ -114,7 +114,7 @@ class Broker(CoreBroker):
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects and set all policies, or none if one is refused. Existing equal objects do not change.
+        """Declare all objects and set all policies, or none if one is refused. Objects that exist do not change.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.

@@ -98,8 +98,8 @@ class BrokerSettings(Settings):
             durable queues, exchanges and bindings survive the end of the broker, and so do persistent messages in
             durable queues.
         store_synchronous: the failures that confirmed messages survive: ``"normal"`` or ``"full"``, see `Synchronous`.
-        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, an alarm
-            blocks all connections with ``Connection.Blocked``. The alarm ends when 9/8 of the limit is free.
+        disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, the
+            broker raises an alarm, which informs clients as `Broker.block` does. It ends when 9/8 of the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -20,7 +20,7 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON, without slices. If the value has a method `to_json`, encode the result of `to_json`."""
+    """Return a value as JSON, without slices. If it has a method `to_json`, the result of that method is encoded."""
     told = value.to_json() if hasattr(value, "to_json") else value
     # Arguments, such as those of queues, can contain infinity and NaN. JSON does not have them, so write null instead.
     return to_json(told, by_alias=True, inf_nan_mode="null")
@@ -29,7 +29,7 @@ def encoded(value: Any) -> bytes:
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
     """Encode a value as JSON, in slices.
 
-    The value may be a list or iterator of any length, a dictionary with such values, or any value that `encoded` takes.
+    The value may be one that `encoded` takes, a list or iterator of those, or a dictionary with values of these kinds.
     """
     # Append the parts one by one. A join of many parts would block the event loop.
     text = bytearray()
@@ -95,7 +95,7 @@ class _Reader:
         self._skip_space()
 
     def steps(self, lists: dict[str, list[Any]], others: dict[str, Any]) -> Generator[None, None, None]:
-        """Read one element in each step.
+        """Read one list element, or one member that is not a list, in each step.
 
         Args:
             lists: for the name of each list in a definitions document, the list to which the elements are added.
@@ -143,7 +143,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the index of each part between two brackets. The caller reads each part before it asks for the next."""
+        """Yield the index of each part inside two brackets. The caller must read a part before it asks for the next."""
         self._take(begin)
         number = 0
         while number or self._next != end:

@@ -2,9 +2,9 @@
 
 All streams share one `Watch`, which checks the broker. A check compares each object with the object's last snapshot,
 and runs in slices between other work (see `Turns`). Checks are numbered. When a stream looks for changes, it starts a
-new check if the broker has changed and the last check is old enough. `Watch` stores, for each object, the number of the
-check that found the last change, and keeps the objects in the order of these numbers. So a stream reads only the
-objects that have changed since the stream's previous event. The checks use at most `Watch.SHARE` of the time.
+new check if the broker has changed and the last check is old enough. For each queue, channel and connection, `Watch`
+stores the number of the check that found the last change, and sorts the objects by this number. So a stream reads only
+those that have changed since the stream's previous event. The checks use at most `Watch.SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEEP_ALIVE = 15.0
 # A large event is written in pieces of about this number of bytes.
 _PIECE = 64 * 1024
 
-# Returns the values of a channel that a check compares: all except `flowed_seconds`, which can grow at each check.
+# Returns the values of a channel that a check compares: all except `flowed_seconds`, which can grow between checks.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -76,7 +76,7 @@ class Watch:
         self._lock = asyncio.Lock()
         # Number of the last complete check; 0 if there was none.
         self._look = 0
-        # `Broker.version` when the last check started. While it stays the same, the broker has not changed.
+        # `Broker.version` when the last check started. If this is still the version, the broker has not changed.
         self._version = -1
         # Earliest time of the next check.
         self._next_at = 0.0
@@ -195,7 +195,7 @@ class Watch:
         return [*told, *self._whole.items()]
 
     def _changes(self, known: int) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Return, for each kind, the objects that have changed after check number `known`."""
+        """Return, for each kind, the objects for which a check after number `known` has found a change."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         gone: dict[str, list[str]] = {}
         for kind, named in self._named.items():

@@ -1,4 +1,4 @@
-"""Checks the token of requests, and refuses requests that a browser sends for a page of another web site."""
+"""Checks the token of requests, and protects the API from pages of other web sites in a user's browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. For example, they forbid a browser to cache the response or to guess its content type.
+#: Headers of every response. For example, they forbid browsers to cache the response or to guess its content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -26,7 +26,7 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Raise `Problem` 403 for a change by a page of another origin, or for a foreign ``Host`` if no token is set."""
+    """Raise `Problem` 403 if a page of another origin requests a change, or (without a token) ``Host`` is not local."""
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
         # DNS rebinding: the host name of an attacker's page resolves to this machine, so the page has the API's origin.

@@ -25,7 +25,7 @@ __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# For each metric type, the suffix of sample names. In the Prometheus format, the names of families have it too.
+# For each metric type, the suffix of sample names. In the Prometheus format, family names have this suffix too.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
@@ -89,7 +89,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Append the samples of one queue to the texts of the metric families. The last family is that of thresholds."""
+    """Append the samples of one queue to the texts of the metric families. The last family has the thresholds."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"

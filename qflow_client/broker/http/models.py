@@ -70,12 +70,12 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-# Matches source ids such as (C7). They are removed from descriptions, because users of the API do not know them.
+# Matches source ids such as (C7). `_plain` removes the ids from descriptions, because API users do not know them.
 _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
 def _c7(state: str, count: str) -> dict[str, Any]:
-    """Return the fields with the names that Qpid C++ uses for flow states (C7). The arguments are descriptions."""
+    """Return the fields with the names that Qpid C++ uses for flow states (C7). The arguments describe the values."""
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
         "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),

@@ -81,7 +81,7 @@ class Operation:
         is_public: whether the operation needs no token, even if the API has one.
         lasts: whether the answer waits until the changes are on disk. If the disk is too slow, the status is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
-            time. If there is no memory for such an answer, the status is 503.
+            time. If such an answer needs more bytes than the server may send now, the status is 503.
         parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
         takes: type of the body; ``None`` for no body.
@@ -135,7 +135,7 @@ class Operation:
         return {name: getattr(checked, name) for name in self.parameters.model_fields}
 
     def check_body(self, content_type: str, raw: bytes) -> Any:
-        """Return the checked body of a request. Raise `Problem` 415 if it is not JSON, and 400 if it is invalid."""
+        """Return the checked body of a request. Raise `Problem` 415 if its type is not JSON, 400 if it is invalid."""
         assert self.body is not None
         self.check_content_type(content_type)
         try:

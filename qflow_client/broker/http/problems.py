@@ -70,7 +70,7 @@ def from_amqp(error: AmqpError) -> Problem:
 
 
 def from_validation(error: ValidationError, where: str = "") -> Problem:
-    """Convert an error of pydantic to a `Problem` that contains the wrong fields.
+    """Convert an error of pydantic to a `Problem` that lists the invalid fields.
 
     Args:
         where: place of the validated value in the body, such as ``queues[3]``; empty for the whole body.

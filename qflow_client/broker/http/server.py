@@ -1,6 +1,6 @@
 """The HTTP server, which runs on the broker's event loop.
 
-If the API needs a token, a connection is a stranger before its first request with the token. If there are too many
+If the API needs a token, a connection is a stranger until it sends a request with the token. If there are too many
 strangers, the oldest stranger is disconnected. So strangers cannot use up all connections, and a client with the token
 can connect. In each iteration of the event loop, at most one request without the token is answered. If the API needs no
 token, no connection is a stranger, and only `MAX_CONNECTIONS` limits the number of connections.
@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 
 
 class HttpServer:
-    """Serves the HTTP API of a broker. `count_answer` gets each change in the memory of large answers, in bytes."""
+    """Serves the HTTP API of a broker. It calls `count_answer` with each change of the total bytes of large answers."""
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
@@ -54,7 +54,7 @@ class HttpServer:
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of strangers: connections that have not sent the token. A further connection closes the oldest.
+    #: Maximum number of strangers: connections that have not sent the token. At one more, the oldest is closed.
     MAX_STRANGERS = 100
     #: Maximum number of open event streams of all clients together.
     MAX_STREAMS = 100
@@ -104,7 +104,7 @@ class HttpServer:
 
     @property
     def patience(self) -> float:
-        """Maximum seconds from the start of a connection until the header of its first request is complete."""
+        """Maximum seconds from the TCP or TLS handshake to the complete header of a connection's first request."""
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
@@ -286,7 +286,7 @@ class HttpServer:
         return await read_definitions(raw, self._turns)
 
     async def _wait_for_disk(self) -> None:
-        """Wait until all changes of the topology are on disk. After `DISK_PATIENCE` seconds, raise `Problem` 503."""
+        """Wait until all declarations and deletions are on disk. After `DISK_PATIENCE` seconds, raise `Problem` 503."""
         try:
             async with asyncio.timeout(self.DISK_PATIENCE):
                 await self._broker.wait_until_durable_async(topology_only=True)
@@ -315,7 +315,7 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # Without events there is only one write every 15 s. So `_is_gone` is called after each pause too.
+            # Without events, a write would notice a disconnect only every 15 s, so `events` also calls `_is_gone`.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
@@ -354,7 +354,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a socket's events to aiohttp, and limits the time to the first header. aiohttp has no such limit."""
+    """Passes a socket's events to aiohttp, and limits the time until the first header. aiohttp has no such limit."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler

@@ -204,7 +204,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete the objects declared so far, and then set the policies from before the loading, in steps."""
+        """Delete the objects declared so far, and then restore the earlier policies, in steps."""
         while self._undo:
             self._undo.pop()()
             yield

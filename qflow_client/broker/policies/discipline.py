@@ -2,9 +2,9 @@
 
 The backlog of a connection has the messages that wait for room in a queue, and those whose confirms are held (delayed).
 It also has the messages that came on blocked (flowed) channels, until these channels are unblocked. If the backlog
-exceeds its limit, all publishing channels of the connection are blocked. A message is late if its channel has been
-blocked for at least `flow_grace` seconds. Late messages are counted for each channel and connection. Settings define at
-which counts the broker stops reading from the connection for a while (tarpit), or closes the channel or connection.
+exceeds its limit, all publishing channels of the connection are blocked. A message is late if it comes when its channel
+has been blocked for at least `flow_grace` seconds. After too many late messages on a channel or connection, the broker
+does not read from the connection for a while (tarpit), or closes the channel or connection. Settings set the numbers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Discipline:
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Count a message on a blocked (flowed) channel if it is late. If there are too many, act against the client.
+        """Count a message on a blocked (flowed) channel if it is late. If too many are late, act against the client.
 
         Raises:
-            ChannelException: 311 if the channel has sent more than `close_channel_after` late messages.
+            ChannelException: 311 after more than `close_channel_after` late messages since the channel was blocked.
             ConnectionException: 506 if the connection has sent more than `close_connection_after` late messages.
         """
         settings = self._session.settings

@@ -48,7 +48,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     asked |= marks
     maximum = limits.overflow
     try:
-        # Marks limit ready and unacked messages. RabbitMQ's maximum limits only ready messages, so do not compare them.
+        # Marks limit ready and unacked messages, RabbitMQ's maximum only ready ones. So do not compare these limits.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

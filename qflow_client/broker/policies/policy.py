@@ -74,7 +74,7 @@ class ApplyTo(StrEnum):
     VIRTUAL_HOST = "virtual_host"
 
 
-#: The allowed values of `then`: the policies of a queue that was ON for longer than `max_flow_wait`.
+#: The allowed values of `then`: the policies for a queue that has been ON for longer than `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
 #: Groups of fields. A queue takes all fields of a group from the same source.
 _GROUPS = (

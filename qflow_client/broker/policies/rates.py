@@ -79,7 +79,7 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """The rate of one `RateLimit` in messages or in bytes, and the channels that exceed this rate."""
+    """The rate of one `RateLimit` in messages or in bytes, and the channels that it blocks."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 

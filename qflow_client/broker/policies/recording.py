@@ -1,9 +1,9 @@
 """Creates the lines that a broker writes to its flow log.
 
-A hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder writes a
-line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line for each
-current hold, and one line for each queue that has messages or has changed. Each later line of a hold divides the time
-since the previous line among the publishers that filled the queue, in proportion to their message counts.
+Here a hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder
+writes a line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes one line
+for each current hold, and one line for each queue that has messages or has changed. Each line of a queue's hold, except
+the first, divides the time since the previous line of the hold among the publishers that filled the queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Record:
         self.arrivals: dict[str, int] = {}
         # Number of arrived messages for each publisher since the previous ``depth`` line, without `arrivals`.
         self.pending: dict[str, int] = {}
-        # The same since the queue last turned OFF, or since the creation of this record.
+        # Number of arrived messages for each publisher since the queue last turned OFF, without `arrivals`.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
@@ -274,7 +274,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """Return the thresholds of a queue. If no stop threshold in bytes is set, return the capacities in its place."""
+    """Return the thresholds of a queue. If there is no stop threshold in bytes, the capacities take its place."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

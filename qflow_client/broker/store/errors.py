@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be opened, read or written. The error contains the path of the store."""
+    """The message store cannot be opened, read or written, or the broker ended before a change was on disk."""

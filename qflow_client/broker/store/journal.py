@@ -33,7 +33,7 @@ class Put(NamedTuple):
     """A message to write.
 
     Attributes:
-        queues: numbers of the durable queues that have the message. Empty if it is written only to evict the body.
+        queues: numbers of the durable queues with the message. Empty, for example, if it is written to evict the body.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key, each encoded as an AMQP short string.
         header: payload of the message's content header frame.
@@ -162,7 +162,7 @@ class Journal:
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total body bytes and overhead of the messages in `_puts`. At `MAX_BATCH`, `divide` starts a new batch.
+        # Total body bytes and overhead of the messages in `_puts`. At `MAX_BATCH`, `divide` ends the batch.
         self._pending = 0
         # Full batches, oldest first. They are written before the changes that are in no batch yet.
         self._full: deque[Batch] = deque()
@@ -270,7 +270,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead. Together they may read 1/8 of `limit` (A3)."""
+        """Return the maximum body bytes that each queue may read ahead: a share of 1/8 of `limit`, if set (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
@@ -374,7 +374,7 @@ class Journal:
             try:
                 waits_no_more = reader()
             except Exception:
-                # The other readers belong to other queues, so call them in spite of the error.
+                # The other readers belong to other queues or channels, so call them in spite of the error.
                 _log.exception("a callback failed after bodies were read")
             else:
                 if not waits_no_more:

@@ -110,7 +110,7 @@ class Droppable:
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Return an iterator of the entries in the order of the queue. The iterator skips entries that were removed."""
+        """Return an iterator of the entries in the order of the queue. It skips entries that were removed meanwhile."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True

@@ -119,7 +119,7 @@ _MIN_FILE_SIZE = 512
 # Maximum number of messages in one statement.
 _PORTION = 128
 # Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 caches one
-# prepared statement for each number of messages. Until its next use, a statement keeps its values in memory.
+# statement for each number of messages, and each cached statement keeps its last values, so these must be small.
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
@@ -219,7 +219,7 @@ class Store:
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
 
     def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the number and the values of each row in a table. Set damaged rows aside, and do not yield them."""
+        """Yield the number and the values of each undamaged row in a table. Set damaged rows aside."""
         for row, *found, checksum in self._file.rows(statement):
             try:
                 values = [each.decode() if isinstance(each, bytes) else each for each in found[:-1]] + found[-1:]
@@ -249,7 +249,7 @@ class Store:
             self._set_aside("message", number, why)
 
     def messages(self) -> Iterator[FoundMessage]:
-        """Yield the messages in the order of their numbers. Set damaged messages aside, and do not yield them."""
+        """Yield the undamaged messages in the order of their numbers. Set damaged messages aside."""
         last = 0
         while True:
             with _explained():
