@@ -30,8 +30,8 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
    releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`, both
    from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter, and blocks the channel if the limiter
-   is then ON, or with `Capacity` above its capacity. `FlowController.release` subtracts a message from the limiter. If
-   the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
+   is then ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a message.
+   If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
    controller blocks the channel any more.

@@ -2,7 +2,7 @@
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rate limits, the operator, alarms and the backlog
 block and unblock it. The client gets ``Channel.Flow`` with ``active=false`` when a first controller blocks the channel,
-and with ``active=true`` when no controller blocks it any more (J3 J4). A blocked channel is also called flowed.
+and with ``active=true`` when the last controller has unblocked it (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if it waits for room, if its confirm is held, or if it came while the channel was blocked. The
 owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
@@ -50,12 +50,12 @@ class Discipline(Protocol):
 
         Raises:
             ChannelException: the channel has published too many messages after the grace time.
-            ConnectionException: the connection has published too many messages on blocked channels.
+            ConnectionException: the connection has published too many such messages, on all of its channels.
         """
 
 
 class FlowingSession(Protocol):
-    """The part of the connection that is needed to block a channel."""
+    """The part of the session that a `ChannelFlow` uses."""
 
     name: str
     host: VirtualHost
@@ -139,7 +139,7 @@ class ChannelFlow(CountedSource):
 
     def _send(self, *, active: bool) -> None:
         self.oks_due += 1
-        # A queue can unblock thousands of channels together, so the frame is not encoded by pamqp.
+        # Built without pamqp, which is slower: a queue can unblock thousands of channels together.
         flow = frame(METHOD_FRAME, self._number, b"\0\x14\0\x14" + bytes((active,)))
         self.session.output.write_past_promises(flow)
 
@@ -170,7 +170,7 @@ class ChannelFlow(CountedSource):
             self._discipline.look_at(self)
 
     def owe(self, size: int, *, until_unblocked: bool = False) -> bool:
-        """Owe a message of `size` body bytes. Return False if there is no `Discipline`, or if the channel has ended.
+        """Count a message as owed. Return False if there is no `Discipline`, or if the channel has ended.
 
         With `until_unblocked` the message is owed until `is_flowed_by_others` is false.
         """
@@ -202,7 +202,7 @@ class ChannelFlow(CountedSource):
         self.is_over = True
         for controller in tuple(self.blocked_by):
             # The controllers of the operator and of alarms do not have the channel in `FlowController.blocked`, so
-            # their `forget` does nothing. Therefore `unblock` is called too.
+            # their `forget` does nothing. For these controllers, `unblock` is necessary.
             controller.forget(self)
             self.unblock(controller)
         self._host.source_gone(self)

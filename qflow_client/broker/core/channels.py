@@ -53,7 +53,7 @@ class Channels(dict[int, Channel]):
 class Blocks(dict[str, str]):
     """The alarms that block a client: the name and the reason of each.
 
-    The client is informed of the first alarm and of the end of the last one, if the dialect does not close channels.
+    The client is informed of the first alarm and of the end of the last one, unless the dialect closes channels.
 
     Args:
         alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.

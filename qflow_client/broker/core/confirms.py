@@ -22,7 +22,7 @@ class Confirms:
 
     Args:
         on_due: called when a tag becomes due and no other tag is due.
-        on_released: called when a tag in `owed` is no longer held. The argument is the message's body bytes.
+        on_released: called when a tag in `owed` is no longer held. The argument is the message's number of body bytes.
     """
 
     __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "_on_released", "owed")
@@ -70,7 +70,7 @@ class Confirms:
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """Record that all queues have the message. Return True if its tag is held until the last hold is released."""
+        """Record that all queues have the message. Return True if its tag is still held, because it has holds."""
         self._held[completion.tag] = completion
         if completion.arm():
             self._complete(completion.tag)

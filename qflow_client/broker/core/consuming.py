@@ -31,7 +31,7 @@ _TAG_BIT = Struct(">QB")
 
 
 class DeliveringSession(Protocol):
-    """The part of the connection that deliveries need."""
+    """The part of the session that `Consuming` uses."""
 
     host: VirtualHost
     output: Output
@@ -149,7 +149,7 @@ class Consuming:
         self.unacked: dict[int, Delivery] = {}
         # Number of unsettled deliveries to consumers, without those of Basic.Get.
         self.consumer_unacked = 0
-        # Last delivery tag of an ack, nack or recover of all deliveries that is handled in slices; 0 if there is none.
+        # While an ack, nack or recover of all deliveries is handled in slices, its last delivery tag; otherwise 0.
         self._ack_until = 0
         # The consumer of the latest delivery; None before the first delivery to a consumer.
         self.last_served: ChannelConsumer | None = None
@@ -324,7 +324,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Return True if the last `take` with ``multiple=True`` and this tag did not return all deliveries."""
+        """Return True if the last `take` with ``multiple=True`` and this tag did not return all its deliveries."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod
@@ -372,7 +372,7 @@ class Consuming:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver unsettled messages to their consumers again. Requeue messages that their consumers cannot take now.
+        """Deliver unsettled messages to their consumers again. Requeue a message if this is not possible now.
 
         With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller calls `recover` again.
         """
@@ -390,7 +390,7 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated: its consumer can take a message, and the message is there, in memory."""
+        """Whether a delivery can be repeated: its consumer can take it, and the entry and its body are there."""
         consumer = delivery.consumer
         return (
             consumer is not None
@@ -406,7 +406,7 @@ class Consuming:
         self.consumers.clear()
         self.last_served = None
         self.unacked.clear()
-        # A consumer that is not removed yet takes no messages.
+        # So consumers that are not removed yet take no messages.
         self.want(False)
         if consumers or deliveries:
             queues: dict[QueueView, None] = {consumer.queue: None for consumer in consumers}
@@ -419,12 +419,12 @@ class Consuming:
     ) -> Iterator[None]:
         """Return deliveries to their queues, and then remove consumers.
 
-        The newest deliveries return first, so each step goes in front of the steps before it. To keep the order, the
-        queues deliver nothing until all deliveries have returned.
+        The newest deliveries return first, so each step puts its messages in front of those of earlier steps. To keep
+        the order, the queues deliver nothing until all deliveries have returned.
 
         Args:
             deliveries: the unsettled deliveries, the oldest first.
-            paused: the queues that are paused.
+            paused: the queues that are paused. This method pauses and adds the queues of the deliveries.
         """
         while deliveries:
             back: dict[QueueView, list[QueueEntry]] = {}

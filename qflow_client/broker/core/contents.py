@@ -170,8 +170,8 @@ class Contents:
             for entry in back:
                 observer.returned(entry)
         ready = self.ready
-        # The first `rest` entries of `ready` come after the entries that are back. All others are at the end of `ready`
-        # meanwhile. `rotate` moves them there in about 1 ns for each entry; a loop would take 60 ns.
+        # Merge `back` into `ready`. The first `rest` entries of `ready` are not merged yet. After them come the merged
+        # entries in order. `rotate` moves an entry in about 1 ns; a loop would take 60 ns.
         rest = len(ready)
         for entry in reversed(back):
             if rest and ready[0].sequence < entry.sequence:
@@ -263,7 +263,7 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Number of messages dropped so far. The reason `COPY` is not counted, because it is always a second reason."""
+        """Number of messages dropped so far. The reason `COPY` is left out, because it is always a second reason."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:

@@ -25,7 +25,7 @@ class Dispatcher:
         single_active: whether only the oldest consumer gets messages.
     """
 
-    #: Maximum number of messages that one call of `deliver` gives to several active consumers.
+    #: Maximum number of messages that one call of `deliver` delivers while several consumers are active.
     AT_ONCE = 5000
 
     __slots__ = (
@@ -113,8 +113,8 @@ class Dispatcher:
     def deliver(self) -> None:
         """Deliver as many messages as the consumers take, without dropping expired messages first.
 
-        If `AT_ONCE` messages are not enough, `Queue.tick` delivers more soon. A single consumer needs no such limit,
-        because `Output.takes_deliveries` limits the deliveries to each connection.
+        After `AT_ONCE` messages, the method ends, and `Queue.tick` calls it again soon. A single consumer needs no such
+        limit, because `Output.takes_deliveries` limits the deliveries to each connection.
         """
         contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
         if self._pauses or (expiry is not None and expiry.is_behind):

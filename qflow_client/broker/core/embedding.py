@@ -100,7 +100,7 @@ class EmbeddedBroker:
     async def _start(self) -> None:
         if self._port is not None:
             raise RuntimeError("this broker has run already; make a new Broker")
-        # If a part fails to start, `started` stops the earlier parts here. Otherwise `_stop` stops all parts.
+        # If a part fails to start, this `async with` stops the earlier parts. Otherwise `_stop` stops all parts.
         async with AsyncExitStack() as started:
             if self._disk is not None:
                 await self._disk.start()

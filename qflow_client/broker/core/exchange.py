@@ -60,7 +60,7 @@ class Binding:
         self.arguments = arguments
         # Two bindings of an exchange with equal keys are the same binding.
         self.key = (destination, routing_key, repr(sorted(arguments.items())))
-        # The part of `Router.headers_size`.
+        # The share of this binding in `Router.headers_size`.
         self.headers_size = 64 + len(self.key[2]) if source.needs_headers else 0
 
 
@@ -193,7 +193,7 @@ class _Branch:
         return branch
 
     def part(self, at: int) -> _Branch:
-        """Split the branch after this number of words, and return the first part."""
+        """Split the branch after its first `at` words, and return the first part."""
         first = _Branch(self.words[:at])
         self.words = self.words[at:]
         first.next[self.words[0]] = self

@@ -1,8 +1,8 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
 The session checks the order of the methods, and passes the methods to the `Handshake`. A login is delayed if several
-logins from the same address have failed. A callback gets the result of a login, because a hashed password is checked on
-another thread.
+logins from the same address have just failed. A callback gets the result of a login, because another thread checks
+hashed passwords.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Handshake:
             address: address of the client; empty if it has none.
             now: monotonic seconds.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
-                delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
+                delayed, this call does not call `done`, and the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")

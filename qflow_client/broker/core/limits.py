@@ -1,6 +1,6 @@
 """The limits of one queue: its flow thresholds, its maximum, and its other options.
 
-`Rules` create a `QueueRule` for each new queue, which computes the limits of the queue. The core has only `PlainRules`,
+`Rules` create a `QueueRule` for each new queue. It computes the limits of the queue. The core has only `PlainRules`,
 with the same rule for all queues. `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
@@ -50,7 +50,7 @@ class QueueLimits:
         enforcement: how the queue holds back producers while it is ON.
         policy: name of the overflow policy, for snapshots and logs: `overflow.name` if `overflow` is not ``None``.
         max_flow_wait: maximum seconds for which a queue that is ON holds back producers; ``None`` for no limit.
-        overdue_overflow: the overflow policy after `max_flow_wait` seconds. An operator's policy calls it ``then``.
+        overdue_overflow: the overflow policy after the queue was ON for `max_flow_wait`; called ``then`` in policies.
         policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """

@@ -1,7 +1,7 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-Only `authenticate` can accept a blank password. If all passwords are hashed, or none, a login of an unknown user takes
-as long as one with a wrong password.
+Only `authenticate` can accept a blank password. Without it, if all hashes have the same parameters, a login of an
+unknown user takes as long as one with a wrong password.
 
 `Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread. A
 right password is then remembered as a keyed digest, so a client that reconnects does not wait for the hash again. A
@@ -95,12 +95,12 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that wrong logins check if their user has none, so that their time reveals no user; empty without hashes.
+        # Hash to check for users without a hash, so that the time of a login reveals no user; empty without hashes.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Calls the first function, which can take 50 ms, and then the second with the result. The server replaces it.
+        #: Calls the first function (about 50 ms), then the second with its result. The server's version uses a thread.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -119,7 +119,7 @@ class Logins:
         password = self._users.get(login.user, "")
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
-            # Compared even if the user is unknown, for the same reason.
+            # Compare even if the user is unknown, so that the time of a wrong login reveals no user.
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
             if is_right or not self._nobody:
                 if not is_right:
@@ -218,7 +218,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """Count one failed login of an address less, because its password check has succeeded."""
+        """Forget one failed login of an address, which `Logins.check` counted before the password was found right."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

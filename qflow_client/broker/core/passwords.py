@@ -26,7 +26,7 @@ def is_hash(password: str) -> bool:
 
 
 def hash_password(password: str) -> str:
-    """Return the hash of a password that is not blank, for a settings file. Each hash has a new salt."""
+    """Return a hash of a password with a new salt, for the setting `users`. No login with a blank password succeeds."""
     salt = token_bytes(16)
     digest = scrypt(password.encode(), salt=salt, n=1 << 14, r=8, p=1, maxmem=_MAX_MEMORY, dklen=32)
     return f"{_PREFIX}ln=14,r=8,p=1${_text(salt)}${_text(digest)}"

@@ -30,7 +30,7 @@ class Timed(Protocol):
 
 
 class TopologyJournal(Protocol):
-    """Records changes of the topology for the disk."""
+    """Records changes of the topology (durable queues, exchanges and bindings) for the disk."""
 
     def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
         """Record a new durable queue, and return its new number.
@@ -178,10 +178,10 @@ class FlowObserver(Protocol):
         """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue blocks a channel. If `queue` is empty, the controller named `reason` does so."""
+        """Record that a queue blocks a channel. If `queue` is empty, the controller named `reason` blocks it."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue unblocks a channel. If `queue` is empty, the controller named `reason` does so."""
+        """Record that a queue unblocks a channel. If `queue` is empty, the controller named `reason` unblocks it."""
 
     def gone(self, source: FlowSource) -> None:
         """Record that a channel has ended."""
