@@ -149,7 +149,7 @@ class Broker(CoreBroker):
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
         """Change the thresholds of an existing queue (D4), and return a snapshot of the queue after the change.
 
-        The flow state is updated immediately. Clients still declare the queue with the same arguments as before.
+        The flow state is updated immediately. Clients still declare the queue with its original arguments.
 
         Args:
             queue: name of the queue.

@@ -25,7 +25,7 @@ __all__ = ["ChannelFlow", "Discipline", "FlowingSession"]
 class Discipline(Protocol):
     """Limits the backlog of one connection (D7), and acts against a client that ignores ``Channel.Flow`` (D8)."""
 
-    #: Counts the messages in the backlog.
+    #: Counts the messages and body bytes in the backlog.
     limiter: ThresholdLimiter
     #: Blocks the publishing channels of the connection while the backlog is too large.
     backlog: FlowController
@@ -50,7 +50,7 @@ class Discipline(Protocol):
 
         Raises:
             ChannelException: the channel has published too many messages after the grace time.
-            ConnectionException: the connection has published too many such messages, on all of its channels.
+            ConnectionException: the connection has published too many such messages, on all its channels together.
         """
 
 

@@ -60,7 +60,7 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """Make a requeued entry the last entry of its key. If the queue has a later one, only return True."""
+        """Make a requeued entry the last entry of its key. If the queue has a later one, do nothing but return True."""
 
 
 class Contents:
@@ -263,7 +263,7 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Number of messages dropped so far. The reason `COPY` is left out, because it is always a second reason."""
+        """Number of messages dropped so far, without `COPY`, because such messages also have another drop reason."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:

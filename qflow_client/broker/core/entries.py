@@ -101,7 +101,7 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries that could not be dropped to free memory. They are tried again if its queues or body change.
+        # Entries that could not be dropped to free memory; tried again if the queues or the body of the message change.
         self.aside: Sequence[QueueEntry] = ()
 
 

@@ -69,7 +69,7 @@ class InspectableBroker(EmbeddedBroker):
         return self._copies(self._host.queue(queue).contents.oldest_first())
 
     def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
-        """Copy messages. Bodies that are not in memory are read from the disk on this thread."""
+        """Copy messages. Bodies that are not in memory are read from the disk on the calling thread."""
         found = tuple(entries)
         records = [entry.message.record for entry in found if entry.message.body is None]
         numbers = [record.number for record in records if record is not None]

@@ -70,7 +70,7 @@ class TopologyJournal(Protocol):
 
 
 class Journal(Protocol):
-    """Counts the bytes of messages in memory, and decides which messages and which topology are written to disk."""
+    """Counts the bytes of messages in memory, and with a store collects the changes for the disk."""
 
     #: Whether records are written to disk. If not, the journal only counts memory.
     has_store: bool
@@ -115,7 +115,7 @@ class Journal(Protocol):
 
         Args:
             messages: the messages. Messages whose body is in memory, damaged on disk, or being read are skipped.
-            reader: called each time some bodies have been read, until it returns True.
+            reader: called after each read of bodies, even a failed one, until it returns True.
         """
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:

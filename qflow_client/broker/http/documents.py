@@ -55,7 +55,7 @@ async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
         text += encoded(value)
 
 
-# For the name of each list in a definitions document, the adapter that checks the elements of the list.
+# For each list in a definitions document, its name, and the adapter that checks its elements.
 _ELEMENTS: dict[str, TypeAdapter[Any]] = {
     name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
     for name, field in DefinitionsDocument.model_fields.items()
@@ -98,7 +98,7 @@ class _Reader:
         """Read one list element, or one member that is not a list, in each step.
 
         Args:
-            lists: for the name of each list in a definitions document, the list to which the elements are added.
+            lists: by the names of the lists in a definitions document, lists to which the elements are added.
             others: dictionary to which the names of all other members are added as keys.
 
         Raises:

@@ -34,7 +34,7 @@ class Turns:
             await asyncio.sleep(0)
 
     async def each(self, things: Iterable[_T]) -> AsyncIterator[_T]:
-        """Yield objects, with pauses between the slices. The code of a generator `things` also runs in slices."""
+        """Yield objects, with pauses between the slices. If `things` is a generator, its code also runs in slices."""
         left, end = 0, 0.0
         for thing in things:
             if left <= 0 or time.perf_counter() >= end:

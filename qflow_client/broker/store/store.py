@@ -162,7 +162,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
-                # Delete messages that an earlier broker put on disk only to free memory.
+                # Delete messages that an earlier run put on disk for no durable queue, for example to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
@@ -194,7 +194,7 @@ class Store:
             self._file.execute(statement, *values)
 
     def topology(self) -> Found:
-        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings of missing objects."""
+        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings with a missing end."""
         with _explained():
             queues = [
                 (number, name, bool(auto_delete), decode_table(arguments, 0)[0])
