@@ -20,7 +20,7 @@ These calls lead from an ack of a consumer to the ``Channel.Flow`` that unblocks
 
 After this iteration of the event loop, `Server._end_turn` sends the frames: `Connection.send` calls `Output.take`.
 
-1. `session.py` splits bytes into frames and gives each frame to a channel. `wire.py` decodes and encodes frames.
+1. `session.py` splits bytes into frames and gives each channel its frames. `wire.py` decodes and encodes frames.
 2. `channel.py` joins the method, header and bodies of a message. `Channel._finish` handles the complete message.
 3. `routing.py` finds the queues of the message. A `Target` caches them, unless they depend on the message's headers.
 4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses,

@@ -1,8 +1,8 @@
 """`Consuming` has the consumers and the unsettled deliveries of one channel, sans-I/O.
 
 The consumers share the delivery tags and the prefetch count of the channel. Credit is the number of messages that the
-prefetch counts still allow. A queue asks `ChannelConsumer.can_take` before each delivery to a consumer. When consumers
-can perhaps take messages again, `Consuming.wake` offers messages to them.
+prefetch counts still allow. The `Dispatcher` of a queue asks `ChannelConsumer.can_take` before each delivery. When
+consumers can perhaps take messages again, `Consuming.wake` offers messages to them.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ class Watch:
         self._version = -1
         # Earliest time of the next check.
         self._next_at = 0.0
-        # By kind and name, the objects that a check compares one by one. The objects are in the order of `_Seen.look`.
+        # The objects that a check compares one by one, by kind and name, in the order of `_Seen.look`.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
-        # By kind, the values that a check compares as a whole, such as the list of all bindings.
+        # The values that a check compares as a whole, such as the list of all bindings, by kind.
         self._whole: dict[str, _Seen] = {}
         # Kinds and names of deleted objects, which stay in `_named` until every stream has reported the deletion.
         self._gone: list[tuple[str, str]] = []

@@ -14,7 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. For example, they forbid browsers to cache the response or to guess its content type.
+#: Headers of the API's responses. For example, they forbid browsers to cache the response or to guess its content type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",

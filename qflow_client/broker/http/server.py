@@ -78,7 +78,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections, by the protocol objects of aiohttp, which `Request.protocol` returns.
+        # The connections. The keys are protocol objects of aiohttp, which `Request.protocol` returns.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}
