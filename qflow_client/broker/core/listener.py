@@ -1,9 +1,9 @@
 """Listening sockets, with limits that asyncio's server does not have.
 
-At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
-free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`
-seconds. The server of asyncio would write `BACKLOG` log lines per second. A protocol is created before the TLS
-handshake of its connection, so the protocol can include the handshake in a time limit.
+At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If the system
+has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in
+`LOG_INTERVAL` seconds. The server of asyncio would write `BACKLOG` log lines per second. A protocol is created before
+the TLS handshake of its connection, so the protocol can include the handshake in a time limit.
 """
 
 from __future__ import annotations

@@ -163,10 +163,10 @@ class FlowObserver(Protocol):
         """Record that a message has left a queue."""
 
     def turned_on(self, queue: QueueView) -> None:
-        """Record that the first of the queue's flow states has turned ON."""
+        """Record that the queue has turned ON: one of its flow states is ON, and before that none was."""
 
     def turned_off(self, queue: QueueView) -> None:
-        """Record that the last of the queue's flow states has turned OFF. The queue then holds no confirms."""
+        """Record that the queue has turned OFF: no flow state is ON any more. The queue then holds no confirms."""
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
         """Record that the queue holds the confirm of a message (C5)."""
@@ -220,7 +220,7 @@ class Disk(Protocol):
         """Start to watch the free space of the disk. Called after the broker has started to listen."""
 
     async def stop(self) -> None:
-        """Write the remaining records."""
+        """Write the remaining records, and close the store."""
 
     def flush(self) -> None:
         """Start to write the pending records, without waiting."""
