@@ -38,7 +38,7 @@ class EntryObserver:
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        """An entry was restored that was in the queue when the broker stopped. It was enqueued `age` seconds ago."""
+        """An entry was restored: the queue had it when the broker stopped. It was enqueued `age` seconds ago."""
         self.entered(entry, None, None)
 
     def lent(self, entry: QueueEntry) -> None:

@@ -25,7 +25,7 @@ class Deadlines:
         self._settings = settings
         self._handshake = handshake
         self._output = output
-        # Time at which bytes last arrived. While the socket is not read, `beat` and the server set it to the present.
+        # Time at which bytes last arrived. While the socket is not read, `beat` and the server set this to the present.
         self.last_received = now
         # Time at which the broker ends the connection if it was never open, even if it is closing; infinite once open.
         self.open_by = now + settings.unauthenticated_timeout

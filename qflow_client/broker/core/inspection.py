@@ -78,7 +78,7 @@ class InspectableBroker(EmbeddedBroker):
         for entry in found:
             body, record = entry.message.body, entry.message.record
             if body is None and record is not None:
-                # None if the body is damaged on disk. The store logs the damage.
+                # None if the body is damaged on disk. `read_now` logs the damage.
                 body = read.get(record.number)
             if body is not None:
                 copies.append(message_copy(entry, body))
@@ -141,7 +141,7 @@ class InspectableBroker(EmbeddedBroker):
         """Yield a snapshot of each binding, grouped by exchange."""
         for exchange in tuple(self._host.topology.exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
-                # A deleted exchange keeps its bindings, and those of a deleted destination are removed in slices.
+                # Skip bindings that a deleted exchange keeps, and those to a deleted destination (removed in slices).
                 is_deleted = exchange.is_deleted or binding.destination.is_deleted
                 if not is_deleted and exchange.bindings.get(binding.key) is binding:
                     yield binding_snapshot(exchange, binding)

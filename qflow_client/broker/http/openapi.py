@@ -42,7 +42,7 @@ def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
 
 
 def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
-    """Return the weight of the most specific range in `wanted` that matches (RFC 9110, 12.5.1), and its specificity.
+    """Return weight and specificity of the most specific range in `wanted` that matches `offered` (RFC 9110, 12.5.1).
 
     Both numbers are 0 if the client does not accept the media type.
     """
