@@ -358,7 +358,7 @@ class Broker(InspectableBroker):
         """Undo `withhold_confirms`, and send the withheld acks.
 
         Args:
-            queue: name of the queue whose acks are sent; ``None`` for all withheld acks, also those of single queues.
+            queue: name of the queue whose acks are sent; ``None`` for all withheld acks, also those for single queues.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

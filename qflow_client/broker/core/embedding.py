@@ -75,7 +75,7 @@ class EmbeddedBroker:
         self._server = Server(self._host, self._controls, self._on_turn, discipline)
         # Writes the records of the journal; None without a store.
         self._disk: Disk | None = None
-        # Servers of other protocols, which start after the AMQP server and stop before it.
+        # Servers of other protocols, such as HTTP, which start after the AMQP server and stop before it.
         self._fronts: list[Front] = []
         self._port: int | None = None
         self._started = AsyncExitStack()

@@ -1,7 +1,7 @@
 """Hashed passwords: scrypt of the standard library, written ``$scrypt$ln=14,r=8,p=1$SALT$HASH`` (base64, no padding).
 
 If a value in the setting `users` begins with ``$scrypt$``, it is such a hash. Any other value is the password itself.
-Checking a hash takes about 50 ms and 16 MiB, so the broker checks hashes on a separate thread.
+With these parameters, a check takes about 50 ms and 16 MiB, so the broker checks hashes on a separate thread.
 """
 
 from __future__ import annotations
