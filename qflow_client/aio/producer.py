@@ -164,7 +164,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer, because it waits
                 until the message is on disk.
-            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
+            source: a name for the origin of the message. A `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 

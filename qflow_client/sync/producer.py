@@ -92,7 +92,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
-        ConnectionFailed: no host accepted a connection.
+        ConnectionFailed: no host accepted a connection, or the shared connection opened no channel.
         OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
         TypeError: an argument has the wrong type.
     """
@@ -160,7 +160,7 @@ class Producer(BaseProducer[SyncReceipt]):
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer; with a timeout
                 of 10 s or more, it can take as long as the disk hangs.
-            source: a name for the origin of the message. Only a `WeightedLine` uses this name.
+            source: a name for the origin of the message. A `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
@@ -237,7 +237,8 @@ class Producer(BaseProducer[SyncReceipt]):
             The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as for `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, NotDurable, SettingsError, TypeError,
+                ValueError: as for `send`.
         """
         check_many(messages, timeout)
         receipts: list[SyncReceipt] = []
