@@ -169,8 +169,9 @@ class FlowLog:
     file is finished, it is renamed. So programs that ignore such names see only finished files. If a crash leaves an
     unfinished file, the next log in the folder finishes it.
 
-    Callbacks of the producers, and a broker's loop, fill a queue. A thread writes the lines. If the disk is slow and
-    the queue is full, lines are lost, and a later line contains their number. A forked child needs its own log.
+    Callbacks of the producers, and a broker's loop, put events into a buffer. A thread writes the lines. If the disk
+    is slow and the buffer is full, events are lost, and a later line has their number. A forked child needs its own
+    log.
 
     Args:
         folder: the folder, which is created if it does not exist.

@@ -51,7 +51,7 @@ class Backoff:
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
         self._first = first
-        # The maximum of a pause before the jitter is added. So the longest pauses differ, and none exceeds `longest`.
+        # The maximum of a pause without its jitter. With the jitter, even the longest pauses are random.
         self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit

@@ -518,9 +518,9 @@ async def _close_channel(channel: Any) -> None:
 async def _close_connection(connection: Any) -> None:
     """Close a connection with AMQP's closing handshake.
 
-    If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. At the end of
-    `asyncio.run`, this task may be cancelled before it begins, and the wait never ends. So this function closes
-    aiormq's connection itself, and leaves aio-pika's `close` nothing to wait for.
+    If aio-pika's own `close` is cancelled, it still waits for an event, which only the task of the close callbacks
+    sets. `asyncio.run` may cancel this task before it begins, and the wait never ends. So this function closes aiormq's
+    connection itself, and leaves aio-pika's `close` nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:

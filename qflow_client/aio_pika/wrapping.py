@@ -120,7 +120,7 @@ class QueueCarrier:
         self.tap = self
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
-        # The protocol between `attach` and `detach`; otherwise ``None``.
+        # The attached protocol; ``None`` before `attach` and after `detach`.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
         # Number of messages that aiormq itself has published on the channel. All of them are confirmed.

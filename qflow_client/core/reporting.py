@@ -55,7 +55,8 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the object that was passed to `send`. To send the message, the outbox makes a new object from disk.
+            payload: the object that was passed to `send`. What is attached to it, such as a span, must end now: to send
+                the message, the outbox makes a new object from disk.
         """
 
     def record(self, *, now: float) -> None:

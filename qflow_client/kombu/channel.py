@@ -101,7 +101,7 @@ class Channel(pyamqp.Channel):
         read or a publish of the program receives ``Connection.Unblocked``.
 
         Raises:
-            OperationalError: `wait_for_confirms` has raised this error. The channel is closed nevertheless.
+            OperationalError: the call of `wait_for_confirms` failed. The channel is closed nevertheless.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:

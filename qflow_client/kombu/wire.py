@@ -277,7 +277,7 @@ class Wire:
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """Return a file descriptor for an event loop. The descriptor is readable while frames wait for py-amqp."""
+        """Return a file descriptor for an event loop. It becomes readable when frames or functions in `later` wait."""
         if self._bell is None:
             self._bell = _Bell()
         if self.has_frames:
@@ -285,7 +285,7 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Return True if frames wait for py-amqp. If no frames wait, stop the bell."""
+        """Return True if frames or functions in `later` wait. If not, `bell` is no longer readable."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
             # Check again, because another thread may have read from the socket and rung the bell.

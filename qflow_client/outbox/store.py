@@ -290,7 +290,8 @@ class OutboxStore:
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # The message leaves `_sequences` below, but `_drop_orphans` must not withdraw it.
+            # At the end of this method, the message is no longer in `_sequences`. `_drop_orphans` withdraws such
+            # messages if their sequences are above `_last_sequence`.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.

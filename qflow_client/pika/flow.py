@@ -45,8 +45,8 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# The kinds of holds that the broker, the socket and `flow_manager` cause. In `take_over`, a channel keeps its own
-# holds of these kinds. Holds of all other kinds move with the messages.
+# The kinds of holds that depend on the channel, not on its messages. In `take_over`, a channel keeps its own holds of
+# these kinds. Holds of all other kinds move with the messages.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
 # pika's reasons for the end of a channel if the program has closed the channel or the connection.

@@ -588,7 +588,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Report changes of the protocol. Continue a waiting close if no message is partly written any more."""
+        """Report what the protocol has settled and changed. Continue a close that waited for the rest of a message."""
         self._after_io()
         if self._leaves:
             with self._lock:

@@ -288,7 +288,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-                If several threads call `flush`, one of them gets the error for all threads.
+                If several threads wait in `flush`, one gets the error for the messages of all; the others return.
             NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.

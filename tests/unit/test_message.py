@@ -143,7 +143,7 @@ def test_the_properties_of_a_message_subclass_are_checked_like_those_of_a_messag
 
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
-def test_a_property_of_a_message_longer_than_255_bytes_raises_an_error(name: str) -> None:
+def test_a_short_string_property_with_more_than_255_bytes_raises_an_error(name: str) -> None:
     values: dict[str, Any]
     for fits in ("", "x" * 255, "ü" * 127 + "x", "😀" * 63):
         values = {name: fits}

@@ -187,7 +187,7 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Move the frames of a channel, up to its first promise that is not kept, to the frames for `take`.
+        """Let `take` return the frames of a channel that come before its first promise that is not kept yet.
 
         `more` is the size of the promised frames in bytes, minus `Promise.size`.
         """

@@ -201,8 +201,8 @@ class Queue:
 
         If `is_watched` becomes true, the code that caused this has to increase `Router.version`, so that targets are
         resolved again. There are two exceptions. A queue that becomes overdue has flow thresholds, so it is watched
-        already. A queue that gets its `Expiry` object needs no new targets: without `Channel._publish_watched`,
-        `enqueue` still calls the observers, and `tick` still drops the expired messages.
+        already. When a queue gets its `Expiry` object, the old targets can stay in use. They bypass
+        `Channel._publish_watched`, but `enqueue` calls the observers anyway, and `tick` drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0

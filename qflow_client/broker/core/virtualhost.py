@@ -73,7 +73,7 @@ class VirtualHost:
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
-        # The queues whose limits have to be computed again after a change of exchanges.
+        # Queues whose limits must be computed again, because bindings of the exchanges that lead to them have changed.
         self._inheriting: OrderedDict[Queue, None] = OrderedDict()
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.

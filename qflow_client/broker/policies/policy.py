@@ -483,7 +483,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # The arguments can still set other values, such as the enforcement, which then have priority.
+                # The arguments set no limit. If they set another value, such as the enforcement, it has priority.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

@@ -204,7 +204,7 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         answers.set()
 
 
-async def test_E4_after_the_deadline_of_close_the_waits_for_broker_and_disk_have_one_common_time_limit(
+async def test_E4_close_exceeds_its_deadline_by_at_most_one_grace_time_for_the_broker_and_the_disk_together(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []

@@ -500,9 +500,7 @@ def bind_by_headers(client, size, text):
     client.send(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments=arguments))
 
 
-def test_E9_the_arguments_of_all_bindings_to_headers_exchanges_are_limited_because_they_are_compared(
-    world, monkeypatch
-):
+def test_E9_the_total_size_of_the_arguments_of_all_bindings_to_headers_exchanges_is_limited(world, monkeypatch):
     monkeypatch.setattr(Topology, "MAX_HEADERS_SIZE", 1000)
     client = world.client().channel().with_queue()
     bind_by_headers(client, 700, "first")

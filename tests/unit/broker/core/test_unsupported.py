@@ -54,6 +54,6 @@ def test_a_header_whose_name_only_contains_cc_or_bcc_is_accepted(world, client):
     assert world.queue().depth == 1
 
 
-def test_a_message_with_a_CC_header_that_the_broker_itself_publishes_raises_an_error(world):
+def test_the_publish_method_of_the_virtual_host_refuses_a_message_with_a_CC_header(world):
     with pytest.raises(ChannelException, match="header 'CC'"):
         world.host.publish("", "q", b"", Basic.Properties(headers={"CC": ["other"]}))
