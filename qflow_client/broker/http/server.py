@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, nullcontext
@@ -20,6 +21,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.errors import AmqpError
@@ -38,6 +40,18 @@ from qflow_client.broker.http.turns import Turns
 __all__ = ["HttpServer"]
 
 _log = get_logger(__name__)
+
+
+class _MalformedFilter(logging.Filter):
+    """Removes the records for malformed requests, which have a traceback. Any client could fill the log with these."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
+
+
+_AIOHTTP_LOG = get_logger(f"{__name__}.aiohttp")
+_AIOHTTP_LOG.addFilter(_MalformedFilter())
 
 
 class HttpServer:
@@ -116,7 +130,11 @@ class HttpServer:
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
         self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=self.STOP_GRACE, keepalive_timeout=self.KEEP_ALIVE
+            app,
+            access_log=None,
+            logger=_AIOHTTP_LOG,
+            shutdown_timeout=self.STOP_GRACE,
+            keepalive_timeout=self.KEEP_ALIVE,
         )
         await self._runner.setup()
         make_handler = self._runner.server
@@ -166,6 +184,8 @@ class HttpServer:
             for name in ("Allow", "Location"):
                 if name in error.headers:
                     response.headers[name] = error.headers[name]
+        except web.RequestPayloadError as error:
+            response = problem_response(Problem(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}"))
         except AmqpError as error:
             response = problem_response(from_amqp(error))
         except LookupError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import socket
 import struct
 from urllib.parse import urlsplit
@@ -140,3 +141,28 @@ def test_E9_client_properties_of_an_unauthenticated_amqp_client_do_not_break_htt
         (told,) = ask("GET", "/api/connections").json
         assert set(told["clientProperties"]) == (set() if depth else set(STRANGE))
         assert ask("GET", "/metrics").status == 200
+
+
+@pytest.mark.parametrize("token", [None, "0123456789abcdef"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\n%s: x\r\n\r\n" % (b"n" * 20_000),
+        b"POST /api/definitions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\nabc\r\n",
+        b"POST /api/definitions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n%s"
+        % b"Connection: close\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+    ],
+    ids=["version", "header", "chunks", "gzip"],
+)
+def test_malformed_requests_are_answered_with_a_client_error_and_leave_the_log_empty(words, token, caplog):
+    with Broker(http_port=0, http_token=token) as broker, connect(broker) as stranger:
+        stranger.sendall(words)
+        answer = b"".join(iter(lambda: stranger.recv(65_536), b""))
+        assert answer.split()[1] in (b"400", b"401")
+        # A request after it shows that the other one is completely handled.
+        asking = http.client.HTTPConnection(*address(broker), timeout=30)
+        asking.request("GET", "/api/health")
+        assert asking.getresponse().status == 200
+        asking.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
