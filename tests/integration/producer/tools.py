@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -221,14 +221,29 @@ class Stopwatch:
         return self.seconds < limit + self.late
 
 
+@contextmanager
+def takes(seconds: float) -> Iterator[None]:
+    """Check that a block takes this time: it ends neither early nor more than a second late."""
+    with Stopwatch() as watch:
+        yield
+    assert watch.kept(seconds), watch
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Check that a block takes less than this time."""
+    with Stopwatch() as watch:
+        yield
+    assert watch.within(seconds), watch
+
+
 def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
     """Check that a call ends in time. Return its result, or the `QflowError` that it has raised."""
-    with Stopwatch() as watch:
+    with ends_within(deadline + 1.0):
         try:
             result = call()
         except QflowError as error:
             result = error
-    assert watch.within(deadline + 1.0)
     return result
 
 
