@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -18,3 +19,10 @@ def certify(folder: Path, name: str = "localhost", subject: str = OF_LOCALHOST, 
     command += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
+
+
+def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return a TLS context of a server with this certificate and key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context

@@ -1,23 +1,26 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import uvloop
 
 from qflow_client import flow_manager
-from qflow_client.broker import Broker
-from tests.integration.producer.conftest import certificate, patient_ends, patient_sends
-from tests.integration.producer.tools import PATIENCE, Proxy, Wire
+from tests.integration.coroutines import pytest_pycollect_makeitem as pytest_pycollect_makeitem
+from tests.integration.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
+from tests.integration.producer.conftest import broker as broker
+from tests.integration.producer.conftest import certificate as certificate
+from tests.integration.producer.conftest import make_broker as make_broker
+from tests.integration.producer.conftest import patient_ends as patient_ends
+from tests.integration.producer.conftest import patient_sends as patient_sends
+from tests.integration.producer.conftest import proxy as proxy
+from tests.integration.producer.conftest import stack as stack
+from tests.integration.producer.conftest import wire as wire
+from tests.integration.producer.tools import PATIENCE
 
 from .tools import soon
-
-__all__ = ["certificate", "patient_ends", "patient_sends"]
-
 
 # Modules and single tests that also run on uvloop, because the event loop itself matters for them.
 _NEAR_THE_LOOP = (
@@ -49,24 +52,6 @@ _NEAR_THE_LOOP = (
     "test_flow_control_works_over_tls",
     "test_E11_the_socket_is_closed_even_if_the_program_has_cleared_close_callbacks",
 )
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(name: str, obj: object) -> None:
-    """Let each test that is a coroutine function use the fixture `run`."""
-    if name.startswith("test_") and inspect.iscoroutinefunction(obj):
-        pytest.mark.usefixtures("run")(obj)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run each test that is a coroutine function with the fixture `run`."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
-        return None
-    values: dict[str, Any] = pyfuncitem.funcargs
-    values["run"](test(**{name: values[name] for name in inspect.signature(test).parameters}))
-    return True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -105,36 +90,3 @@ def _no_producer_is_left() -> Iterator[None]:
     before = set(flow_manager.resources)
     yield
     assert set(flow_manager.resources) <= before
-
-
-@pytest.fixture
-def wire() -> Wire:
-    """The frames that `broker` has received and sent."""
-    return Wire()
-
-
-@pytest.fixture
-def make_broker(wire: Wire) -> Iterator[Callable[..., Broker]]:
-    """A function that creates a broker with an empty queue ``q``. The arguments are the settings of the broker."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> Broker:
-            broker = stack.enter_context(Broker(**({"trace": wire} | options)))
-            broker.declare_queue("q")
-            return broker
-
-        yield make
-
-
-@pytest.fixture
-def broker(make_broker: Callable[..., Broker]) -> Broker:
-    """A new broker with an empty queue ``q``."""
-    return make_broker()
-
-
-@pytest.fixture
-def proxy(broker: Broker) -> Iterator[Proxy]:
-    """A relay in front of `broker`."""
-    proxy = Proxy(broker.port)
-    yield proxy
-    proxy.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from qflow_client import (
 from qflow_client.aio import aiormq_io
 from qflow_client.amqp.frames import HEARTBEAT
 from qflow_client.broker import Broker
+from tests.certificates import server_context
 from tests.effort import COMPLETE
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
@@ -158,9 +158,7 @@ async def test_an_async_producer_sends_heartbeats_even_while_the_socket_always_h
 async def test_connecting_raises_an_error_if_a_server_sends_plain_bytes_before_tls(
     make_broker: Callable[..., Broker], certificate: tuple[Path, Path], wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    broker = make_broker(ssl_context=context)
+    broker = make_broker(ssl_context=server_context(*certificate))
     proxy = Proxy(broker.port)
     proxy.greeting = HEARTBEAT
 

@@ -15,8 +15,8 @@ import pytest
 
 import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, HoldKind, ProducerFlowed, flow_manager
-from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.certificates import server_context
 from tests.collecting import collect
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start, takes
@@ -312,13 +312,9 @@ def test_an_open_connection_without_references_is_garbage_collected(broker):
     assert impl() is None
 
 
-def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, stack):
-    path, key = certificate
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(path, key)
-    broker = stack.enter_context(Broker(ssl_context=server))
-    broker.declare_queue("q")
-    client = ssl.create_default_context(cafile=str(path))
+def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, make_broker):
+    broker = make_broker(ssl_context=server_context(*certificate))
+    client = ssl.create_default_context(cafile=str(certificate[0]))
     parameters = pika.ConnectionParameters(
         "127.0.0.1",
         broker.port,

@@ -29,6 +29,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.certificates import server_context
 from tests.integration.aio.tools import Run, soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire, bodies, logged, takes
 
@@ -433,11 +434,8 @@ async def test_a_producer_and_a_channel_of_the_drop_in_can_share_a_connection(br
 
 
 async def test_flow_control_works_over_tls(make_broker: Callable[..., Broker], certificate: Any) -> None:
-    path, key = certificate
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(path, key)
-    broker = make_broker(ssl_context=server)
-    context = ssl.create_default_context(cafile=path)
+    broker = make_broker(ssl_context=server_context(*certificate))
+    context = ssl.create_default_context(cafile=certificate[0])
     async with opened(aio_pika.connect(broker.url, ssl_context=context)) as channel:
         await stop(channel, broker)
         waiting = asyncio.ensure_future(publish(channel, bytes(500_000)))

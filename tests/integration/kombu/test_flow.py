@@ -31,7 +31,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.kombu.transport import kept
 from qflow_client.testing.proxy import Direction, FaultProxy
-from tests.certificates import certify
+from tests.certificates import certify, server_context
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, ends_within, eventually, logged, start, takes
 
 # Options for connections whose socket accepts no bytes for a long time. Without them, Linux would end the connection.
@@ -540,11 +540,8 @@ def test_a_publish_in_the_event_loop_of_kombu_raises_and_does_not_wait(broker, c
 
 
 @pytest.mark.parametrize("confirms", [False, True])
-def test_clients_can_connect_with_tls(stack, certificate, confirms):
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(*certificate)
-    broker = stack.enter_context(Broker(ssl_context=ours))
-    broker.declare_queue("q")
+def test_clients_can_connect_with_tls(make_broker, certificate, confirms):
+    broker = make_broker(ssl_context=server_context(*certificate))
     options = {"confirm_publish": confirms, "max_producer_flow_control_wait": PATIENCE}
     tls = {"ca_certs": str(certificate[0]), "server_hostname": "127.0.0.1", "cert_reqs": ssl.CERT_REQUIRED}
     with Connection(broker.url.replace("amqps", "qflows"), ssl=tls, transport_options=options) as connection:
@@ -571,9 +568,7 @@ def test_clients_can_connect_with_tls(stack, certificate, confirms):
 def localhost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ssl.SSLContext]:
     """A certificate for the name localhost, but not for 127.0.0.1, and a broker's TLS context with it."""
     certificate, key = certify(tmp_path_factory.mktemp("localhost"), subject="DNS:localhost")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return str(certificate), context
+    return str(certificate), server_context(certificate, key)
 
 
 def tls_connection(broker: Broker, host: str, options: Any) -> Connection:

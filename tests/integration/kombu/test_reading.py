@@ -18,6 +18,7 @@ from pamqp import commands
 from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 
+from tests.certificates import server_context
 from tests.integration.producer.tools import PATIENCE, start
 
 COUNT = 5
@@ -198,8 +199,7 @@ def test_E11_the_event_loop_delivers_messages_that_another_call_has_already_read
     # Do not test amqps, because py-amqp leaves bytes in its TLS object, which the event loop does not see.
     context, options = None, {}
     if scheme == "qflows":
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*certificate)
+        context = server_context(*certificate)
         options = {"ssl": {"ca_certs": str(certificate[0]), "server_hostname": "127.0.0.1"}}
     with consuming(scheme, context, options) as (connection, heard):
         # Use a new thread, because a thread that has run an event loop counts as the event loop's thread.

@@ -25,6 +25,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.certificates import server_context
 from tests.collecting import collect
 
 from .tools import (
@@ -491,9 +492,7 @@ def test_a_connection_shared_by_producers_works_over_tls(
     make_broker: Callable[..., Broker],
     certificate: tuple[Path, Path],
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    broker = make_broker(ssl_context=context)
+    broker = make_broker(ssl_context=server_context(*certificate))
     trusting = ssl.create_default_context(cafile=str(certificate[0]))
     parameters = pika.ConnectionParameters(
         "127.0.0.1", broker.port, ssl_options=pika.SSLOptions(trusting, server_hostname="127.0.0.1")

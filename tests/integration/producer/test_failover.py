@@ -18,6 +18,7 @@ from qflow_client.broker import Broker
 from qflow_client.recovery import Watch
 from qflow_client.returning import answers
 from qflow_client.testing.proxy import FaultProxy
+from tests.certificates import server_context
 from tests.effort import EFFORT
 
 from .test_recovery import marked
@@ -192,8 +193,7 @@ def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
 def test_E15_the_probe_of_the_first_host_accepts_only_the_answer_of_an_amqp_broker(
     stack: ExitStack, certificate: tuple[Path, Path], server: str, expected: bool
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
+    context = server_context(*certificate)
     if server in ("mutual TLS", "alert"):
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(certificate[0])

@@ -12,7 +12,7 @@ import pytest
 
 from qflow_client import ConnectionFailed, Outcome, Producer
 from qflow_client.broker import Broker
-from tests.certificates import certify
+from tests.certificates import certify, server_context
 
 Pair = tuple[Path, Path]
 
@@ -42,8 +42,7 @@ def options(skin: Any) -> Callable[..., str]:
 @pytest.fixture
 def wary(make_broker: Callable[..., Broker], certificate: Pair, client: Pair) -> Broker:
     """A broker that wants the client's certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
+    context = server_context(*certificate)
     context.load_verify_locations(client[0])
     context.verify_mode = ssl.CERT_REQUIRED
     return make_broker(ssl_context=context)
@@ -75,8 +74,6 @@ def test_a_producer_does_not_connect_to_a_broker_whose_certificate_has_another_n
     skin: Any, options: Callable[..., str], make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     elsewhere = certify(tmp_path, "elsewhere", "DNS:example.org")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*elsewhere)
-    broker = make_broker(ssl_context=context)
+    broker = make_broker(ssl_context=server_context(*elsewhere))
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed|mismatch"):
         skin(f"{broker.url}?{options(elsewhere[0])}", connect_timeout=5)

@@ -20,6 +20,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.guard import Guard
 from qflow_client.sync.pika_io import TapIOServices
+from tests.certificates import server_context
 from tests.effort import rounds
 
 _OURS, _PIKAS = 1, 2
@@ -89,9 +90,7 @@ class _Wire:
         self._server: ssl.SSLObject | None = None
         context = None
         if tls is not None:
-            served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            served.load_cert_chain(*tls)
-            self._server = served.wrap_bio(self._incoming, self._outgoing, server_side=True)
+            self._server = server_context(*tls).wrap_bio(self._incoming, self._outgoing, server_side=True)
             context = ssl.create_default_context(cafile=str(tls[0]))
         # pika's transport, once there is one, and what it says when it ends.
         self.transport: Any = None

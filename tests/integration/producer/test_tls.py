@@ -11,6 +11,7 @@ import pytest
 from qflow_client import ConnectionFailed, FlowControlTimeout, Outcome, Producer
 from qflow_client.broker import Broker
 from qflow_client.sync.pika_io import _TapContext
+from tests.certificates import server_context
 from tests.effort import rounds
 
 from .tools import (
@@ -29,9 +30,7 @@ from .tools import (
 
 @pytest.fixture
 def tls_broker(make_broker: Callable[..., Broker], certificate: tuple[Path, Path]) -> Broker:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    return make_broker(ssl_context=context)
+    return make_broker(ssl_context=server_context(*certificate))
 
 
 @pytest.fixture
