@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -266,7 +266,10 @@ class _OtherLoop:
             return self._loop.run_until_complete(call)
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(PATIENCE)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.run(self.producer.close())
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -275,10 +278,6 @@ class _OtherLoop:
 
 
 def test_tasks_of_two_event_loops_can_wait_for_one_receipt(run: Run, broker: Broker) -> None:
-    other = _OtherLoop(broker.url, True)
-    broker.withhold_confirms()
-    receipt = other.run(other.producer.send(b"m"))
-
     async def main() -> list[Outcome]:
         waiting = [asyncio.ensure_future(receipt.result(PATIENCE)) for _ in range(3)]
         own = asyncio.ensure_future(asyncio.to_thread(other.run, receipt.result(PATIENCE)))
@@ -287,10 +286,10 @@ def test_tasks_of_two_event_loops_can_wait_for_one_receipt(run: Run, broker: Bro
         broker.release_confirms()
         return await asyncio.gather(*waiting[1:], own)
 
-    try:
+    with _OtherLoop(broker.url, True) as other:
+        broker.withhold_confirms()
+        receipt = other.run(other.producer.send(b"m"))
         assert run(main()) == [Outcome.CONFIRMED] * 3
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -298,9 +297,6 @@ def test_a_message_of_send_nowait_from_another_thread_is_written_by_the_event_lo
     run: Run, broker: Broker, debug: bool
 ) -> None:
     kinds: list[str] = []
-    other = _OtherLoop(broker.url, True, rate=1, on_flow=lambda event: kinds.append(event.kind))
-    # In debug mode, asyncio raises an error in methods that are not thread-safe.
-    other._loop.set_debug(debug)
 
     async def main() -> None:
         receipt = other.producer.send_nowait(b"m")
@@ -309,19 +305,16 @@ def test_a_message_of_send_nowait_from_another_thread_is_written_by_the_event_lo
             other.producer.send_nowait(b"never")
         await soon(lambda: kinds == ["flowed", "unflowed"])
 
-    try:
+    with _OtherLoop(broker.url, True, rate=1, on_flow=lambda event: kinds.append(event.kind)) as other:
+        # In debug mode, asyncio raises an error in methods that are not thread-safe.
+        other._loop.set_debug(debug)
         run(main())
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_calls_from_another_event_loop_that_may_wait_raise_an_error_immediately(
     run: Run, broker: Broker, elsewhere: bool
 ) -> None:
-    other = _OtherLoop(broker.url, elsewhere)
-    producer = other.producer
-
     async def main() -> None:
         events = producer.flow_events()
         for call in (
@@ -342,11 +335,10 @@ def test_calls_from_another_event_loop_that_may_wait_raise_an_error_immediately(
                 producer.send_nowait(b"never")
         assert producer.health().state == "ready"
 
-    try:
+    with _OtherLoop(broker.url, elsewhere) as other:
+        producer = other.producer
         run(main())
         other.run(producer.send(b"sent"))
-    finally:
-        other.close()
     assert bodies(broker) == [*([b"without a wait"] if elsewhere else []), b"sent"]
 
     async def again() -> None:

@@ -11,8 +11,8 @@ import pytest
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
-from tests.integration.producer.processes import Start, ends_well, says, starting
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, heal
+from tests.integration.producer.processes import Start, ends_well, rest_of_output, says, starting
+from tests.integration.producer.tools import bodies, ends_within, heal
 
 pytestmark = pytest.mark.program
 
@@ -29,12 +29,11 @@ def test_ctrl_c_ends_every_wait_of_an_async_producer(program: Start) -> None:
     process = program("interrupted", *calls)
     for call in calls:
         assert says(process) == "waiting"
-        with Stopwatch() as watch:
+        with ends_within(10.0):
             process.send_signal(signal.SIGINT)
             said = says(process)
             assert "closed on CancelledError: 1 admitted messages were not delivered" in said, call
             assert says(process) == "interrupted"
-        assert watch.within(10.0), call
     ends_well(process)
 
 
@@ -85,12 +84,10 @@ def test_a_fork_while_the_producer_reconnects_leaves_parent_and_child_independen
 
 def test_a_program_that_does_not_close_its_async_producer_still_ends(program: Start, broker: Broker) -> None:
     process = program("forgotten", broker.url)
-    assert process.stdout is not None
     # aio-pika and the log may have something to say about it, too, in the middle of a line.
-    said = process.stdout.read()
+    said = rest_of_output(process)
     assert "fine" in said
     assert "not closed" not in said
-    assert process.wait(PATIENCE) == 0
     assert bodies(broker) == [b""]
 
 
@@ -106,10 +103,7 @@ def test_messages_that_are_lost_because_an_async_producer_is_not_closed_are_logg
 ) -> None:
     broker.withhold_confirms()
     process = program("forgotten", broker.url, "unconfirmed", dropped)
-    assert process.stdout is not None
-    said = process.stdout.read()
-    assert f"{why}: 1 admitted messages were not delivered" in said
-    assert process.wait(PATIENCE) == 0
+    assert f"{why}: 1 admitted messages were not delivered" in rest_of_output(process)
 
 
 def test_a_producer_garbage_collected_before_its_event_loop_is_closed_frees_the_outbox_and_logs_once(
@@ -117,9 +111,7 @@ def test_a_producer_garbage_collected_before_its_event_loop_is_closed_frees_the_
 ) -> None:
     broker.withhold_confirms()
     process = program("dropped_before_its_loop_is_closed", broker.url, str(tmp_path / "outbox"))
-    assert process.stdout is not None
-    said = process.stdout.read()
-    assert process.wait(PATIENCE) == 0
+    said = rest_of_output(process)
     assert "free\n" in said
     for name in "lost", "stored":
         assert said.count(f"{name}: the producer was dropped without close(): 1 admitted messages") == 1
@@ -129,7 +121,5 @@ def test_a_producer_garbage_collected_before_its_event_loop_is_closed_frees_the_
 def test_a_program_that_logs_can_end_even_if_no_more_threads_can_be_started(program: Start, broker: Broker) -> None:
     process = program("forgotten_with_its_loop", broker.url)
     assert says(process) == "fine"
-    assert process.stdout is not None
     # aiormq's coroutines complain about the loop.
-    process.stdout.read()
-    assert process.wait(PATIENCE) == 0
+    rest_of_output(process)

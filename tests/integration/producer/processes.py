@@ -54,12 +54,18 @@ def says(process: subprocess.Popen[str]) -> str:
     return line + process.stdout.read() if line.startswith("Traceback") else line
 
 
-def ends_well(process: subprocess.Popen[str]) -> None:
-    """Wait for the end of a program. The rest of its output must be ``fine``."""
+def rest_of_output(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a program, which must have the exit code 0. Return the rest of its output."""
     assert process.stdout is not None
     # Read to the end of the output. If the program hangs, the timeout of the test ends it.
     rest = process.stdout.read()
-    assert (rest, process.wait(PATIENCE)) == ("fine\n", 0)
+    assert process.wait(PATIENCE) == 0, rest
+    return rest
+
+
+def ends_well(process: subprocess.Popen[str]) -> None:
+    """Wait for the end of a program. The rest of its output must be ``fine``."""
+    assert rest_of_output(process) == "fine\n"
 
 
 def in_child(check: Callable[[], object]) -> None:

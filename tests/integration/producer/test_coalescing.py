@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-import qflow_client
-from qflow_client import AsyncProducer, Producer
+from qflow_client import AsyncProducer, Producer, connect, connect_async
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.amqp import coalescing
 from qflow_client.broker import Broker
@@ -136,27 +135,22 @@ def test_a_producer_closes_without_error_while_the_reading_of_confirms_is_delaye
 def test_the_reading_of_confirms_on_a_shared_pika_connection_is_not_delayed(
     broker: Broker, gathering: _Gathering
 ) -> None:
-    connection = qflow_client.connect(broker.url)
-    try:
-        with Producer(connection=connection, routing_key="q") as producer:
-            for number in range(10):
-                producer.send(b"%d" % number).result(PATIENCE)
-        assert not gathering.begun.is_set()
-    finally:
-        connection.close()
+    with connect(broker.url) as connection, Producer(connection=connection, routing_key="q") as producer:
+        for number in range(10):
+            producer.send(b"%d" % number).result(PATIENCE)
+    assert not gathering.begun.is_set()
 
 
 def test_the_reading_of_confirms_on_a_shared_asyncio_connection_is_not_delayed(
     broker: Broker, gathering: _Gathering
 ) -> None:
     async def run() -> None:
-        connection = await qflow_client.connect_async(broker.url)
-        try:
-            async with AsyncProducer(connection=connection, routing_key="q") as producer:
-                for number in range(10):
-                    await (await producer.send(b"%d" % number)).result(PATIENCE)
-        finally:
-            await connection.close()
+        async with (
+            await connect_async(broker.url) as connection,
+            AsyncProducer(connection=connection, routing_key="q") as producer,
+        ):
+            for number in range(10):
+                await (await producer.send(b"%d" % number)).result(PATIENCE)
 
     asyncio.run(run())
     assert not gathering.begun.is_set()

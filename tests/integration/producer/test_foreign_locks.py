@@ -44,6 +44,15 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+@pytest.fixture
+def full(broker: Broker) -> Iterator[Producer]:
+    """A producer whose window is full, because the broker does not confirm its message ``admitted``."""
+    with Producer(broker.url, routing_key="q", capacity=1) as producer:
+        broker.withhold_confirms()
+        producer.send(b"admitted")
+        yield producer
+
+
 class Handler:
     """A log handler: its lock is taken for each record."""
 
@@ -83,20 +92,17 @@ REFUSED: dict[str, Callable[[Producer], object]] = {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_E2_a_call_in_a_log_handler_that_would_deadlock_with_the_producer_raises_after_a_limited_time(
-    broker: Broker, call: str
+    broker: Broker, full: Producer, call: str
 ) -> None:
-    with Producer(broker.url, routing_key="q", capacity=1) as producer:
-        broker.withhold_confirms()
-        producer.send(b"admitted")
-        with (
-            Handler().logs_in_a_step_of(producer),
-            pytest.raises(NestedCall, match="holds a lock that a producer waits for") as raised,
-        ):
-            REFUSED[call](producer)
-        if "send" in call:
-            assert (raised.value.message, raised.value.exchange, raised.value.routing_key) == (b"refused", "", "q")
-        broker.release_confirms()
-        producer.close(timeout=PATIENCE)
+    with (
+        Handler().logs_in_a_step_of(full),
+        pytest.raises(NestedCall, match="holds a lock that a producer waits for") as raised,
+    ):
+        REFUSED[call](full)
+    if "send" in call:
+        assert (raised.value.message, raised.value.exchange, raised.value.routing_key) == (b"refused", "", "q")
+    broker.release_confirms()
+    full.close(timeout=PATIENCE)
     # What was refused was not sent, and what was admitted was.
     assert bodies(broker) == [b"admitted"]
 
@@ -176,57 +182,50 @@ def test_E2_a_call_without_a_result_is_postponed_while_the_producer_is_busy_and_
 
 
 def test_E2_a_send_that_waits_for_a_busy_producer_is_withdrawn_at_its_deadline(
-    broker: Broker, goes_on: threading.Event
+    broker: Broker, full: Producer, goes_on: threading.Event
 ) -> None:
-    with Producer(broker.url, routing_key="q", capacity=1) as producer:
-        broker.withhold_confirms()
-        producer.send(b"admitted")
-        sender = start_send(producer, b"refused", timeout=0.05)
-        with Handler().logs_in_a_step_of(producer):
-            goes_on.set()
-            assert isinstance(sender.wait(), NestedCall)
-        broker.release_confirms()
-        # Its place in line is the next one's.
-        producer.send(b"next", timeout=PATIENCE).result(PATIENCE)
+    sender = start_send(full, b"refused", timeout=0.05)
+    with Handler().logs_in_a_step_of(full):
+        goes_on.set()
+        assert isinstance(sender.wait(), NestedCall)
+    broker.release_confirms()
+    # Its place in line is the next one's.
+    full.send(b"next", timeout=PATIENCE).result(PATIENCE)
+    full.close()
     assert bodies(broker) == [b"admitted", b"next"]
 
 
 def test_E2_a_send_at_its_deadline_waits_for_another_thread_that_is_just_admitting_the_message(
-    broker: Broker, goes_on: threading.Event
+    broker: Broker, full: Producer, goes_on: threading.Event
 ) -> None:
-    with Producer(broker.url, routing_key="q", capacity=1) as producer:
-        broker.withhold_confirms()
-        producer.send(b"admitted")
-        sender = start_send(producer, b"refused", timeout=0.05)
-        (ticket,) = producer._protocol.line.tickets
-        with Handler().logs_in_a_step_of(producer):
-            assert ticket.claim()
-            goes_on.set()
-            eventually(lambda: len(ticket._claims) > 2, "the sender would give up, and may not")
-        # Nothing has made room after all.
-        assert isinstance(sender.wait(), FlowControlTimeout)
-        broker.release_confirms()
+    sender = start_send(full, b"refused", timeout=0.05)
+    (ticket,) = full._protocol.line.tickets
+    with Handler().logs_in_a_step_of(full):
+        assert ticket.claim()
+        goes_on.set()
+        eventually(lambda: len(ticket._claims) > 2, "the sender would give up, and may not")
+    # Nothing has made room after all.
+    assert isinstance(sender.wait(), FlowControlTimeout)
+    broker.release_confirms()
 
 
 def test_E2_a_waiting_send_that_ctrl_c_ends_is_not_admitted_by_another_thread(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, full: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with Producer(broker.url, routing_key="q", capacity=1) as producer:
-        broker.withhold_confirms()
-        producer.send(b"admitted")
-        monkeypatch.setattr(Waiter, "wait_until", interrupt)
-        step = producer._engine.lock.take
-        with Handler().logs_in_a_step_of(producer), monkeypatch.context() as patched:
-            # It stands in line already.
-            patched.setattr(producer._engine.lock.__class__, "try_take", lambda _self, do, _deadline=0.0: do())
-            with pytest.raises(KeyboardInterrupt):
-                producer.send(b"given up")
-        monkeypatch.undo()
-        broker.release_confirms()
-        step(bool)
+    monkeypatch.setattr(Waiter, "wait_until", interrupt)
+    step = full._engine.lock.take
+    with Handler().logs_in_a_step_of(full), monkeypatch.context() as patched:
+        # It stands in line already.
+        patched.setattr(full._engine.lock.__class__, "try_take", lambda _self, do, _deadline=0.0: do())
+        with pytest.raises(KeyboardInterrupt):
+            full.send(b"given up")
+    monkeypatch.undo()
+    broker.release_confirms()
+    step(bool)
+    full.close()
     assert bodies(broker) == [b"admitted"]
 
 

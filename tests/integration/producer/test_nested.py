@@ -19,7 +19,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.interrupting import EVERY, each_interrupt
 
-from .tools import PATIENCE, PATIENCE_WITH_JOBS, eventually
+from .tools import PATIENCE, PATIENCE_WITH_JOBS, eventually, start
 
 
 def pause(producer: Producer | AsyncProducer) -> None:
@@ -45,26 +45,16 @@ CALLS: dict[str, Callable[[Producer], object]] = {
 }
 
 
-def in_time(run: Callable[[], None]) -> None:
-    """Run on a thread, and fail if that hangs."""
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            run()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_WITH_JOBS)
-    if thread.is_alive():
+def in_time(run: Callable[[], Any]) -> Any:
+    """Run on a thread, and fail if that hangs. Return the result."""
+    job = start(run)
+    job.join(PATIENCE_WITH_JOBS)
+    if job.is_alive():
         # pytest cannot report a failure while each allocation collects garbage.
         gc.set_threshold(700, 10, 10)
         faulthandler.dump_traceback(2)
         pytest.fail("it hangs; where it does is on standard error")
-    if errors:
-        raise errors[0]
+    return job.result()
 
 
 @pytest.fixture

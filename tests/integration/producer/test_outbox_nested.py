@@ -64,28 +64,23 @@ def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_a_send(
     broker: Broker, tmp_path: Path, when_flowed: str, call: Callable[[Producer], object]
 ) -> None:
     path = tmp_path / "outbox"
-    nested = None
 
-    def run() -> None:
-        nonlocal nested
+    def run() -> Nested:
         with Producer(broker.url, routing_key="q", outbox=path, when_flowed=when_flowed) as producer:  # type: ignore[arg-type]
             nested = Nested(lambda: producer.send(b"nested", timeout=0))
             for interrupt in each_interrupt(least=60, every=EVERY):
                 interrupt(lambda: call(producer), handler=nested)
             producer.flush(PATIENCE)
+        return nested
 
-    in_time(run)
-    assert nested is not None
+    nested = in_time(run)
     assert nested.calls > 60 / EVERY
     nested.check(broker)
     assert Outbox.look(path) == []
 
 
 def test_E2_with_an_outbox_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) -> None:
-    nested = None
-
-    def run() -> None:
-        nonlocal nested
+    def run() -> Nested:
         threshold = gc.get_threshold()
         with Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox", when_flowed="spill") as producer:
             nested = Nested(lambda: producer.send(b"nested", timeout=0))
@@ -99,9 +94,9 @@ def test_E2_with_an_outbox_finalizers_on_any_thread_may_send(broker: Broker, tmp
                 gc.set_threshold(*threshold)
             collect()
             producer.flush(PATIENCE)
+        return nested
 
-    in_time(run)
-    assert nested is not None
+    nested = in_time(run)
     assert nested.calls == 200
     nested.check(broker)
 
@@ -109,19 +104,16 @@ def test_E2_with_an_outbox_finalizers_on_any_thread_may_send(broker: Broker, tmp
 def test_E2_with_an_outbox_a_signal_handler_may_send_at_any_point_of_an_asyncio_send(
     broker: Broker, tmp_path: Path
 ) -> None:
-    nested = None
-
-    async def run() -> None:
-        nonlocal nested
+    async def run() -> Nested:
         async with AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox") as producer:
             nested = Nested(lambda: producer.send_nowait(b"nested"))
             for interrupt in each_interrupt(least=60, every=EVERY):
                 interrupt(lambda: producer.send_nowait(b"own"), handler=nested)
                 await asyncio.sleep(0)
             await producer.flush(PATIENCE)
+        return nested
 
-    in_time(lambda: asyncio.run(run()))
-    assert nested is not None
+    nested = in_time(lambda: asyncio.run(run()))
     assert nested.calls > 60 / EVERY
     nested.check(broker)
     eventually(lambda: Outbox.look(tmp_path / "outbox") == [], "an empty outbox")
