@@ -71,30 +71,6 @@ async def test_a_flow_callback_may_call_any_method_of_the_producer(broker: Broke
         assert receipts[0].outcome is Outcome.CONFIRMED
 
 
-async def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event_and_no_message(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
-    told: list[Receipt] = []
-
-    def on_delivery(receipt: Receipt) -> None:
-        told.append(receipt)
-        raise KeyError("on_delivery's own")
-
-    def on_flow(event: FlowEvent) -> None:
-        raise KeyError("on_flow's own")
-
-    async with AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery) as producer:
-        producer.on_flow(on_flow)
-        producer.pause()
-        producer.resume()
-        receipts = [await producer.send(b"") for _ in range(3)]
-    assert told == receipts
-    assert flush_logs(20)
-    assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
-    for kind in ("flowed", "unflowed"):
-        assert f"failed on FlowEvent(kind=<FlowEventKind.{kind.upper()}: '{kind}'>" in caplog.text
-
-
 async def test_on_delivery_may_send_and_may_close_the_producer(broker: Broker) -> None:
     told: list[Receipt] = []
     closing: list[asyncio.Task[None]] = []

@@ -15,11 +15,13 @@ from .tools import (
     Stopwatch,
     Wire,
     bodies,
+    go_on,
     hold,
     holds,
     message_ids,
     start,
     start_send,
+    stop,
     takes,
     wait_flow,
     wait_held,
@@ -120,8 +122,8 @@ def test_J7_channel_flow_that_changes_often_is_always_answered_and_obeyed(
     wire.wait_for("in", "Channel.FlowOk", 2 * turns)
     said, answered = wire.where("out", "Channel.Flow"), wire.where("in", "Channel.FlowOk")
     # On and off take turns on either side, so each stop ends before the go-ahead after it was sent.
-    for stop in range(0, 2 * turns, 2):
-        assert wire.came_between(answered[stop], said[stop + 1]) == []
+    for at in range(0, 2 * turns, 2):
+        assert wire.came_between(answered[at], said[at + 1]) == []
 
 
 def test_J7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answered(
@@ -132,17 +134,6 @@ def test_J7_a_flow_stop_and_a_flow_start_that_arrive_in_one_read_are_both_answer
         broker.flow(True)
     wire.wait_for("in", "Channel.FlowOk", 40)
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
-
-
-def test_J7_a_send_that_waits_during_channel_flow_is_not_admitted_before_the_flow_ends_and_not_lost(
-    producer: Producer, broker: Broker
-) -> None:
-    hold(broker, producer)
-    job = start_send(producer, b"waited")
-    assert producer.unsettled == producer.in_flight == 0
-    broker.flow(True)
-    assert job.result().result(timeout=20) is Outcome.CONFIRMED
-    assert bodies(broker) == [b"waited"]
 
 
 def test_J7_channel_flow_does_not_stop_other_channels_connections_consumers_and_acks(
@@ -199,23 +190,14 @@ def test_connection_blocked_is_reported_as_a_hold_with_its_kind_and_reason(
     assert bodies(broker) == [b"yes"]
 
 
-def test_connection_blocked_applies_to_a_producer_created_later(
-    make_producer: Callable[..., Producer], broker: Broker
+@pytest.mark.parametrize(("how", "kind"), [("alarm", "connection_blocked"), ("flow", "channel_flow")])
+def test_connection_blocked_and_channel_flow_also_apply_to_a_producer_created_later(
+    make_producer: Callable[..., Producer], broker: Broker, how: str, kind: str
 ) -> None:
-    broker.block("alarm")
+    stop(broker, how)
     producer = make_producer()
-    wait_held(producer, "connection_blocked")
-    broker.unblock()
-    assert producer.wait_unflowed(timeout=20)
-
-
-def test_channel_flow_applies_to_a_producer_created_later(
-    make_producer: Callable[..., Producer], broker: Broker
-) -> None:
-    broker.flow(False)
-    producer = make_producer()
-    wait_held(producer, "channel_flow")
-    broker.flow(True)
+    wait_held(producer, kind)
+    go_on(broker, how)
     assert producer.wait_unflowed(timeout=20)
 
 

@@ -25,19 +25,7 @@ from qflow_client.sync.engine import Waiter
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
-from .tools import (
-    PATIENCE,
-    Flows,
-    Stopwatch,
-    bodies,
-    eventually,
-    finish,
-    hold,
-    send_unconfirmed,
-    start,
-    takes,
-    wait_in_line,
-)
+from .tools import PATIENCE, Flows, bodies, eventually, finish, hold, send_unconfirmed, start, takes, wait_in_line
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
@@ -100,13 +88,11 @@ def test_A4_each_of_several_sending_threads_has_its_own_deadline(producer: Produ
     hold(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
-    def work(timeout: float) -> bool:
-        with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+    def work(timeout: float) -> None:
+        with takes(timeout), pytest.raises(FlowControlTimeout):
             producer.send(b"no", timeout=timeout)
-        return watch.kept(timeout)
 
-    jobs = [start(work, timeout) for timeout in deadlines]
-    assert [job.result() for job in jobs] == [True] * len(deadlines)
+    finish([start(work, timeout) for timeout in deadlines])
     broker.flow(True)
     assert producer.wait_unflowed(timeout=20)
     assert producer.send(b"yes").result(timeout=20) is Outcome.CONFIRMED

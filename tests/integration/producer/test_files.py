@@ -126,9 +126,9 @@ def test_E8_a_lock_file_with_foreign_content_raises_an_error_and_is_not_changed(
         make(tmp_path / "file")
 
 
-def test_a_lock_file_with_an_older_process_id_of_any_length_is_taken_over(tmp_path: Path) -> None:
+def test_a_lock_file_left_by_a_process_or_a_crash_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    for left in ("", "1", "4194304", f"{os.getpid():<20}"):
+    for left in ("", "1", "123\n", "4194304", f"{os.getpid():<20}", "\0" * 20):
         (tmp_path / "file-lock").write_text(left)
         lock = LockFile(path, error=QflowError, in_use=QflowError, told=("another", "wait"))
         assert (tmp_path / "file-lock").read_text().strip() == str(os.getpid())
@@ -156,10 +156,3 @@ def test_E8_files_are_created_on_a_file_system_without_permissions(
     with FlowLog(tmp_path / "log"):
         pass
     assert all_private(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"123", b"123\n", bytes(20)], ids=repr)
-def test_a_lock_file_left_by_a_process_or_a_crash_is_reused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "orders.outbox-lock").write_bytes(content)
-    with Outbox(tmp_path / "orders.outbox"):
-        pass

@@ -157,7 +157,7 @@ def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event_and_no_mes
         broker.flow(True)
         flows.wait_for(UNFLOWED)
         assert flush_logs(20)
-    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info and record.name == "qflow_client"]
     assert told == ["mistake at flowed", "mistake at unflowed"]
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
     producer.pause()
@@ -196,21 +196,6 @@ def test_a_slow_flow_callback_delays_no_sender(producer: Producer, broker: Broke
     assert producer.wait_unflowed(timeout=20)
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
     go_on.set()
-
-
-def test_an_unsubscribed_flow_callback_is_no_longer_called(producer: Producer, broker: Broker) -> None:
-    gone, stays = Flows(), Flows()
-    unsubscribe = producer.on_flow(gone)
-    producer.on_flow(stays)
-    producer.pause()
-    stays.wait_for(FLOWED)
-    heard = gone.kinds
-    unsubscribe()
-    unsubscribe()
-    producer.resume()
-    producer.pause()
-    stays.wait_for(FLOWED, 2)
-    assert gone.kinds == heard == [FLOWED]
 
 
 def test_two_subscriptions_of_one_flow_callback_end_independently(producer: Producer, broker: Broker) -> None:
@@ -296,22 +281,6 @@ def test_a_close_of_a_producer_without_errors_causes_no_flow_event(producer: Pro
     producer.close()
     assert list(events) == []
     assert producer.flow_state.times_flowed == 0
-
-
-def test_flow_state_counts_holds_and_durations(producer: Producer, broker: Broker) -> None:
-    flowed = producer.flow_state.times_flowed
-    for turn in range(1, 4):
-        hold(broker, producer)
-        state = producer.flow_state
-        assert state.flowed
-        assert state.since is not None
-        assert abs(time.time() - state.since) < PATIENCE
-        assert state.times_flowed == flowed + turn
-        broker.flow(True)
-        assert producer.wait_unflowed(timeout=20)
-    assert not producer.flow_state.flowed
-    assert producer.flow_state.since is None
-    assert producer.flow_state.seconds_flowed["channel_flow"] > 0
 
 
 @pytest.fixture

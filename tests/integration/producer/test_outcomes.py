@@ -21,21 +21,7 @@ from qflow_client.logs import flush_logs
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
 
-from .tools import (
-    PATIENCE,
-    Growing,
-    Wire,
-    bodies,
-    eventually,
-    hold,
-    send_unconfirmed,
-    start,
-    start_send,
-    takes,
-    wait_closed,
-    wait_done,
-    wait_in_line,
-)
+from .tools import PATIENCE, Growing, Wire, bodies, eventually, send_unconfirmed, start, takes, wait_done, wait_in_line
 
 
 def test_an_unroutable_mandatory_message_is_returned(producer: Producer) -> None:
@@ -241,25 +227,6 @@ def test_a_lost_connection_settles_all_messages_and_wakes_all_waiters(
         producer.send_nowait(b"after")
     assert producer.flow_state.holds[0].kind == "disconnected"
     assert bodies(broker) == [b"before", *(b"%d" % number for number in range(4))]
-
-
-@pytest.mark.usefixtures("one_connection")
-def test_sends_after_the_end_of_a_producer_raise_the_reason_of_the_end(producer: Producer, broker: Broker) -> None:
-    broker.close_connections(320, "going home")
-    wait_closed(producer)
-    with pytest.raises(ProducerClosed, match="going home"):
-        producer.send(b"")
-
-
-@pytest.mark.usefixtures("one_connection")
-def test_a_connection_that_is_lost_while_the_producer_is_flowed_ends_waiting_sends(
-    producer: Producer, broker: Broker
-) -> None:
-    hold(broker, producer)
-    job = start_send(producer, b"")
-    broker.drop_connections()
-    assert isinstance(job.wait(), ProducerClosed)
-    assert broker.queue("q").depth == 0
 
 
 @pytest.mark.usefixtures("one_connection")

@@ -182,23 +182,14 @@ def test_E12_a_program_that_gets_sigterm_loses_no_message(broker: Broker) -> Non
         process.wait()
 
 
-def test_without_connect_in_background_creating_a_producer_without_a_broker_raises_an_error(
-    make_producer: Callable[..., Producer], port: int
-) -> None:
-    with pytest.raises(ConnectionFailed, match=f"127.0.0.1:{port}"):
-        make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
-
-
 def test_an_on_flow_callback_passed_to_the_constructor_misses_no_flow_event(
-    make_producer: Callable[..., Producer], port: int
+    make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     flows = Flows()
-    with Broker(port=port) as broker:
-        broker.declare_queue("q")
-        broker.block("from the beginning")
-        producer = make_producer(broker.url, on_flow=flows)
-        wait_held(producer, "connection_blocked")
-        eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
+    broker.block("from the beginning")
+    producer = make_producer(on_flow=flows)
+    wait_held(producer, "connection_blocked")
+    eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
 
 
 def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_is_flowed(

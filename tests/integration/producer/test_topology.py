@@ -18,6 +18,7 @@ from qflow_client import (
     Queue,
     SettingsError,
     Topology,
+    connect,
 )
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
@@ -60,18 +61,6 @@ def test_a_producer_declares_the_queues_exchanges_and_bindings_of_its_topology(
     # The arguments are there.
     channel.queue_declare("rare", arguments={"x-max-length": 10})
     connection.close()
-
-
-def test_after_a_reconnect_the_topology_is_redeclared_before_any_message_is_published(
-    make_producer: Callable[..., Producer], empty: Broker
-) -> None:
-    producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
-    producer.send(b"1").result(PATIENCE)
-    empty.delete_queue("q")
-    empty.drop_connections()
-    # Admitted now or when it is back.
-    producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
-    assert bodies(empty) == [b"2"]
 
 
 def test_the_error_names_an_existing_object_that_differs_from_the_topology_and_no_retry_is_made(
@@ -126,7 +115,7 @@ def test_the_error_names_an_exchange_of_an_unknown_type_and_no_retry_is_made(
         producer.send(b"1")
 
 
-def test_arguments_exchanges_and_bindings_are_declared_again_after_a_lost_connection(
+def test_after_a_lost_connection_the_topology_is_declared_again_before_any_message_is_published(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     topology = Topology([Queue("q", arguments={"x-max-length": 2})], [Exchange("in")], [Binding("in", "q", "k")])
@@ -197,11 +186,6 @@ def test_losing_the_connection_while_the_topology_is_first_declared_counts_as_a_
 
 
 def test_a_producer_on_a_shared_connection_declares_no_topology(broker: Broker) -> None:
-    import qflow_client
-
-    connection = qflow_client.connect(broker.url)
-    try:
-        with pytest.raises(SettingsError, match="declare and connection: declare with a channel of that"):
-            Producer(connection=connection, routing_key="q", declare="q")
-    finally:
-        connection.close()
+    words = "declare and connection: declare with a channel of that"
+    with connect(broker.url) as connection, pytest.raises(SettingsError, match=words):
+        Producer(connection=connection, routing_key="q", declare="q")

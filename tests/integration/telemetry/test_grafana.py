@@ -14,7 +14,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from qflow_client import Producer, telemetry
+from qflow_client import MessageReturned, Producer, telemetry
 from qflow_client.broker import Broker
 
 FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
@@ -36,6 +36,8 @@ def labels() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     with Broker(http_port=0) as broker, Producer(broker.url, routing_key="q", declare="q") as producer:
         producer.send(b"x").result(20)
+        with pytest.raises(MessageReturned):
+            producer.send(b"x", routing_key="nowhere").result(20)
         with urllib.request.urlopen(f"{broker.http_url}/metrics") as answer:
             of_broker = text_string_to_metric_families(answer.read().decode())
         for family in (*REGISTRY.collect(), *of_broker):
@@ -46,8 +48,8 @@ def labels() -> dict[str, set[str]]:
     return found
 
 
-def check(expression: str, said: str, labels: dict[str, set[str]]) -> None:
-    """Check an expression of PromQL, and what is said of its result."""
+def check(expression: str, said: str, labels: dict[str, set[str]]) -> set[str]:
+    """Check an expression of PromQL, and what is said of its result. Return the names of the metrics in it."""
     found = re.findall(r"\b((?:messaging|qflow)_\w+)\{([^}]*)\}", expression)
     assert found, expression
     for name, matchers in found:
@@ -56,6 +58,7 @@ def check(expression: str, said: str, labels: dict[str, set[str]]) -> None:
         results = set(re.findall(r"\w+", by[1])) if by else labels[name]
         assert results | set(re.findall(r"(\w+)[!=]", matchers)) <= labels[name], expression
         assert set(re.findall(r"(?:\$labels\.|\{\{)(\w+) ?\}\}", said)) <= results, said
+    return {name for name, _ in found}
 
 
 @pytest.mark.parametrize(("name", "expression", "summary"), ALERTS, ids=[name for name, *_ in ALERTS])
@@ -71,9 +74,18 @@ def test_this_test_file_checks_every_alert_of_the_alert_file() -> None:
     assert len(ALERTS) == text.count("- alert:") == 8
 
 
-def test_the_grafana_dashboard_of_the_broker_uses_existing_metrics(labels: dict[str, set[str]]) -> None:
-    dashboard = json.loads((FOLDER / "qflow-broker.json").read_text(encoding="utf-8"))
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) == 8
-    for panel in dashboard["panels"]:
+@pytest.mark.parametrize("of", ["broker", "producer"])
+def test_a_grafana_dashboard_uses_existing_metrics_and_all_metrics_of_the_producer(
+    of: str, labels: dict[str, set[str]]
+) -> None:
+    panels = json.loads((FOLDER / f"qflow-{of}.json").read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) >= 8
+    used = set()
+    for panel in panels:
+        assert panel["targets"], panel["title"]
         for target in panel["targets"]:
-            check(target["expr"], target["legendFormat"], labels)
+            used |= check(target["expr"], target["legendFormat"], labels)
+    if of == "producer":
+        ours = {name for name in labels if name.startswith(("messaging_", "qflow_producer_"))}
+        # A histogram is read by its buckets.
+        assert used == {name for name in ours if not name.endswith(("_count", "_sum", "_created"))}
