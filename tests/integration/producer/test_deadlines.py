@@ -301,23 +301,6 @@ def test_wait_unflowed_with_a_full_window_immediately_raises_the_hold_for_a_full
     assert job.result() is True
 
 
-def test_flush_waits_only_for_messages_admitted_before_it(
-    make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
-) -> None:
-    # The first message is confirmed when it is taken out, and the second goes on being held.
-    broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
-    producer = make_producer(broker.url)
-    for number in range(3):
-        producer.send(b"%d" % number)
-    broker.wait_until(lambda b: b.queue("q").held_confirms == 2)
-    flushed = start(producer.flush, timeout=None)
-    eventually(lambda: producer._protocol.waiters.settled)
-    producer.send(b"after")
-    broker.wait_until(lambda b: b.queue("q").held_confirms == 3)
-    assert [broker.get("q").body for _ in range(3)] == [b"0", b"1", b"2"]  # type: ignore[union-attr]
-    flushed.result()
-
-
 def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) -> None:
     assert producer.wait_unflowed(timeout=0)
     hold(broker, producer)

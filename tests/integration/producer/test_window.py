@@ -9,7 +9,7 @@ from qflow_client import FlowControlTimeout, Outcome, Producer, SettingsError
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import bodies, eventually, finish, holds, start, start_send, wait_in_line
+from .tools import bodies, eventually, finish, holds, start, wait_in_line
 
 
 def test_C6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettled(
@@ -34,21 +34,6 @@ def test_C6_the_window_of_a_producer_is_full_when_capacity_messages_are_unsettle
     assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
 
 
-def test_C6_the_hold_for_a_full_window_ends_even_if_no_sender_waits(
-    make_producer: Callable[..., Producer], broker: Broker
-) -> None:
-    producer = make_producer(capacity=1)
-    broker.withhold_confirms()
-    producer.send(b"")
-    with pytest.raises(FlowControlTimeout):
-        producer.send(b"", timeout=0)
-    assert producer.flow_state.flowed
-    waits = start(producer.wait_unflowed, timeout=20)
-    broker.release_confirms()
-    assert waits.result() is True
-    assert not producer.flow_state.flowed
-
-
 def test_C6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_was_raised_by(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
@@ -71,35 +56,6 @@ def test_C6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_w
     for job in jobs:
         assert job.result().result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [b"%d" % number for number in range(7)]
-
-
-def test_C6_after_the_capacity_is_lowered_no_message_is_admitted_until_there_is_room(
-    make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
-) -> None:
-    broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
-    producer = make_producer(broker.url, capacity=6)
-    # The first is confirmed at once, the others when they are taken out.
-    first = producer.send(b"first")
-    assert first.result(timeout=20) is Outcome.CONFIRMED
-    receipts = [producer.send(b"%d" % number) for number in range(6)]
-    broker.wait_until(lambda b: b.queue("q").held_confirms == 6)
-    job = start_send(producer, b"last")
-    producer.capacity = 2
-    assert (producer.capacity, producer.available, producer.unsettled) == (2, 0, 6)
-    assert [receipt.done for receipt in receipts] == [False] * 6
-    assert broker.get("q").body == b"first"  # type: ignore[union-attr]  # there are seven
-    for taken in range(1, 5):
-        broker.get("q")
-        assert receipts[taken - 1].result(timeout=20) is Outcome.CONFIRMED
-        assert producer.unsettled == 6 - taken
-        assert job.is_alive()
-        assert producer.available == 0
-    broker.get("q")
-    job.result()
-    broker.wait_until(lambda b: b.queue("q").published == 8)
-    broker.purge("q")
-    producer.flush(timeout=20)
-    assert producer.available == 2
 
 
 def under_load(producer: Producer, broker: Broker) -> Iterator[None]:
