@@ -271,8 +271,8 @@ class Unconfirmed:
                 not put into `outbound`. In this case `outbound` must be empty.
 
         Returns:
-            The frames of the message. Empty, and nothing is done, in three cases: the message is plain (`core/admission.py`),
-            needs several body frames, or has a route of another encoder.
+            The frames of the message. Empty, and nothing is done, in three cases: the message is plain (as in
+            `core/admission.py`), needs several body frames, or has a route of another encoder.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared
