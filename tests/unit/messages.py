@@ -1,10 +1,29 @@
-"""The output of a channel without a producer."""
+"""Messages for tests: a value for every property, and the output of a channel without a producer."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from qflow_client.amqp.outbound import Outbound
+
+#: A value for every property of a message, in the order of the properties on the wire.
+PROPERTIES: dict[str, Any] = {
+    "content_type": "application/json",
+    "content_encoding": "gzip",
+    "headers": {"k": 1, "nested": {"list": [1, "two", None, True]}},
+    "delivery_mode": 1,
+    "priority": 9,
+    "correlation_id": "correlation",
+    "reply_to": "reply",
+    "expiration": "60000",
+    "message_id": "id",
+    "timestamp": 1_357_017_300,
+    "type": "flight",
+    "user_id": "guest",
+    "app_id": "app",
+    "cluster_id": "cluster",
+}
 
 
 class Messages(Outbound):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client.message import DeliveryMode, Message, RoutedMessage, as_body
+from tests.unit.messages import PROPERTIES
 
 SHORT_STRINGS = (
     "content_type",
@@ -82,24 +83,6 @@ def test_the_attributes_of_a_message_cannot_be_changed() -> None:
             setattr(message, name, "other")
     with pytest.raises(dataclasses.FrozenInstanceError):
         del message.type
-
-
-PROPERTIES: dict[str, Any] = {
-    "content_type": "application/json",
-    "content_encoding": "gzip",
-    "headers": {"k": 1},
-    "delivery_mode": 1,
-    "priority": 9,
-    "correlation_id": "correlation",
-    "reply_to": "reply",
-    "expiration": "60000",
-    "message_id": "id",
-    "timestamp": 1_357_017_300,
-    "type": "flight",
-    "user_id": "guest",
-    "app_id": "app",
-    "cluster_id": "cluster",
-}
 
 
 def test_a_message_is_a_dataclass_and_takes_its_properties_by_name_or_position() -> None:

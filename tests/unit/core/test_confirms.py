@@ -18,6 +18,7 @@ from qflow_client import (
 from qflow_client.amqp.frames import FrameError, Route
 from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import each_interrupt
+from tests.unit.messages import PROPERTIES
 
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, publish, returned, send, wait, wire, write
 
@@ -404,26 +405,10 @@ def test_messages_with_bodies_of_every_length_around_the_frame_size_arrive_whole
 
 
 def test_a_message_with_every_property_arrives_with_every_property() -> None:
-    values = {
-        "content_type": "text/plain",
-        "content_encoding": "utf-8",
-        "headers": {"k": 1, "nested": {"a": [1, "two", None]}},
-        "delivery_mode": 1,
-        "priority": 7,
-        "correlation_id": "c",
-        "reply_to": "r",
-        "expiration": "1000",
-        "message_id": "m",
-        "timestamp": 1_700_000_000,
-        "type": "t",
-        "user_id": "u",
-        "app_id": "a",
-        "cluster_id": "cl",
-    }
     protocol = make()
-    send(protocol, Message(b"x", **values))  # type: ignore[arg-type]
+    send(protocol, Message(b"x", **PROPERTIES))
     (message,) = wire(drain(protocol)).messages
-    for name, value in values.items():
+    for name, value in PROPERTIES.items():
         found = getattr(message.properties, "message_type" if name == "type" else name)
         assert (int(found.timestamp()) if name == "timestamp" else found) == value, name
 

@@ -26,6 +26,7 @@ from qflow_client.amqp.frames import (
     Route,
 )
 from qflow_client.message import Message
+from tests.unit.messages import PROPERTIES
 
 Whole = tuple[int, int, bytes]
 
@@ -63,23 +64,14 @@ class Sent:
     def body(self) -> bytes:
         return b"".join(self.chunks)
 
+    def take_publish(self, publish: pamqp.commands.Basic.Publish | pika.spec.Basic.Publish) -> None:
+        self.exchange, self.routing_key = publish.exchange, publish.routing_key
+        self.mandatory, self.immediate = publish.mandatory, publish.immediate
 
-PROPERTIES = (
-    "content_type",
-    "content_encoding",
-    "headers",
-    "delivery_mode",
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "expiration",
-    "message_id",
-    "timestamp",
-    "type",
-    "user_id",
-    "app_id",
-    "cluster_id",
-)
+    def take_property(self, name: str, value: Any) -> None:
+        # pamqp's default for `cluster_id` is the empty string.
+        if value is not None and not (name == "cluster_id" and value == ""):
+            self.properties[name] = value
 
 
 def read_with_pamqp(data: bytes) -> Sent:
@@ -89,15 +81,11 @@ def read_with_pamqp(data: bytes) -> Sent:
         at += count
         sent.channels.add(channel)
         if isinstance(decoded, pamqp.commands.Basic.Publish):
-            sent.exchange, sent.routing_key = decoded.exchange, decoded.routing_key
-            sent.mandatory, sent.immediate = decoded.mandatory, decoded.immediate
+            sent.take_publish(decoded)
         elif isinstance(decoded, pamqp.header.ContentHeader):
             sent.body_size = decoded.body_size
             for name in PROPERTIES:
-                value = getattr(decoded.properties, "message_type" if name == "type" else name)
-                # pamqp's default for this property is the empty string.
-                if value is not None and not (name == "cluster_id" and value == ""):
-                    sent.properties[name] = value
+                sent.take_property(name, getattr(decoded.properties, "message_type" if name == "type" else name))
         else:
             assert isinstance(decoded, pamqp.body.ContentBody)
             sent.chunks.append(decoded.value)
@@ -112,16 +100,12 @@ def read_with_pika(data: bytes) -> Sent:
         assert isinstance(decoded, pika.frame.Frame)
         sent.channels.add(decoded.channel_number)
         if isinstance(decoded, pika.frame.Method):
-            publish = decoded.method
-            assert isinstance(publish, pika.spec.Basic.Publish)
-            sent.exchange, sent.routing_key = publish.exchange, publish.routing_key
-            sent.mandatory, sent.immediate = publish.mandatory, publish.immediate
+            assert isinstance(decoded.method, pika.spec.Basic.Publish)
+            sent.take_publish(decoded.method)
         elif isinstance(decoded, pika.frame.Header):
             sent.body_size = decoded.body_size
             for name in PROPERTIES:
-                value = getattr(decoded.properties, name)
-                if value is not None and not (name == "cluster_id" and value == ""):
-                    sent.properties[name] = value
+                sent.take_property(name, getattr(decoded.properties, name))
         else:
             assert isinstance(decoded, pika.frame.Body)
             sent.chunks.append(decoded.fragment)
@@ -203,23 +187,7 @@ MESSAGES = st.builds(
 )
 
 
-ALL_PROPERTIES = Message(
-    b"body",
-    content_type="application/json",
-    content_encoding="gzip",
-    headers={"k": 1, "nested": {"list": [1, "two", None, True]}},
-    delivery_mode=1,
-    priority=9,
-    correlation_id="correlation",
-    reply_to="reply",
-    expiration="60000",
-    message_id="id",
-    timestamp=1_357_017_300,
-    type="flight",
-    user_id="guest",
-    app_id="app",
-    cluster_id="cluster",
-)
+ALL_PROPERTIES = Message(b"body", **PROPERTIES)
 
 
 def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: int | None) -> list[bytes]:

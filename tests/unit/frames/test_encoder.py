@@ -26,11 +26,11 @@ from qflow_client.amqp.frames import (
     flow_ok,
 )
 from qflow_client.message import Message
+from tests.unit.messages import PROPERTIES
 
 from .support import (
     ALL_PROPERTIES,
     MESSAGES,
-    PROPERTIES,
     SHORT,
     as_pamqp_reads,
     as_pika_reads,

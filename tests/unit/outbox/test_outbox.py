@@ -22,6 +22,7 @@ from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, 
 from qflow_client.database import LockFile
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
+from tests.unit.messages import PROPERTIES
 
 from .support import change, crash
 
@@ -76,23 +77,8 @@ def test_the_outbox_does_not_reuse_sequence_numbers_even_if_it_is_empty(path: Pa
 
 
 def test_a_message_is_read_from_the_outbox_exactly_as_it_was_put(path: Path) -> None:
-    message = Message(
-        b"body",
-        content_type="text/plain",
-        content_encoding="utf-8",
-        headers={"k": [1, "two", {"three": None}], "float": 1.5, "true": True, "raw": b"raw", "d": Decimal("1.5")},
-        delivery_mode=1,
-        priority=3,
-        correlation_id="c",
-        reply_to="r",
-        expiration="1000",
-        message_id="own",
-        timestamp=datetime(2026, 1, 2, tzinfo=UTC),
-        type="t",
-        user_id="u",
-        app_id="a",
-        cluster_id="cl",
-    )
+    headers = {"k": [1, "two", {"three": None}], "float": 1.5, "true": True, "raw": b"raw", "d": Decimal("1.5")}
+    message = Message(b"body", **PROPERTIES | {"headers": headers, "timestamp": datetime(2026, 1, 2, tzinfo=UTC)})
     before = time.time()
     with Outbox(path) as outbox:
         outbox.put(message, "exchange", "routing.key", "other")
