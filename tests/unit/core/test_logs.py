@@ -15,9 +15,12 @@ from qflow_client.core.reporting import is_logged, log_entry
 
 from .support import make
 
+#: A function that adds a log handler: the argument is called with every record.
+Handle = Callable[[Callable[[logging.LogRecord], object]], None]
+
 
 @pytest.fixture
-def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]]:
+def handle() -> Iterator[Handle]:
     """Handle every record with a function."""
     handlers: list[logging.Handler] = []
 
@@ -33,9 +36,7 @@ def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]
         logs.logger.removeHandler(handler)
 
 
-def test_log_records_are_handled_in_order_on_a_separate_thread(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None],
-) -> None:
+def test_log_records_are_handled_in_order_on_a_separate_thread(handle: Handle) -> None:
     seen: list[tuple[str, str, str]] = []
     handle(lambda record: seen.append((record.levelname, record.getMessage(), threading.current_thread().name)))
     logs.write_log([log_entry(logging.WARNING, "one of %d", 2), log_entry(logging.INFO, "two")])
@@ -43,9 +44,7 @@ def test_log_records_are_handled_in_order_on_a_separate_thread(
     assert seen == [("WARNING", "one of 2", "qflow-log"), ("INFO", "two", "qflow-log")]
 
 
-def test_a_log_record_names_the_thread_that_logged_it(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None],
-) -> None:
+def test_a_log_record_names_the_thread_that_logged_it(handle: Handle) -> None:
     seen: list[logging.LogRecord] = []
     handle(seen.append)
     error = ValueError("a mistake")
@@ -87,9 +86,7 @@ def test_an_entry_is_logged_exactly_if_the_logging_configuration_enables_its_lev
         logger.setLevel(before)
 
 
-def test_a_log_record_names_the_file_function_and_line_that_logged_it(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None],
-) -> None:
+def test_a_log_record_names_the_file_function_and_line_that_logged_it(handle: Handle) -> None:
     seen: list[logging.LogRecord] = []
     handle(seen.append)
     reports = make().reports
@@ -103,9 +100,7 @@ def test_a_log_record_names_the_file_function_and_line_that_logged_it(
     assert [(each.pathname, each.funcName, each.lineno) for each in seen] == [(__file__, here.f_code.co_name, line)] * 2
 
 
-def test_log_records_below_the_enabled_level_are_not_created(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_records_below_the_enabled_level_are_not_created(handle: Handle, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "qflow_client")
     seen: list[logging.LogRecord] = []
     handle(seen.append)
@@ -115,7 +110,7 @@ def test_log_records_below_the_enabled_level_are_not_created(
 
 
 def test_if_a_log_handler_is_stuck_waiting_records_are_bounded_and_further_records_are_counted(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_MOST", 5)
     stuck, go_on = threading.Event(), threading.Event()
@@ -139,7 +134,7 @@ def test_if_a_log_handler_is_stuck_waiting_records_are_bounded_and_further_recor
 
 
 def test_ctrl_c_while_the_logging_thread_starts_loses_no_later_record(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_thread: threading.Thread) -> None:
         raise KeyboardInterrupt
@@ -158,7 +153,7 @@ def test_ctrl_c_while_the_logging_thread_starts_loses_no_later_record(
 
 
 def test_a_log_handler_that_flushes_the_logs_does_not_wait_for_itself(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Quick(threading.Thread):
         def start(self) -> None:
@@ -181,9 +176,7 @@ def test_a_log_handler_that_flushes_the_logs_does_not_wait_for_itself(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system does not have")
-def test_a_forked_child_process_logs_its_own_records(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None],
-) -> None:
+def test_a_forked_child_process_logs_its_own_records(handle: Handle) -> None:
     reading, writing = os.pipe()
     handle(lambda record: os.write(writing, record.getMessage().encode()))
     logs.log(logging.INFO, "parent ")

@@ -21,6 +21,8 @@ from tests.effort import rounds
 PATIENCE = 20.0
 IDS = st.sampled_from("abcdefgh")
 
+Make = Callable[..., Deduplicator]
+
 
 @pytest.fixture(params=["in memory", "on disk"])
 def make(request, tmp_path: Path):
@@ -51,7 +53,7 @@ def handle(deduplicator: Deduplicator, message_id: str | None, *, fails: bool = 
     return is_first
 
 
-def test_the_deduplicator_handles_a_message_once_and_drops_all_copies(make: Callable[..., Deduplicator]) -> None:
+def test_the_deduplicator_handles_a_message_once_and_drops_all_copies(make: Make) -> None:
     deduplicator = make()
     assert [handle(deduplicator, each) for each in "abab"] == [True, True, False, False]
     assert "a" in deduplicator
@@ -59,9 +61,7 @@ def test_the_deduplicator_handles_a_message_once_and_drops_all_copies(make: Call
     assert len(deduplicator) == 2
 
 
-def test_the_deduplicator_lets_a_message_whose_handler_failed_be_handled_again(
-    make: Callable[..., Deduplicator],
-) -> None:
+def test_the_deduplicator_lets_a_message_whose_handler_failed_be_handled_again(make: Make) -> None:
     deduplicator = make()
     assert handle(deduplicator, "a", fails=True)
     assert "a" not in deduplicator
@@ -70,24 +70,20 @@ def test_the_deduplicator_lets_a_message_whose_handler_failed_be_handled_again(
 
 
 @pytest.mark.parametrize("message_id", [None, ""])
-def test_the_deduplicator_lets_all_messages_without_an_id_be_handled(
-    make: Callable[..., Deduplicator], message_id: str | None
-) -> None:
+def test_the_deduplicator_lets_all_messages_without_an_id_be_handled(make: Make, message_id: str | None) -> None:
     deduplicator = make()
     assert [handle(deduplicator, message_id) for _ in range(3)] == [True, True, True]
     assert len(deduplicator) == 0
 
 
-def test_the_deduplicator_forgets_the_oldest_ids_beyond_the_maximum_count(make: Callable[..., Deduplicator]) -> None:
+def test_the_deduplicator_forgets_the_oldest_ids_beyond_the_maximum_count(make: Make) -> None:
     deduplicator = make(max_count=2)
     for each in "abc":
         deduplicator.remember(each)
     assert ("a" in deduplicator, "b" in deduplicator, "c" in deduplicator) == (False, True, True)
 
 
-def test_with_look_up_false_a_copy_is_handled_and_its_id_is_remembered_for_later_copies(
-    make: Callable[..., Deduplicator],
-) -> None:
+def test_with_look_up_false_a_copy_is_handled_and_its_id_is_remembered_for_later_copies(make: Make) -> None:
     deduplicator = make()
     assert handle(deduplicator, "a", look_up=False)
     assert handle(deduplicator, "a", look_up=False)
@@ -104,19 +100,11 @@ def test_the_headers_or_the_redelivered_flag_show_that_a_message_may_be_a_second
     assert may_be_second_copy(headers, redelivered) is may
 
 
-def test_a_copy_that_arrives_while_the_first_copy_is_handled_waits_and_is_dropped_if_the_first_succeeds(
-    make: Callable[..., Deduplicator],
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_that_arrives_while_the_first_copy_is_handled_waits_and_is_handled_only_if_the_first_fails(
+    make: Make, fails: bool
 ) -> None:
-    assert copy_while_handling(make(), fails=False) is False
-
-
-def test_a_copy_that_arrives_while_the_first_copy_is_handled_is_handled_if_the_first_fails(
-    make: Callable[..., Deduplicator],
-) -> None:
-    assert copy_while_handling(make(), fails=True) is True
-
-
-def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
+    deduplicator = make()
     results: list[bool] = []
     other = threading.Thread(target=lambda: results.append(handle(deduplicator, "a")))
     try:
@@ -133,12 +121,10 @@ def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
         pass
     other.join(PATIENCE)
     assert not other.is_alive()
-    return results[0]
+    assert results == [fails]
 
 
-def test_a_thread_that_handles_a_message_inside_the_handler_of_the_same_message_gets_an_error(
-    make: Callable[..., Deduplicator],
-) -> None:
+def test_a_thread_that_handles_a_message_inside_the_handler_of_the_same_message_gets_an_error(make: Make) -> None:
     deduplicator = make()
     with (
         deduplicator.first_time("a"),
@@ -149,9 +135,7 @@ def test_a_thread_that_handles_a_message_inside_the_handler_of_the_same_message_
     assert not handle(deduplicator, "a")
 
 
-def test_coroutines_that_wait_for_the_handler_of_a_copy_do_not_block_their_event_loop(
-    make: Callable[..., Deduplicator],
-) -> None:
+def test_coroutines_that_wait_for_the_handler_of_a_copy_do_not_block_their_event_loop(make: Make) -> None:
     deduplicator = make()
 
     async def consume(fails: bool) -> bool:
@@ -176,7 +160,7 @@ def test_coroutines_that_wait_for_the_handler_of_a_copy_do_not_block_their_event
     assert asyncio.run(main()) == [True, True, False]
 
 
-def test_a_coroutine_waits_for_a_thread_that_handles_a_copy_of_its_message(make: Callable[..., Deduplicator]) -> None:
+def test_a_coroutine_waits_for_a_thread_that_handles_a_copy_of_its_message(make: Make) -> None:
     deduplicator = make()
     may_end = threading.Event()
     has_begun = threading.Event()
@@ -205,7 +189,7 @@ def test_a_coroutine_waits_for_a_thread_that_handles_a_copy_of_its_message(make:
     thread.join(PATIENCE)
 
 
-def test_of_many_threads_exactly_one_handles_each_message(make: Callable[..., Deduplicator]) -> None:
+def test_of_many_threads_exactly_one_handles_each_message(make: Make) -> None:
     deduplicator = make()
     handled: list[str] = []
 
