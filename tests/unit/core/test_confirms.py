@@ -248,14 +248,6 @@ def test_a_message_that_is_returned_twice_settles_as_returned() -> None:
     assert protocol.window.used == 0
 
 
-def test_a_message_that_is_returned_and_then_nacked_settles_as_nacked() -> None:
-    protocol = make()
-    receipt = publish(protocol)
-    returned(protocol, receipt.message_id)
-    protocol.on_nack(1, False, 0.0)
-    assert receipt.outcome is Outcome.NACKED
-
-
 # Without confirms.
 
 

@@ -17,7 +17,7 @@ from qflow_client import (
     ProducerClosed,
 )
 
-from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, publish, publish_many, returned, send, wait, write
+from .support import FRAME_MAX, drain, holds, logged, make, publish, publish_many, returned, send, wait, write
 
 PUBLISH = (60, 40)
 
@@ -39,14 +39,6 @@ def test_a_lost_connection_settles_written_messages_as_unknown_and_unwritten_mes
     assert protocol.limits.byte_window is not None
     assert protocol.limits.byte_window.used == 0
     assert protocol.unwritten == 0
-
-
-def test_a_lost_connection_settles_a_half_written_message_of_many_frames_as_unknown() -> None:
-    protocol = make()
-    receipt = send(protocol, b"x" * 3 * MAX_BODY)
-    write(protocol, MAX_BODY * 2)
-    protocol.connection_lost("reset by peer", 1.0)
-    assert receipt.outcome is Outcome.UNKNOWN
 
 
 def test_messages_that_were_acked_or_nacked_before_the_end_of_the_connection_keep_their_outcome() -> None:
@@ -161,15 +153,6 @@ def test_with_on_disconnect_fail_no_message_is_resent_on_a_new_channel() -> None
     assert protocol.wants_channel
 
 
-def test_if_a_publish_closes_the_channel_the_only_message_without_an_answer_is_rejected() -> None:
-    protocol = make()
-    receipts = [send(protocol), send(protocol)]
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
-    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
-    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED]
-
-
 def test_a_channel_close_that_basic_publish_did_not_cause_rejects_no_message() -> None:
     protocol = make()
     receipt = publish(protocol)
@@ -208,14 +191,6 @@ def test_without_confirms_a_channel_close_rejects_no_message() -> None:
     write(protocol, protocol.unwritten - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)
     assert half.outcome is Outcome.REJECTED
-
-
-def test_a_channel_close_can_reject_a_half_written_message() -> None:
-    protocol = make()
-    receipt = send(protocol, b"x" * 3 * MAX_BODY)
-    write(protocol, MAX_BODY)
-    protocol.channel_closed(403, "ACCESS_REFUSED", PUBLISH, 1.0)
-    assert receipt.outcome is Outcome.REJECTED
 
 
 def test_a_channel_close_with_no_message_in_flight_fails_no_message() -> None:

@@ -307,12 +307,6 @@ def test_a_producer_that_replaces_another_one_reports_only_holds_that_differ_bet
     ]
 
 
-def test_a_producer_without_event_listeners_creates_no_flow_events() -> None:
-    protocol = make()
-    protocol.on_flow(False, 1.0)
-    assert protocol.reports.events is None
-
-
 def test_the_flow_state_shows_the_start_the_count_and_the_duration_of_each_hold() -> None:
     protocol = make(wall_offset=1000.0, opened=False)
     protocol.channel_opened(1, 4096, 2.0)

@@ -165,18 +165,6 @@ def test_waiting_senders_are_admitted_after_all_nacked_messages_were_retried() -
     assert left(protocol) == [b"2", b"3", b"4"]
 
 
-def test_a_flush_waits_for_nacked_messages_that_will_be_retried() -> None:
-    protocol = patient()
-    three(protocol)
-    assert protocol.waiters.when_flushed("me")
-    protocol.on_nack(1, False, 0.0)
-    protocol.on_ack(3, True, 0.0)
-    assert protocol.reports.wake == []
-    protocol.on_timer(1.0)
-    write_and_ack(protocol, 4, 1.0)
-    assert protocol.reports.wake == ["me"]
-
-
 def test_a_message_that_is_returned_and_then_nacked_is_not_retried() -> None:
     protocol = patient()
     receipts = three(protocol)
@@ -295,21 +283,6 @@ def test_E1_nacked_messages_are_resent_before_younger_messages_that_were_lost_wi
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_flush_waits_for_a_nacked_message_and_for_younger_messages_that_are_resent_after_it() -> None:
-    protocol = patient(capacity=20)
-    three(protocol)
-    protocol.on_nack(1, False, 0.0)
-    assert protocol.waiters.when_flushed("me")
-    reconnect(protocol, 0.5, 1.0)
-    assert left(protocol, 1.0) == [b"1"]
-    protocol.on_ack(1, False, 1.0)
-    assert left(protocol) == [b"2", b"3"]
-    protocol.on_ack(2, False, 1.0)
-    assert protocol.reports.wake == []
-    protocol.on_ack(3, False, 1.0)
-    assert protocol.reports.wake == ["me"]
-
-
 def test_a_message_that_is_resent_counts_only_once_as_admitted() -> None:
     protocol = patient()
     protocol.reports.events = []
@@ -332,13 +305,6 @@ def test_messages_that_wait_for_a_retry_settle_as_nacked_when_the_producer_ends(
     protocol.connection_lost("the producer is closed", 0.5)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert "refused" not in holds(protocol)
-
-
-def test_without_retries_a_nack_settles_the_message_immediately() -> None:
-    protocol = make()
-    receipts = three(protocol)
-    protocol.on_nack(3, True, 0.0)
-    assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
 
 
 @pytest.mark.parametrize(

@@ -207,15 +207,6 @@ def test_a_flush_after_a_lost_connection_waits_only_for_messages_admitted_before
     assert protocol.unsettled == 1
 
 
-def test_a_flush_ends_when_the_end_of_the_connection_settles_its_last_message() -> None:
-    protocol = make()
-    receipt = publish(protocol)
-    returned(protocol, receipt.message_id)
-    assert protocol.waiters.when_flushed("me")
-    lose(protocol)
-    assert protocol.reports.wake == ["me"]
-
-
 def test_a_resent_message_with_headers_too_large_for_the_new_broker_is_settled_and_all_others_are_sent() -> None:
     protocol = make()
     large = Message(b"", headers={"k": "v" * (FRAME_MAX - 200)})

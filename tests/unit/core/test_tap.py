@@ -470,12 +470,6 @@ def test_any_bytes_as_content_header_of_a_basic_return_are_accepted_or_raise_fra
         pass
 
 
-def test_bytes_that_are_not_amqp_frames_raise_frame_error() -> None:
-    tap, _ = attached()
-    with pytest.raises(FrameError):
-        tap.received(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
-
-
 CONNECTION_CLOSE = encode(Connection.Close(320, "CONNECTION_FORCED - bye", 0, 0), 0)
 BROKEN = {
     "no frame": b"HTTP/1.1",

@@ -60,15 +60,6 @@ def test_a_limiter_without_room_for_an_element_closes_the_gate_and_its_kind_is_t
     assert controller.gate.seconds_held(2.0) == {"capacity": 1.0}
 
 
-def test_an_element_that_try_acquire_does_not_admit_uses_no_capacity() -> None:
-    window = WindowLimiter(1)
-    controller = occupied(window, 1)
-    for _ in range(3):
-        controller.try_acquire(1, 0.0)
-    assert window.used == 1
-    assert controller.gate.times_closed == 1
-
-
 def test_F4_a_later_element_does_not_overtake_a_waiting_element() -> None:
     controller = occupied(WindowLimiter(1), 1)
     first, second = line_up(controller, 1, 1)
@@ -144,14 +135,6 @@ def test_try_acquire_lifts_the_outdated_hold_of_the_limiter_even_if_the_gate_has
     assert kinds(controller) == ["paused"]
 
 
-def test_a_controller_with_a_given_gate_obeys_holds_that_other_code_raises() -> None:
-    gate = Gate()
-    controller = FlowController(WindowLimiter(1), gate=gate)
-    assert controller.gate is gate
-    gate.hold("channel_flow", now=0.0)
-    assert not controller.try_acquire(1, 0.0)
-
-
 def test_the_hold_of_one_limiter_replaces_the_hold_of_another_without_opening_the_gate() -> None:
     rate = RateLimiter(1.0)
     controller = FlowController(CompositeLimiter([WindowLimiter(1), rate]))
@@ -190,14 +173,6 @@ def test_F4_the_hold_of_a_full_limiter_remains_as_long_as_elements_wait() -> Non
     assert controller.grant(4.0) is None
     assert seen == [True, False]
     assert controller.gate.times_closed == 1
-
-
-def test_admitting_the_last_waiting_element_opens_the_gate_if_there_is_room_left() -> None:
-    controller = occupied(WindowLimiter(2), 1, 1)
-    (ticket,) = line_up(controller, 1)
-    controller.release(2, 2)
-    assert controller.grant(1.0) is ticket
-    assert controller.gate.is_open
 
 
 def test_F2_ready_at_returns_the_time_at_which_the_rate_limiter_admits_the_first_waiting_element() -> None:
@@ -605,13 +580,6 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
-
-
-@pytest.mark.parametrize("limiter", [WindowLimiter(1), SizeLimiter(1)], ids=["window", "size"])
-def test_releasing_an_element_that_was_never_added_raises_an_error(limiter: Limiter) -> None:
-    controller = FlowController(limiter)
-    with pytest.raises(ValueError, match="cannot leave"):
-        controller.release(1)
 
 
 # In front of the line, and after an interrupted step.

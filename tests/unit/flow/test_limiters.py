@@ -202,14 +202,6 @@ def test_a_rate_limiter_rejects_an_invalid_burst_at_construction_and_on_assignme
     assert limiter.burst == 7
 
 
-def test_F6_after_the_rate_is_raised_waits_are_computed_with_the_higher_rate() -> None:
-    limiter = RateLimiter(1 / 1024)
-    limiter.add(1, 0.0)
-    assert limiter.ready_at(1, 0.0) == 1024.0
-    limiter.rate = 2.0
-    assert limiter.ready_at(1, 0.0) == 0.5
-
-
 def test_F6_after_the_rate_is_lowered_the_burst_refills_at_the_lower_rate() -> None:
     limiter = RateLimiter(1024.0, burst=1024)
     for _ in range(1024):

@@ -80,12 +80,6 @@ def test_F4_two_sources_of_equal_weight_are_served_alternately_however_many_tick
     assert served_sources(line, 9) == "abcabaaaa"
 
 
-def test_F4_a_source_of_weight_3_beside_one_of_weight_1_gets_three_of_four_turns() -> None:
-    line = WeightedLine({"a": 3})
-    push(line, "bbbb" + "a" * 12)
-    assert Counter(served_sources(line, 12)) == {"a": 9, "b": 3}
-
-
 def test_F4_a_source_that_arrives_late_gets_no_extra_turns_for_the_time_before() -> None:
     line = WeightedLine()
     push(line, "a" * 10)

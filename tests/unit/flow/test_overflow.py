@@ -436,22 +436,6 @@ def test_F3_forward_without_a_held_controller_only_offers_the_element_to_the_nex
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_each_of_two_following_controllers_frees_only_its_own_elements_in_the_previous_controller() -> None:
-    upstream = SizeLimiter(10)
-    above, source = FlowController(upstream), Source()
-    left, right = FlowController(SizeLimiter(1)), FlowController(SizeLimiter(1))
-    for size in (3, 4):
-        above.try_acquire(size, 0.0)
-    assert source.forward(3, left, 0.0, held=above)
-    assert source.forward(4, right, 0.0, held=above)
-    left.release(3)
-    assert upstream.used == 4
-    assert source.is_blocked
-    right.release(4)
-    assert upstream.used == 0
-    assert not source.is_blocked
-
-
 def test_F3_backpressure_in_a_chain_of_controllers_reaches_the_first_and_is_released_from_the_last() -> None:
     limiters = [WindowLimiter(1) for _ in range(3)]
     chain = [FlowController(limiter) for limiter in limiters]

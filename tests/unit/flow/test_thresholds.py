@@ -33,12 +33,6 @@ def test_C1_the_state_turns_on_only_above_the_stop_count_or_the_stop_size(unit: 
     assert depth(StopResume(**{f"stop_{unit}": 900, f"resume_{unit}": 500}), **{unit: value}).on is on
 
 
-def test_C1_at_the_stop_threshold_the_state_stays_off_and_the_next_message_turns_the_state_on() -> None:
-    queue = depth(StopResume(stop_count=3, resume_count=2), 0)
-    assert [queue.add(10, 0.0) for _ in range(5)] == [False, False, False, True, True]
-    assert queue.times_on == 1
-
-
 def test_C1_one_byte_more_than_the_stop_size_turns_the_state_on() -> None:
     queue = depth(StopResume(stop_size=100, resume_size=50), 0)
     assert not queue.add(100, 0.0)

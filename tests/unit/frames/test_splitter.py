@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from qflow_client.amqp.frames import (
     BODY_FRAME,
     FRAME_OVERHEAD,
-    HEADER_FRAME,
-    HEARTBEAT_FRAME,
     METHOD_FRAME,
     FrameError,
     FrameSplitter,
@@ -72,15 +70,6 @@ def test_an_unknown_frame_type_raises_an_error_as_soon_as_the_type_byte_arrives(
             splitter = FrameSplitter()
             with pytest.raises(FrameError, match=f"frame type {kind} does not exist in AMQP"):
                 feed(splitter, before + bad[:size])
-
-
-@pytest.mark.parametrize("kind", [METHOD_FRAME, HEADER_FRAME, BODY_FRAME, HEARTBEAT_FRAME])
-def test_the_type_byte_of_every_known_frame_type_is_accepted(kind: int) -> None:
-    whole = frame(kind, 1, b"good")
-    for size in range(len(whole)):
-        splitter = FrameSplitter()
-        assert feed(splitter, whole[:size]) == []
-        assert feed(splitter, whole[size:]) == [(kind, 1, b"good")]
 
 
 def test_a_frame_without_a_frame_end_byte_in_the_right_place_raises_an_error() -> None:
