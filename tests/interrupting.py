@@ -6,11 +6,14 @@ import dis
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import pytest
 
 import qflow_client
 from tests.effort import EFFORT
@@ -42,9 +45,18 @@ def _instructions(code: CodeType) -> dict[int, str]:
     return instructions if code.co_flags & _IS_RESUMED or "JUMP_BACKWARD" in instructions.values() else {}
 
 
-def press() -> None:
+def press(*_: object) -> None:
     """Do the same as Python's default handler for Ctrl-C."""
     raise KeyboardInterrupt
+
+
+@contextmanager
+def pressed_in(owner: object, name: str) -> Iterator[None]:
+    """Run a block in which Ctrl-C comes instead of each call of the function `name` of `owner`. It must come."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, press)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def interrupted(

@@ -27,6 +27,18 @@ def bodies(content: bytes, format: Format) -> list[bytes]:
     return [r.message.body if isinstance(r.message, Message) else r.message for r in read(content, format)]
 
 
+def write(path: Path, content: bytes) -> Path:
+    """Write a file, compressed as its extension says, and return its path."""
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("folder/inside.csv", content)
+    else:
+        path.write_bytes(content)
+    return path
+
+
 @pytest.mark.parametrize(
     ("name", "format"),
     [
@@ -124,14 +136,7 @@ def test_an_invalid_record_raises_an_error_that_names_file_and_line(
 @pytest.mark.parametrize("name", ["plain.csv", "packed.csv.gz", "packed.zip"])
 def test_compressed_files_are_decompressed_by_extension_and_report_how_much_was_read(tmp_path: Path, name: str) -> None:
     content = b"n\n" + b"".join(b"%d\n" % n for n in range(1000))
-    path = tmp_path / name
-    if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(content))
-    elif name.endswith(".zip"):
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("folder/inside.csv", content)
-    else:
-        path.write_bytes(content)
+    path = write(tmp_path / name, content)
     with RecordSource(str(path), None, io.BytesIO()) as source:
         assert source.size == path.stat().st_size
         records = list(source)
@@ -225,17 +230,6 @@ RECORDS = {
     Format.JSONL: b'\xef\xbb\xbf{"n": 1}\n\n  {"n": 2}\n{"n": 3}\r\n\n',
     Format.CSV: b'\xef\xbb\xbfn,name\n\n1,"A\n\n\xc3\xa5se"\n\n2,"Bo, the\nsecond"\r\n3,C\n',
 }
-
-
-def write(path: Path, content: bytes) -> Path:
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(content))
-    elif path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("inside", content)
-    else:
-        path.write_bytes(content)
-    return path
 
 
 def resumed(path: Path, format: Format, place: Place) -> list[Record]:

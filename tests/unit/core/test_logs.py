@@ -12,6 +12,7 @@ import pytest
 
 from qflow_client import logs
 from qflow_client.core.reporting import is_logged, log_entry
+from tests.interrupting import pressed_in
 
 from .support import make
 
@@ -136,16 +137,11 @@ def test_if_a_log_handler_is_stuck_waiting_records_are_bounded_and_further_recor
 def test_ctrl_c_while_the_logging_thread_starts_loses_no_later_record(
     handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(logs, "_writer", logs._Writer())
     seen: list[str] = []
     handle(lambda record: seen.append(record.getMessage()))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            logs.log(logging.INFO, "first")
+    with pressed_in(threading.Thread, "start"):
+        logs.log(logging.INFO, "first")
     logs.log(logging.INFO, "second")
     assert logs._writer._thread is not None
     assert logs.flush_logs(20)

@@ -16,7 +16,7 @@ from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.receipt import Outcome
 from qflow_client.recovery import Backoff
 from tests.effort import EFFORT
-from tests.interrupting import EVERY, each_interrupt
+from tests.interrupting import EVERY, each_interrupt, pressed_in
 
 from .support import CHANNEL, FRAME_MAX, Wire, drain, make, publish, reconnect, returned, send, wait, wire, write
 
@@ -282,17 +282,12 @@ def test_E2_every_message_is_settled_and_reported_once_even_if_ctrl_c_interrupts
     ids=["acks", "advance", "write"],
 )
 def test_E2_the_next_call_of_any_producer_method_completes_a_call_that_ctrl_c_interrupted(
-    follow: Callable[[ProducerProtocol], object], monkeypatch: pytest.MonkeyPatch
+    follow: Callable[[ProducerProtocol], object],
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     life = Life(told=False)
     # The window is set, but the rest of the call has not been done.
-    with monkeypatch.context() as patched:
-        patched.setattr(SendLine, "grant", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            life.protocol.set_capacity(8, 1.0)
+    with pressed_in(SendLine, "grant"):
+        life.protocol.set_capacity(8, 1.0)
     assert not any(ticket.decided for ticket in life.tickets)
     follow(life.protocol)
     assert all(ticket.decided for ticket in life.tickets)
@@ -322,20 +317,13 @@ def test_E2_if_ctrl_c_interrupts_the_handling_of_a_basic_return_the_message_stil
         assert receipt._outcome is Outcome.RETURNED
 
 
-def test_E2_a_retry_that_ctrl_c_interrupts_before_it_is_written_is_written_by_the_next_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
+def test_E2_a_retry_that_ctrl_c_interrupts_before_it_is_written_is_written_by_the_next_call() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
     publish(protocol, b"refused")
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(Unconfirmed, "make", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            protocol.data_to_write(1 << 20)
+    with pressed_in(Unconfirmed, "make"):
+        protocol.data_to_write(1 << 20)
     assert [message.body for message in wire(drain(protocol, 1.0)).messages] == [b"refused"]
 
 

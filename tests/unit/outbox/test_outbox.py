@@ -31,11 +31,6 @@ PATIENCE = 20.0
 SOON = 6.0
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "outbox"
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():

@@ -21,11 +21,6 @@ from .test_store_interrupts import MODULES
 ROWS = "orders.csv"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "outbox"
-
-
 def put(outbox: Outbox, value: int | str, source: str = ROWS) -> int:
     return outbox.put(f"{value}".encode(), "", "q", f"id-{value}"[:60], position=Position(source, value))
 

@@ -36,11 +36,6 @@ def _every_outbox_is_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         outbox.close()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "outbox"
-
-
 def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 

@@ -13,7 +13,7 @@ from qflow_client.core.tickets import SendTicket
 from qflow_client.core.waiters import Waiters
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
-from tests.interrupting import EVERY, each_interrupt, interrupted
+from tests.interrupting import EVERY, each_interrupt, interrupted, pressed_in
 from tests.unit.core.support import Wire, place
 
 from .support import Kept, leave
@@ -34,11 +34,6 @@ MODULES = (
     "waiters.py",
 )
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "outbox"
 
 
 @pytest.fixture(autouse=True)
@@ -162,21 +157,16 @@ def test_messages_on_disk_are_read_once_and_in_order_even_if_ctrl_c_interrupts_t
 
 
 def test_E2_a_flush_ends_even_if_ctrl_c_comes_while_its_messages_are_removed_from_disk(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.send(b"before")
     for body in (b"0", b"1"):
         kept.send(body, spills=True)
     kept.turn()
     assert kept.protocol.waiters.when_flushed("flush")
-    with monkeypatch.context() as patched:
-        patched.setattr(Waiters, "add_settled", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            kept.protocol.set_capacity(3, kept.now)
+    with pressed_in(Waiters, "add_settled"):
+        kept.protocol.set_capacity(3, kept.now)
     assert all_gets_out(kept) == [b"before", b"0", b"1"]
     assert "flush" in kept.woken
     kept.outbox.close()
