@@ -95,16 +95,6 @@ def test_a_message_stays_marked_as_a_second_copy_if_the_connection_is_lost_again
     assert receipt.outcome is Outcome.CONFIRMED
 
 
-def test_without_a_reconnect_written_messages_settle_as_unknown_and_unwritten_messages_as_failed() -> None:
-    protocol = make()
-    written = publish(protocol)
-    unwritten = send(protocol)
-    lose(protocol)
-    protocol.connection_lost("given up", 2.0)
-    assert (written.outcome, unwritten.outcome) == (Outcome.UNKNOWN, Outcome.FAILED)
-    assert protocol.closed == "given up"
-
-
 def test_a_closing_producer_resends_unsettled_messages_and_then_needs_no_connection() -> None:
     protocol = make()
     receipt = publish(protocol)

@@ -231,7 +231,7 @@ def test_D5_the_package_has_one_flow_manager_for_the_process() -> None:
         ("ex", "key", 313, ""),
     ],
 )
-def test_sending_an_unsupported_type_raises_an_error_that_names_the_accepted_types(
+def test_the_error_of_a_message_returned_for_lack_of_a_queue_says_how_to_get_one(
     exchange: str, key: str, code: int, words: str
 ) -> None:
     made = Receipt(b"body", Route(1, exchange, key, True), "p-")

@@ -92,15 +92,6 @@ def test_when_the_first_waiting_element_is_withdrawn_the_element_after_it_is_adm
     assert controller.waiting == 0
 
 
-def test_the_hold_for_a_withdrawn_element_ends_when_a_later_element_fits() -> None:
-    controller = occupied(SizeLimiter(10), 6)
-    (large,) = line_up(controller, 5)
-    assert kinds(controller) == ["capacity"]
-    controller.leave_line(large)
-    assert controller.try_acquire(4, 1.0)
-    assert controller.gate.is_open
-
-
 def test_a_controller_whose_gate_has_a_hold_of_another_kind_admits_nothing() -> None:
     controller = FlowController(WindowLimiter(5))
     controller.gate.hold("paused", now=0.0)
@@ -210,12 +201,6 @@ def test_grant_without_a_waiting_element_raises_no_hold_even_if_the_window_is_fu
     controller = occupied(WindowLimiter(1), 1)
     assert controller.grant(0.0) is None
     assert controller.gate.is_open
-
-
-def test_ready_at_returns_none_for_an_element_that_waits_for_a_full_window() -> None:
-    controller = occupied(WindowLimiter(1), 1)
-    line_up(controller, 1)
-    assert controller.ready_at(100.0) is None
 
 
 def test_the_method_look_lifts_an_outdated_hold_if_no_element_waits() -> None:

@@ -144,13 +144,6 @@ def test_F2_by_size_an_element_larger_than_the_burst_passes_when_the_bucket_is_f
     assert limiter.ready_at(1, 1.5) == pytest.approx(1.5 + 3.1)
 
 
-def test_F3_an_element_added_before_the_rate_allows_it_overflows_and_delays_the_next_element() -> None:
-    limiter = RateLimiter(1.0)
-    assert not limiter.add(1, 0.0)
-    assert limiter.add(1, 0.5)
-    assert limiter.ready_at(1, 0.5) == 2.0
-
-
 def test_F3_a_rate_limiter_lets_sources_continue_when_its_token_count_is_no_longer_negative() -> None:
     limiter = RateLimiter(2.0, burst=3)
     for _ in range(3):
