@@ -67,9 +67,10 @@ def make_broker(stack: ExitStack, wire: Wire) -> Callable[..., Broker]:
     """A function that creates a broker with a queue ``q``, from the broker's settings and the queue's arguments."""
 
     def make(*, arguments: dict[str, object] | None = None, **options: Any) -> Broker:
-        broker = stack.enter_context(Broker(**({"trace": wire} | options)))
+        broker = Broker(**({"trace": wire} | options))
+        # A producer that waits for this broker finds the queue, however early it connects.
         broker.declare_queue("q", arguments=arguments)
-        return broker
+        return stack.enter_context(broker)
 
     return make
 

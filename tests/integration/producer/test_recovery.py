@@ -56,9 +56,10 @@ def marked(broker: Broker) -> list[bool]:
 
 
 def begin(stack: ExitStack, **options: Any) -> Broker:
-    broker = stack.enter_context(Broker(**({"port": unused_port()} | options)))
+    broker = Broker(**({"port": unused_port()} | options))
+    # A producer that waits for this broker finds the queue, however early it connects.
     broker.declare_queue("q")
-    return broker
+    return stack.enter_context(broker)
 
 
 @pytest.fixture
