@@ -70,10 +70,15 @@ class SendTicket(Ticket):
         return self._claims[0] is for_sender
 
     @property
+    def is_admitted(self) -> bool:
+        """Whether the message was admitted or put into the outbox. Any thread can read this, even outside a step."""
+        receipt = self.receipt
+        return receipt is not None and receipt._number > 0
+
+    @property
     def decided(self) -> bool:
         """Whether the message was admitted or put into the outbox, got an error, or was withdrawn."""
-        receipt = self.receipt
-        return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
+        return self.is_admitted or self.error is not None or self.cancelled
 
     def flowed_error(
         self, kind: type[_FlowedError], holds: Sequence[Hold], waited: float, advice: str = ""

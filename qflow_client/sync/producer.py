@@ -204,7 +204,11 @@ class Producer(BaseProducer[SyncReceipt]):
         timeout = limit_of(timeout, self.settings)
         deadline = deadline_of(timeout)
         cannot_wait = self._cannot_wait(timeout)
-        receipt = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
+        if cannot_wait is None and self._protocol.line.tickets and self._engine.storage is None:
+            # Other messages wait, so a step that tries to admit this one would be in vain.
+            check_can_wait("send()", payload, exchange, routing_key)
+        else:
+            receipt = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
         if receipt is None:
             receipt = self._engine.send(payload, exchange, routing_key, timeout, source)
         if self._engine.storage is not None:
