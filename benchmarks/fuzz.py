@@ -166,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with atheris.instrument_imports(include=["qflow_client"]):
         feed, seeds = _TARGETS[options.target]()
     if options.input is not None:
-        feed(options.input.read_bytes())
+        if data := options.input.read_bytes():
+            feed(data)
         return
     failures = _ROOT / "build" / "fuzz"
     failures.mkdir(parents=True, exist_ok=True)

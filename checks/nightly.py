@@ -10,8 +10,8 @@ each step. `docs/nightly.md` is created from the records.
 
 Two commits have the same code if they differ only in `docs/`. So a record can be committed without a new run.
 
-A step may print lines such as ``proved: 3,000 kills of producers``. When a part has passed, its numbers are added to
-`docs/nightly/totals.jsonl`, which has a line for each run. The page has their sums.
+A step may print lines such as ``proved: 3,000 kills of producers``. When the step has passed, its numbers are added to
+`docs/nightly/totals.jsonl`, which has a line for each run of a step. The page has their sums.
 """
 
 from __future__ import annotations
@@ -277,6 +277,8 @@ def run_part(name: str) -> Record:
         print(f"    {ended.outcome}, {ended.seconds:.0f} s; {log}", flush=True)
         if ended.outcome != PASSED:
             break
+        # Do this after `save`, so that an interrupted part never adds the same numbers twice.
+        add_to_totals(record)
     return record
 
 
@@ -297,14 +299,13 @@ def proved(text: str) -> dict[str, int]:
 
 
 def add_to_totals(record: Record) -> None:
-    """Add a line with the numbers of a passed part, if it has any."""
-    numbers: Counter[str] = Counter()
-    for step in record.steps:
-        numbers.update(step.get("proved", {}))
-    if numbers:
-        line = {"date": record.date, "commit": record.commit, "part": record.part, "proved": dict(numbers)}
+    """Add a line with the numbers of the last step, if it has any."""
+    step = record.steps[-1]
+    if step["proved"]:
+        line = {"date": record.date, "commit": record.commit, "part": record.part, "step": step["name"]}
+        RECORDS.mkdir(parents=True, exist_ok=True)
         with (RECORDS / TOTALS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"proved": step["proved"]}) + "\n")
 
 
 def render_totals(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -390,7 +391,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = run_part(name)
         save(record, RECORDS)
         if record.passed:
-            add_to_totals(record)
             (UNFINISHED / f"{name}.json").unlink()
         else:
             failed.append(name)

@@ -679,18 +679,16 @@ def _export(context: typer.Context, _as_json: AsJson = False) -> None:
 @admin.command("import")
 def _import(
     context: typer.Context,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="File with the objects; '-' is standard input.", allow_dash=True)
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File with the objects; '-' is standard input.")],
     as_json: AsJson = False,
 ) -> None:
     """Declare all objects of an export, or none of them.
 
     The file was written by `qflow admin export` or exported from RabbitMQ.
     """
-    name = "<stdin>" if str(file) == "-" else str(file)
+    name = "<stdin>" if file == "-" else file
     try:
-        document = json.loads(standard_input().read() if name == "<stdin>" else file.read_text(encoding="utf-8"))
+        document = json.loads(standard_input().read() if file == "-" else Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"{name}: {error.strerror or error}", ExitCode.USAGE) from error
     except (ValueError, RecursionError) as error:

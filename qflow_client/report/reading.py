@@ -138,7 +138,7 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield the unparsed lines that begin in the part, as lists of lines with about 1 MiB each."""
+    """Yield the unparsed lines that begin in the part, as lists of lines. Each list has about 1 MiB."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:

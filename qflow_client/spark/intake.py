@@ -277,7 +277,7 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     intake = Intake(connection, queue, spool, prefetch, limit)
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         intake.run_once(_QUIET_SECONDS)
-        # For each ack the broker delivers one more message. So with a limit, ack the last `prefetch` messages later.
+        # For each ack the broker delivers one more message. So with a limit, the last `prefetch` acks come at the end.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.is_drained():
             break

@@ -10,6 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy import Connection, DateTime, Engine, select, text
 from sqlalchemy import func as sql
@@ -42,6 +45,26 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
     return depth, 0.0 if oldest is None else max(0.0, (oldest[1] - oldest[0]).total_seconds())
 
 
+@contextmanager
+def _limited(connection: Connection) -> Iterator[None]:
+    """Let PostgreSQL end a query after `_LONGEST` seconds. Then the application gets its connection as it was."""
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver: Any = connection.connection.driver_connection
+    # `SET LOCAL` has an effect only in a transaction.
+    was_autocommit = driver.autocommit
+    if was_autocommit:
+        driver.autocommit = False
+    try:
+        connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
+        yield
+    finally:
+        driver.rollback()
+        if was_autocommit:
+            driver.autocommit = True
+
+
 class Backlog:
     """The backlog of one outbox. Any number of readers can share one object."""
 
@@ -70,11 +93,7 @@ class Backlog:
     def _ask(self) -> None:
         began, found = _monotonic(), None
         try:
-            with self._engine.connect() as connection:
-                if connection.dialect.name == "postgresql":
-                    # With AUTOCOMMIT, `SET LOCAL` would have no effect.
-                    connection.execution_options(isolation_level="READ COMMITTED")
-                    connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
+            with self._engine.connect() as connection, _limited(connection):
                 found = measure(connection, self._tables)
         except Exception as error:
             # Do not log the error text, because it may contain data of a row.

@@ -244,11 +244,11 @@ class Broker(InspectableBroker):
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
                 too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
                 a queue refuses the message.
-            TypeError, ValueError: the body is not bytes, or the routing key is no AMQP short string.
+            TypeError, ValueError: the body is not bytes, or a name or key is no AMQP short string.
         """
         if not isinstance(body, bytes):
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
-        _check_names(routing_key=routing_key)
+        _check_names(exchange=exchange, routing_key=routing_key)
         return self._host.publish(exchange, routing_key, body, properties)
 
     # Control of producers and clients by an operator.

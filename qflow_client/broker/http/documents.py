@@ -143,7 +143,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the index of each part inside two brackets. The caller must read a part before it asks for the next."""
+        """Yield the index of each part between brackets. The caller must read a part before it asks for the next."""
         self._take(begin)
         number = 0
         while number or self._next != end:

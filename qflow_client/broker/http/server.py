@@ -184,8 +184,8 @@ class HttpServer:
             for name in ("Allow", "Location"):
                 if name in error.headers:
                     response.headers[name] = error.headers[name]
-        except web.RequestPayloadError as error:
-            response = problem_response(Problem(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}"))
+        except web.RequestPayloadError:
+            response = problem_response(Problem(HTTPStatus.BAD_REQUEST, "the body cannot be decoded"))
         except AmqpError as error:
             response = problem_response(from_amqp(error))
         except LookupError as error:
@@ -299,7 +299,11 @@ class HttpServer:
             request.transport.abort()
 
     async def _body(self, operation: Operation, request: web.Request) -> Any:
-        raw = await request.read()
+        try:
+            raw = await request.read()
+        except ConnectionError:
+            # The client has disconnected within the body, and gets no answer.
+            raise Problem(HTTPStatus.BAD_REQUEST, "the body is not complete") from None
         if operation.takes is not DefinitionsDocument:
             return operation.check_body(request.content_type, raw)
         operation.check_content_type(request.content_type)

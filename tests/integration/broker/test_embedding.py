@@ -70,6 +70,7 @@ def test_a_broker_refuses_names_that_no_client_could_use(broker, name):
         lambda: broker.declare_exchange(name),
         lambda: broker.bind("amq.topic", "q", name),
         lambda: broker.publish(b"", name, exchange="amq.topic"),
+        lambda: broker.publish(b"", "q", exchange=name),
     ):
         with pytest.raises((TypeError, ValueError), match=r"bytes; AMQP carries|UTF-8|must be a str"):
             refused()

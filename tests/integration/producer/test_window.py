@@ -51,6 +51,8 @@ def test_C6_raising_the_capacity_admits_exactly_as_many_waiting_messages_as_it_w
     broker.wait_until(lambda b: b.queue("q").depth == 5)
     wait_in_line(producer, 2)
     assert (producer.capacity, producer.available, producer.unsettled) == (5, 0, 5)
+    producer.capacity = 2
+    assert (producer.available, producer.unsettled) == (0, 5)
     assert [job.is_alive() for job in jobs] == [False] * 3 + [True] * 2
     broker.release_confirms()
     for job in jobs:

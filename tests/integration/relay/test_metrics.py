@@ -10,7 +10,7 @@ import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 
 from benchmarks.postgresql import PostgresqlServer
 from qflow_client import telemetry
@@ -20,6 +20,7 @@ from qflow_client.sqlalchemy import Outbox, OutboxRelay, backlog
 from .support import FAST, add, eventually, permit, sqlite_engine
 
 engine = sqlite_engine
+LIMIT = "statement_timeout"
 
 
 @pytest.fixture
@@ -87,19 +88,30 @@ def test_E14_metrics_count_the_rows_that_a_relay_publishes(
     assert values(reader) == {"confirmed": 2, "marked": 1, "set_aside": 1, "tenures": 1, "partitions": 0}
 
 
-@pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "AUTOCOMMIT"])
-def test_postgresql_ends_a_slow_query_for_metrics_also_if_the_application_uses_autocommit(
+@pytest.mark.parametrize("isolation_level", ["SERIALIZABLE", "AUTOCOMMIT", "autocommit of the driver"])
+def test_postgresql_ends_a_slow_query_for_metrics_at_every_isolation_level_of_the_application(
     postgresql: PostgresqlServer, monkeypatch: pytest.MonkeyPatch, isolation_level: str
 ) -> None:
     def timeout(connection: Connection, _tables: object) -> tuple[int, float]:
-        return 0, float(connection.execute(text("SHOW statement_timeout")).scalar_one().removesuffix("s"))
+        return 0, float(connection.execute(text(f"SHOW {LIMIT}")).scalar_one().removesuffix("s"))
 
     monkeypatch.setattr(backlog, "measure", timeout)
     monkeypatch.setattr(backlog, "_PATIENCE", 20.0)
-    engine = create_engine(postgresql.url, isolation_level=isolation_level)
+    level = {} if "driver" in isolation_level else {"isolation_level": isolation_level}
+    engine = create_engine(postgresql.url, **level)
+    if not level:
+        event.listen(engine, "connect", lambda driver, _record: setattr(driver, "autocommit", True))
+    # The application may use the connection before the query does.
+    event.listen(engine, "engine_connect", lambda connection: connection.execute(text("SELECT 1")))
+
+    def state() -> tuple[Any, ...]:
+        with engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            shown = [connection.execute(text(f"SHOW {name}")).scalar_one() for name in ("transaction_isolation", LIMIT)]
+            return driver, driver.autocommit, *shown
+
+    before = state()
     assert backlog.Backlog(engine, Outbox().tables).read() == (0, backlog._LONGEST)
     # The application gets its connection as it was.
-    with engine.connect() as connection:
-        raw: Any = connection.connection.dbapi_connection
-        assert raw.autocommit == (isolation_level == "AUTOCOMMIT")
+    assert state() == before
     engine.dispose()

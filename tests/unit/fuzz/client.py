@@ -36,6 +36,7 @@ class Client:
         self.passed = b""
         self.is_over = False
         self.now = 0.0
+        # The number of bytes that were fed, without the piece with a frame error.
         self.fed = 0
 
     def send(self) -> None:
@@ -51,11 +52,12 @@ class Client:
 
     def receive(self, data: bytes) -> None:
         self.now += 0.01
-        self.fed += len(data)
         try:
             self.passed += self.tap.received(data, self.now)
         except FrameError:
             self.is_over = True
+        else:
+            self.fed += len(data)
         self.check()
 
     def check(self) -> None:

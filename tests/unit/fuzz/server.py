@@ -24,6 +24,7 @@ class Server:
 
     def __init__(self) -> None:
         self.now = 0.0
+        # The number of bytes that were fed, without the piece that has ended the session.
         self.fed = 0
         self.host = VirtualHost(SETTINGS, clock=lambda: self.now, rules=PolicyRules(SETTINGS))
         self.session = Session("fuzzed", self.host, Controls(), self.now, lambda: None)
@@ -31,12 +32,13 @@ class Server:
     def feed(self, data: bytes) -> None:
         session = self.session
         self.now += STEP
-        self.fed += len(data)
         session.receive_data(data, self.now)
         session.tick(self.now)
         output = session.take_output(self.now)
         session.output.taken()
         self.check(output)
+        if session.state is not State.ENDED:
+            self.fed += len(data)
 
     def check(self, output: bytes) -> None:
         session = self.session
