@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from qflow_client.broker.core.contents import EntryObserver
-from qflow_client.broker.core.entries import Completion, QueueEntry
+from qflow_client.broker.core.entries import Completion, DropReason, QueueEntry
 from qflow_client.flow import FlowSource
 
 __all__ = ["Expiry"]
@@ -16,8 +16,8 @@ __all__ = ["Expiry"]
 class Expiry(EntryObserver):
     """The entries of one queue that expire, ordered by their expiry times.
 
-    An entry that leaves the queue stays in this object until its expiry time, or until a sweep removes it. A sweep runs
-    when the number of entries in this object has doubled since the previous sweep.
+    An entry that leaves the queue stays in a heap until its expiry time, or until a sweep removes it. A sweep begins if
+    the number of entries in the heap has doubled since the previous sweep. It continues with each added entry.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
@@ -25,18 +25,21 @@ class Expiry(EntryObserver):
         wake_at: called with the time at which `take_due` has to be called.
     """
 
-    __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
+    __slots__ = ("_clock", "_heap", "_message_ttl", "_old", "_sweep_at", "_unacked", "_wake_at", "is_behind")
 
-    #: Minimum number of entries for a sweep.
+    #: Minimum number of entries for a sweep, and the number of entries that a sweep examines for each added entry.
     MIN_SWEEP = 64
+    STEP = 4
 
     def __init__(self, message_ttl: float | None, clock: Callable[[], float], wake_at: Callable[[float], None]) -> None:
         self._message_ttl = message_ttl
         self._clock = clock
         self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
-        # The expiry times of all entries in this object, including unacked entries that are no longer in `_heap`.
-        self._times: dict[QueueEntry, float] = {}
+        # The heap that the current sweep examines from its end. So it stays a heap.
+        self._old: list[tuple[float, int, QueueEntry]] = []
+        # The expiry times of unacked entries that are in no heap, because these times have passed.
+        self._unacked: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
         # Whether the last `take_due` left expired entries in the queue. If so, the queue delivers no messages.
         self.is_behind = False
@@ -44,7 +47,8 @@ class Expiry(EntryObserver):
     @property
     def next_at(self) -> float:
         """The earliest expiry time; infinite if no entry expires."""
-        return self._heap[0][0] if self._heap else math.inf
+        at = self._heap[0][0] if self._heap else math.inf
+        return min(at, self._old[0][0]) if self._old else at
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
         self.recovered(entry, 0.0)
@@ -57,18 +61,23 @@ class Expiry(EntryObserver):
             self._add(entry, self._clock() + seconds - age)
 
     def returned(self, entry: QueueEntry) -> None:
-        at = self._times.get(entry)
+        at = self._unacked.pop(entry, None)
         if at is not None:
             self._add(entry, at)
 
+    def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
+        self._unacked.pop(entry, None)
+
     def _add(self, entry: QueueEntry, at: float) -> None:
-        self._times[entry] = at
         heapq.heappush(self._heap, (at, entry.sequence, entry))
-        if max(len(self._heap), len(self._times)) > self._sweep_at:
-            self._times = {each: time for each, time in self._times.items() if not each.is_gone}
-            self._heap = [(time, each.sequence, each) for each, time in self._times.items() if not each.is_unacked]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(self.MIN_SWEEP, 2 * len(self._times))
+        if self._old:
+            for each in [self._old.pop() for _ in range(min(self.STEP, len(self._old)))]:
+                if not each[2].is_gone:
+                    heapq.heappush(self._heap, each)
+            if not self._old:
+                self._sweep_at = max(self.MIN_SWEEP, 2 * len(self._heap))
+        elif len(self._heap) > self._sweep_at:
+            self._old, self._heap = self._heap, []
         self._wake_at(at)
 
     def take_due(self, most: int) -> list[QueueEntry]:
@@ -85,19 +94,19 @@ class Expiry(EntryObserver):
             # `_add` may have removed the last expired entries, if a purge took them out of the queue.
             self.is_behind = False
             return []
-        # A dict, because a requeued entry can be in the heap twice.
-        due: dict[QueueEntry, None] = {}
-        heap = self._heap
+        due: list[QueueEntry] = []
         for _ in range(most):
+            heap, old = self._heap, self._old
+            if old and (not heap or old[0] < heap[0]):
+                heap = old
             if not heap or heap[0][0] > now:
                 break
-            _, _, entry = heapq.heappop(heap)
+            at, _, entry = heapq.heappop(heap)
             if entry.is_unacked and not entry.is_gone:
-                continue
-            self._times.pop(entry, None)
-            if not entry.is_gone:
-                due[entry] = None
+                self._unacked[entry] = at
+            elif not entry.is_gone:
+                due.append(entry)
         self.is_behind = self.next_at <= now
         if self.is_behind:
             self._wake_at(now)
-        return list(due)
+        return due

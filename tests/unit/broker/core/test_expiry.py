@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -175,6 +177,23 @@ def test_timer_entries_of_removed_messages_do_not_pile_up():
     assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
 
 
+def test_E9_timer_entries_of_removed_messages_are_swept_a_few_at_a_time():
+    queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1] * 1000)
+    expiry = queue.dropping.expiry
+    queue.purge()
+    queue.enqueue(message())
+    sizes = [len(expiry._heap) + len(expiry._old)]
+    for _ in range(1000):
+        queue.enqueue(message())
+        sizes.append(len(expiry._heap) + len(expiry._old))
+    assert sizes[-1] <= 2 * queue.depth
+    assert max(abs(after - before) for before, after in pairwise(sizes)) < Expiry.STEP
+    queue._surroundings.now = 86_400.0
+    queue.dropping.expire()
+    queue.dropping.expire()
+    assert (queue.depth, expiry.next_at) == (0, math.inf)
+
+
 def test_timer_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
     queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
     for _ in range(10 * Expiry.MIN_SWEEP):
@@ -191,7 +210,7 @@ def test_timer_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
         queue._surroundings.now = number + 1.0
         queue.dropping.expire()
         queue.dispatcher.settle(entry, acked=True)
-    assert len(queue.dropping.expiry._times) <= Expiry.MIN_SWEEP + 1
+    assert len(queue.dropping.expiry._unacked) == 0
     assert (queue.contents.dropped, queue.depth) == (0, 0)
 
 
