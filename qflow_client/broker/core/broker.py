@@ -242,8 +242,8 @@ class Broker(InspectableBroker):
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
-                too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
-                a queue refuses the message.
+                too large, has an invalid ``expiration``, asks for copies (``CC``, ``BCC``) or direct replies, or has a
+                route that takes too long. 506 if a queue refuses the message.
             TypeError, ValueError: the body is not bytes, or a name or key is no AMQP short string.
         """
         if not isinstance(body, bytes):

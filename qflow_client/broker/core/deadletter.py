@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.core.entries import DropReason, StoredMessage
+from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.properties import decode_headers, with_headers
@@ -135,7 +136,10 @@ class DeadLetters:
         elif message.body is None:
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
-            self._send(queue, message, reason)
+            try:
+                self._send(queue, message, reason)
+            except ChannelException as error:
+                _log.warning("queue '%s': a message is lost (%s): %s", queue.name, reason, error.text)
             if queue.storage is not None:
                 queue.storage.letter_done(message)
 

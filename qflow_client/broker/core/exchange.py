@@ -8,8 +8,9 @@ of the binding keys. So neither of these two exchanges looks at all bindings for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 from qflow_client.broker.core.entries import Address
@@ -124,10 +125,9 @@ class Exchange(ABC):
     def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
         """Return the bindings that match a message with this routing key and these headers."""
 
-    def destinations(self, routing_key: str, headers: Headers) -> Iterator[Queue | Exchange]:
-        """Yield the destinations of a message. A destination can occur more than once."""
-        for binding in self.matching(routing_key, headers):
-            yield binding.destination
+    def destinations(self, routing_key: str, headers: Headers) -> Iterable[Queue | Exchange]:
+        """Return the destinations of a message, each once."""
+        return dict.fromkeys([binding.destination for binding in self.matching(routing_key, headers)])
 
 
 class DirectExchange(Exchange):
@@ -227,6 +227,8 @@ class TopicExchange(Exchange):
     """Routes by words separated by dots. In a binding key ``*`` matches one word, ``#`` any number of words."""
 
     type = ExchangeType.TOPIC
+    #: Maximum number of positions in the tree that one routing key can reach. At the maximum, routing takes 20 ms.
+    MAX_PLACES = 10_000
 
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
@@ -251,9 +253,17 @@ class TopicExchange(Exchange):
     def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
         places: _Places = {}
         _reach(self._root, 0, places)
+        left = self.MAX_PLACES
         for word in _words(routing_key):
             before, places = places, {}
             for branch, at in before:
+                left -= 1
+                if len(places) > left:
+                    raise ChannelException(
+                        ReplyCode.PRECONDITION_FAILED,
+                        f"exchange '{self.name}': too many binding keys match the beginning of the routing key "
+                        f"'{routing_key}'; use fewer different keys with wildcards",
+                    )
                 words = branch.words
                 if at and words[at - 1] == "#":
                     _reach(branch, at, places)
@@ -265,7 +275,9 @@ class TopicExchange(Exchange):
                     if (found := branch.next.get(each)) is not None:
                         _reach(found, 1, places)
         ends = [branch.bindings for branch, at in places if at == len(branch.words) and branch.bindings]
-        numbered = sorted((number, binding) for bindings in ends for number, binding in bindings.values())
+        numbered = [pair for bindings in ends for pair in bindings.values()]
+        if len(ends) > 1:
+            numbered.sort(key=itemgetter(0))
         return [binding for _, binding in numbered]
 
 

@@ -11,7 +11,7 @@ may be an alternate exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
@@ -63,7 +63,8 @@ class Router:
         """Find the queues of a target for the current version.
 
         Raises:
-            ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal.
+            ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal. 406 if a topic
+                exchange has too many binding keys for this routing key, see `TopicExchange.MAX_PLACES`.
         """
         exchange = self.exchange(target.exchange)
         if exchange.internal:
@@ -161,9 +162,8 @@ def reach(
 
 def _destinations(
     exchange: Exchange, routing_key: str, headers: Mapping[str, object], queues: Mapping[str, Queue]
-) -> Iterator[Queue | Exchange]:
-    """Yield the destinations of one exchange. The default exchange is bound to every queue by the queue's name."""
+) -> Iterable[Queue | Exchange]:
+    """Return the destinations of one exchange. The default exchange is bound to every queue by the queue's name."""
     if exchange.name:
-        yield from exchange.destinations(routing_key, headers)
-    elif routing_key in queues:
-        yield queues[routing_key]
+        return exchange.destinations(routing_key, headers)
+    return (queues[routing_key],) if routing_key in queues else ()

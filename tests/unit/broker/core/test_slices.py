@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 
 import pytest
 from pamqp import commands
@@ -12,6 +12,7 @@ from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.dispatcher import Dispatcher
+from qflow_client.broker.core.exchange import TopicExchange
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology
@@ -592,3 +593,25 @@ def test_E9_a_queue_delivers_very_many_messages_to_several_consumers_in_slices_a
     queue.enqueue(message())
     assert slices(queue) == [10, 6]
     assert [[entry.sequence for entry in taker.entries] for taker in takers] == [list(range(k, 27, 2)) for k in (1, 2)]
+
+
+def test_E9_a_routing_key_that_too_many_binding_keys_of_a_topic_exchange_could_match_is_refused(
+    world, monkeypatch, caplog
+):
+    monkeypatch.setattr(TopicExchange, "MAX_PLACES", 20)
+    client = world.client().channel(2).channel(confirms=True)
+    client.declare("dying")
+    for words in product("a*#", repeat=3):
+        world.host.topology.bind(world.queue("dying"), "amq.topic", ".".join(words), {})
+    client.publish(exchange="amq.topic", routing_key="b")
+    client.only(commands.Basic.Ack)
+    client.publish(exchange="amq.topic", routing_key="a.a.a", channel=2)
+    client.only(commands.Channel.Close, 2)
+    # A dead letter is lost, because it has no publisher that could be informed.
+    world.host.declare_queue(
+        "dies", arguments={"x-dead-letter-exchange": "amq.topic", "x-dead-letter-routing-key": "a.a.a"}
+    )
+    client.publish(routing_key="dies", properties=commands.Basic.Properties(expiration="0"))
+    world.tick(0.0)
+    assert (world.queue("dies").depth, world.queue("dying").depth) == (0, 1)
+    assert "too many binding keys match" in caplog.text
