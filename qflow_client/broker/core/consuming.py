@@ -426,22 +426,28 @@ class Consuming:
             deliveries: the unsettled deliveries, the oldest first.
             paused: the queues that are paused. This method pauses and adds the queues of the deliveries.
         """
-        while deliveries:
-            back: dict[QueueView, list[QueueEntry]] = {}
-            for delivery in deliveries[-self.RETURNS :]:
-                back.setdefault(delivery.entry.queue, []).append(delivery.entry)
-            del deliveries[-self.RETURNS :]
-            for queue, entries in back.items():
-                if queue not in paused:
-                    paused[queue] = None
-                    queue.dispatcher.pause(1)
-                queue.dispatcher.requeue(entries)
-            yield
-        for queue in paused:
-            queue.dispatcher.pause(-1)
-            queue.trim()
-            queue.dispatcher.dispatch()
-            yield
+        try:
+            while deliveries:
+                back: dict[QueueView, list[QueueEntry]] = {}
+                for delivery in deliveries[-self.RETURNS :]:
+                    back.setdefault(delivery.entry.queue, []).append(delivery.entry)
+                del deliveries[-self.RETURNS :]
+                for queue, entries in back.items():
+                    if queue not in paused:
+                        paused[queue] = None
+                        queue.dispatcher.pause(1)
+                    queue.dispatcher.requeue(entries)
+                yield
+            for queue in tuple(paused):
+                del paused[queue]
+                queue.dispatcher.pause(-1)
+                queue.trim()
+                queue.dispatcher.dispatch()
+                yield
+        finally:
+            # If a step fails, the queues must not stay paused.
+            for queue in paused:
+                queue.dispatcher.pause(-1)
         for consumer in consumers:
             consumer.queue.remove_consumer(consumer)
             consumer.queue.dispatcher.dispatch()

@@ -104,6 +104,14 @@ class Dispatcher:
         """Change the pause counter by 1 or -1. When the counter is 0 again, the caller calls `dispatch`."""
         self._pauses += change
 
+    def is_behind(self) -> bool:
+        """Drop expired messages. Return True if more have to be dropped, or if closed channels still return messages.
+
+        A message that `take` returns is then perhaps not the next one, or `take` returns none although one is ready.
+        """
+        self._dropping.expire()
+        return self._pauses > 0 or (self._dropping.expiry is not None and self._dropping.expiry.is_behind)
+
     def dispatch(self) -> None:
         """Drop expired messages, and deliver as many messages as the consumers take, in turn."""
         if self._dropping.expiry is not None:

@@ -250,7 +250,10 @@ def _cancel_ok(channel: MethodChannel, method: Any) -> None:
 
 
 def _get(channel: MethodChannel, method: Any) -> None:
-    channel.consuming.get(named_queue(channel, method.queue), no_ack=method.no_ack)
+    queue = named_queue(channel, method.queue)
+    if queue.dispatcher.is_behind():
+        raise FrameWaitsError
+    channel.consuming.get(queue, no_ack=method.no_ack)
 
 
 def _flow(channel: MethodChannel, method: Any) -> None:

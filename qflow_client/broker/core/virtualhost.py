@@ -277,14 +277,18 @@ class VirtualHost:
                 self.slices.run(self._inherit_in_steps())
 
     def _inherit_in_steps(self) -> Iterator[None]:
-        while self._inheriting:
-            queue, _ = self._inheriting.popitem(last=False)
-            if not queue.is_deleted:
-                try:
-                    self.apply_rules(queue)
-                except ChannelException as error:
-                    _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
-            yield
+        try:
+            while self._inheriting:
+                queue, _ = self._inheriting.popitem(last=False)
+                if not queue.is_deleted:
+                    try:
+                        self.apply_rules(queue)
+                    except ChannelException as error:
+                        _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
+                yield
+        finally:
+            # If a step fails, the next change must start again.
+            self._inheriting.clear()
 
     # Publishing.
 
@@ -299,8 +303,8 @@ class VirtualHost:
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
-                too large, has an invalid ``expiration``, or asks for copies (``CC``, ``BCC``) or direct replies. 506 if
-                a queue refuses the message.
+                too large, has an invalid ``expiration``, asks for copies (``CC``, ``BCC``) or direct replies, or has a
+                route that takes too long. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)

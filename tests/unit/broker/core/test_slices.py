@@ -13,6 +13,7 @@ from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.dispatcher import Dispatcher
 from qflow_client.broker.core.exchange import TopicExchange
+from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology
@@ -615,3 +616,86 @@ def test_E9_a_routing_key_that_too_many_binding_keys_of_a_topic_exchange_could_m
     world.tick(0.0)
     assert (world.queue("dies").depth, world.queue("dying").depth) == (0, 1)
     assert "too many binding keys match" in caplog.text
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_a_get_waits_until_all_messages_of_a_lost_connection_have_returned(world, monkeypatch):
+    monkeypatch.setattr(Consuming, "RETURNS", 5)
+    client, other = (world.client().channel() for _ in range(2))
+    client.declare()
+    client.publish_each(*(b"%d" % number for number in range(35)))
+    client.consume()
+    client.received()
+    client.session.lost()
+    other.send(1, commands.Basic.Get(queue="q"), commands.Queue.Declare(queue="q", passive=True))
+
+    def go_on():
+        other.feed(b"")
+        return other.session.is_held
+
+    assert ticks(world, go_on)[:3] == [True, True, True]
+    get_ok, _, content, declare_ok = [frame for _, frame in other.received()]
+    assert (get_ok.name, content.value, declare_ok.message_count) == ("Basic.GetOk", b"0", 34)
+
+
+def test_E9_a_get_waits_until_very_many_expired_messages_are_dropped(world, monkeypatch):
+    monkeypatch.setattr(Contents, "AT_ONCE", 10)
+    client = world.client().channel().with_queue()
+    client.publish(times=25, properties=commands.Basic.Properties(expiration="1000"))
+    client.publish(b"live")
+    world.now = 1.0
+    client.send(1, commands.Basic.Get(queue="q", no_ack=True))
+    held = [client.session.is_held]
+    while client.session.is_held:
+        client.feed(b"")
+        held.append(client.session.is_held)
+    assert held == [True, True, False]
+    assert [frame.value for _, frame in client.received() if frame.name == "ContentBody"] == [b"live"]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_a_queue_over_its_maximum_delivers_none_of_the_messages_that_it_drops(world):
+    client, other = (world.client().channel() for _ in range(2))
+    for number in range(4):
+        world.host.declare_queue(f"q{number}", arguments={"x-max-length": 1})
+        client.publish(b"old", routing_key=f"q{number}")
+        client.send(1, commands.Basic.Get(queue=f"q{number}"))
+        client.publish(b"new", routing_key=f"q{number}")
+    client.received()
+    client.session.lost()
+    queue = world.queue("q3")
+    assert (queue.contents.ready_count, queue.dispatcher.is_behind()) == (2, True)
+    other.send(1, commands.Basic.Get(queue="q3"))
+    assert ticks(world, lambda: other.feed(b"") or queue.contents.ready_count)[-1] == 0
+    assert [frame.value for _, frame in other.received() if frame.name == "ContentBody"] == [b"new"]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_a_queue_delivers_again_if_the_return_of_messages_fails(world, monkeypatch):
+    client, other = (world.client().channel() for _ in range(2))
+    client.declare()
+    client.publish()
+    client.consume()
+    client.received()
+    monkeypatch.setattr(world.queue().dispatcher._contents, "values", object())
+    with pytest.raises(AttributeError):
+        client.session.lost()
+    other.publish(b"next")
+    other.consume()
+    assert [content for _, content, _ in other.deliveries_after_ok()] == [b"next"]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_limits_are_inherited_again_after_the_computation_of_one_limit_has_failed(world, monkeypatch):
+    monkeypatch.setattr(type(world.rules), "are_inherited", True)
+    for number in range(3):
+        world.host.declare_queue(f"q{number}")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.host, "apply_rules", None)
+        with pytest.raises(TypeError):
+            world.host._bindings_changed(None)
+    changed: list[Queue] = []
+    monkeypatch.setattr(world.host, "apply_rules", changed.append)
+    world.host._bindings_changed(None)
+    ticks(world, lambda: None)
+    assert changed == list(world.host.queues.values())
