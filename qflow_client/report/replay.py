@@ -9,7 +9,7 @@ messages as they can. At the end of the step, the publishers get the confirms th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from qflow_client.broker.core.entries import Address, Completion, StoredMessage
@@ -112,6 +112,10 @@ class _Alone:
 
     def wake_at(self, queue: Queue, at: float) -> None:
         """Do nothing, because the queue has no deadlines."""
+
+    def run(self, work: Iterator[None]) -> None:
+        """Do all steps of the work immediately."""
+        deque(work, maxlen=0)
 
     def died(self, queue: Queue, message: StoredMessage, reason: object) -> None:
         """Do nothing, because the queue has no dead-letter exchange."""

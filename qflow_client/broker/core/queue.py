@@ -24,7 +24,7 @@ expired entries. The queue delivers nothing until all expired entries are remove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -68,6 +68,9 @@ class Surroundings(Protocol):
 
     def wake_at(self, queue: Queue, at: float) -> None:
         """Call `Queue.tick` at the time `at`."""
+
+    def run(self, work: Iterator[None]) -> None:
+        """Do work in slices, see `Slices.run`."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Dead-letter a message that a queue with a dead-letter exchange has dropped or refused."""
@@ -177,7 +180,14 @@ class Queue:
             contents, self.dropping, self.storage, single_active=options.single_active_consumer
         )
         self.flows = QueueFlows(
-            self, limits, flow_options, self._clock, self._tick_by, observer=observer, on_overdue=self._choose_overflow
+            self,
+            limits,
+            flow_options,
+            self._clock,
+            self._tick_by,
+            observer=observer,
+            on_overdue=self._choose_overflow,
+            run=surroundings.run,
         )
         # Number of messages that wait for room in this queue.
         self.waiting = 0

@@ -9,7 +9,8 @@ together or one after the other (F4). `QueueFlows` has all flow states of a queu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from qflow_client.broker.core.contents import EntryObserver
@@ -70,19 +71,30 @@ class QueueFlow(FlowController):
         count: number of messages in the queue.
         size: body bytes in the queue.
         spacing: spaces out the unblocking; ``None`` unblocks all channels together.
+        run: does work in slices, see `Slices.run`.
     """
 
     limiter: ThresholdLimiter
 
-    __slots__ = ("_spacing", "held")
+    __slots__ = ("_released", "_run", "_spacing", "held")
 
     def __init__(
-        self, thresholds: Thresholds, name: str, count: int = 0, size: int = 0, spacing: Spacing | None = None
+        self,
+        thresholds: Thresholds,
+        name: str,
+        count: int = 0,
+        size: int = 0,
+        spacing: Spacing | None = None,
+        *,
+        run: Callable[[Iterator[None]], None],
     ) -> None:
         self._spacing = spacing
+        self._run = run
         super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
         # The confirms that are held until the state turns OFF or the entry leaves (C5). The oldest comes first.
         self.held: dict[QueueEntry, Completion] = {}
+        # The confirms that are released in slices. The oldest comes first.
+        self._released: deque[Completion] = deque()
 
     def resume(self, now: float | None = None) -> None:
         """Unblock the sources that can continue: all together, or one after the other in the order of blocking (F4)."""
@@ -99,9 +111,17 @@ class QueueFlow(FlowController):
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
-        held, self.held = self.held, {}
-        for completion in held.values():
-            completion.release()
+        """Release all held confirms, in slices if there are very many."""
+        is_running = bool(self._released)
+        self._released.extend(self.held.values())
+        self.held = {}
+        if self._released and not is_running:
+            self._run(self._release_in_steps())
+
+    def _release_in_steps(self) -> Iterator[None]:
+        while self._released:
+            self._released.popleft().release()
+            yield
 
     def let_go(self) -> None:
         """Unblock all channels and release all held confirms, even if the state is ON."""
@@ -133,6 +153,7 @@ class QueueFlows(EntryObserver):
         wake_at: called with the time at which `tick` has to be called.
         observer: observes the flow control of the queue; ``None`` if there is none.
         on_overdue: called when `is_overdue` has changed, except by `set_limits`.
+        run: does work in slices, see `Slices.run`.
     """
 
     __slots__ = (
@@ -143,6 +164,7 @@ class QueueFlows(EntryObserver):
         "_publishers",
         "_queue",
         "_recent",
+        "_run",
         "_spacing",
         "_times_on_before",
         "_wake_at",
@@ -164,6 +186,7 @@ class QueueFlows(EntryObserver):
         *,
         observer: FlowObserver | None,
         on_overdue: Callable[[], None],
+        run: Callable[[Iterator[None]], None],
     ) -> None:
         self._queue = queue
         self.limits = limits
@@ -174,7 +197,10 @@ class QueueFlows(EntryObserver):
         self.observer = observer
         self._on_overdue = on_overdue
         # One flow state for each configured set of thresholds.
-        self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
+        self._run = run
+        self.families = tuple(
+            QueueFlow(thresholds, queue.name, spacing=spacing, run=run) for thresholds in limits.thresholds
+        )
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
         # Time at which the queue turned ON; None if it is OFF. An overdue queue that is OFF can keep it, see `left`.
@@ -212,7 +238,7 @@ class QueueFlows(EntryObserver):
             family = there.pop(type(thresholds), None)
             if family is None:
                 queue = self._queue
-                family = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._spacing)
+                family = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._spacing, run=self._run)
                 was_on = False
             else:
                 was_on = family.limiter.on
@@ -357,7 +383,7 @@ class QueueFlows(EntryObserver):
         """Drop all references. Call this after `let_go`, when all entries have left the deleted queue."""
         self.families = ()
         self.observer = self._spacing = None
-        del self._queue, self._wake_at, self._on_overdue
+        del self._queue, self._wake_at, self._on_overdue, self._run
 
     def forget(self, source: FlowSource) -> None:
         """Forget a publishing channel that has ended."""

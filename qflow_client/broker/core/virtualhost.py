@@ -64,6 +64,7 @@ class VirtualHost:
         self.timers = Timers(clock, journal.divide if journal is not None else lambda: None)
         self.wake_at = self.timers.wake_at
         self.slices = Slices(clock, self.timers)
+        self.run = self.slices.run
         self.topology = Topology(settings, self.queues, self._store, self.slices, self._bindings_changed)
         self.router = self.topology.router
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))

@@ -10,13 +10,15 @@ from qflow_client.broker.core.queueflow import CountedSource, QueueFlow, Spacing
 from qflow_client.flow import FlowSource, Thresholds
 from tests.interleavings import MARKS, SIZE, Make, Stepwise, World, assert_nobody_is_blocked_for_nothing
 
+from ..tools import run_all
+
 
 class StepwiseQueueFlow(Stepwise, QueueFlow):
     pass
 
 
 def of_a_queue(flow_type: type[StepwiseQueueFlow], spacing: Spacing | None = None) -> Make:
-    return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, spacing)
+    return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, spacing, run=run_all)
 
 
 class WithoutSecondLook(StepwiseQueueFlow):
@@ -101,7 +103,7 @@ def test_F4_a_drained_queue_first_unflows_the_publisher_that_has_published_the_f
         def on_unblocked(self) -> None:
             told.append(self.name)
 
-    flow = QueueFlow(MARKS["count, gap"], "q", 3, 30)
+    flow = QueueFlow(MARKS["count, gap"], "q", 3, 30, run=run_all)
     for name, published in (("most", 9), ("least", 1), ("between", 5)):
         source = Publisher(name)
         source.published = published

@@ -9,7 +9,7 @@ from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.queueflow import QueueFlow
 from tests.interleavings import Stepwise
 
-from ..tools import Publisher, make_queue, message
+from ..tools import Publisher, make_queue, message, run_all
 
 
 class Taker:
@@ -293,7 +293,9 @@ def test_J5_a_publisher_is_unflowed_if_the_queue_shrinks_while_the_publisher_is_
 
     publisher = Publisher()
     queue = make_queue(arguments)
-    queue.flows.families = tuple(Interrupted(flow.limiter.thresholds, "q") for flow in queue.flows.families)
+    queue.flows.families = tuple(
+        Interrupted(flow.limiter.thresholds, "q", run=run_all) for flow in queue.flows.families
+    )
     fill(queue, [1, 1, 1], publisher)
     assert queue.depth == 3 - taken
     assert publisher.is_blocked is queue.flows.is_on

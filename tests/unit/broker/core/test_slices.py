@@ -670,6 +670,48 @@ def test_E9_a_queue_over_its_maximum_delivers_none_of_the_messages_that_it_drops
     assert [frame.value for _, frame in other.received() if frame.name == "ContentBody"] == [b"new"]
 
 
+HOLDS = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_C5_very_many_held_confirms_are_released_in_slices_each_once_and_in_order(world):
+    client, other = (world.client().channel(confirms=True) for _ in range(2))
+    world.host.declare_queue("q", arguments=HOLDS)
+    client.publish(times=7)
+    acked = [frame.delivery_tag for _, frame in client.received()]
+    world.queue().flows.let_go()
+    # These messages are held and released while earlier confirms still have to be released.
+    other.publish(times=3)
+    client.publish()
+    world.queue().flows.let_go()
+
+    def go_on():
+        acked.extend(frame.delivery_tag for _, frame in client.received())
+        other.received()
+        return [len(each.session.channels[1].confirms) for each in (client, other)]
+
+    assert ticks(world, go_on)[:5] == [[5, 3], [3, 3], [1, 3], [1, 1], [0, 0]]
+    assert acked == [1, 3, 5, 7, 8]
+    assert world.queue().flows.held_confirms == 0
+
+
+@pytest.mark.usefixtures("two_steps")
+@pytest.mark.parametrize("end", ["connection", "queue"])
+def test_E9_C5_a_connection_or_queue_can_end_while_held_confirms_are_released(world, end):
+    client, other = (world.client().channel(confirms=True) for _ in range(2))
+    world.host.declare_queue("q", arguments=HOLDS)
+    client.publish(times=6)
+    other.publish(times=6)
+    world.queue().flows.let_go()
+    if end == "connection":
+        client.session.lost()
+    else:
+        world.host.delete_queue(world.queue())
+    ticks(world, lambda: None)
+    assert other.received()[-1][1].delivery_tag == 6
+    assert len(other.session.channels[1].confirms) == 0
+
+
 @pytest.mark.usefixtures("two_steps")
 def test_a_queue_delivers_again_if_the_return_of_messages_fails(world, monkeypatch):
     client, other = (world.client().channel() for _ in range(2))

@@ -15,6 +15,7 @@ from qflow_client.flow import StopResume
 from tests.effort import rounds
 
 from ..core.test_flow import STOP_2, flows
+from ..tools import run_all
 
 # Publishers that are unflowed one after the other.
 
@@ -50,7 +51,7 @@ class Source(CountedSource):
 
 def test_F4_a_queue_that_unflows_all_publishers_together_begins_with_the_publisher_of_fewest_messages():
     let_go: list[str] = []
-    flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
+    flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2, run=run_all)
     for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
         flow.offer(Source(name, published, let_go), 1, 0.0)
     for _ in range(4):
