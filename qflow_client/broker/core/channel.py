@@ -37,6 +37,7 @@ from qflow_client.broker.core.transaction import (
     TRANSACTION_METHODS,
     Settlement,
     Transaction,
+    add_message,
     add_to_transaction,
     roll_back,
 )
@@ -280,8 +281,9 @@ class Channel:
             self.flow.check()
             if self.session.blocks:
                 self.check_alarm()
-            self.transaction.publishes.append((message, target))
-            add_to_transaction(self, 1, message.footprint)
+            add_message(self, message, target)
+            if target.queues is None and self.router.headers_size > self.LONG_HEADERS:
+                self.session.has_done_much = True
             return
         confirms = self.confirms
         tag = confirms.next_tag() if confirms is not None else 0
@@ -310,7 +312,7 @@ class Channel:
         if self.session.blocks:
             self.check_alarm()
         queues = self.router.destinations(message, target)
-        if target.queues is None and self.router.headers_size > self.LONG_HEADERS:
+        if len(queues) > MANY_QUEUES or (target.queues is None and self.router.headers_size > self.LONG_HEADERS):
             self.session.has_done_much = True
         if self.controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
@@ -359,8 +361,6 @@ class Channel:
             self._owe(message.size, tag)
         for queue in queues:
             queue.after_publish()
-        if len(queues) > MANY_QUEUES:
-            self.session.has_done_much = True
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:

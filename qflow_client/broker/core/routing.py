@@ -31,6 +31,8 @@ class Router:
 
     #: Maximum number of cached targets. If there are more, the whole cache is cleared.
     MAX_TARGETS = 4096
+    #: Maximum number of queues of a message. A publish to 5,000 queues takes 6 to 30 ms, depending on their arguments.
+    MAX_QUEUES = 5_000
 
     def __init__(self, settings: Settings, exchanges: Mapping[str, Exchange], queues: Mapping[str, Queue]) -> None:
         self._settings = settings
@@ -64,7 +66,8 @@ class Router:
 
         Raises:
             ChannelException: 404 if the exchange does not exist. 403 if the exchange is internal. 406 if a topic
-                exchange has too many binding keys for this routing key, see `TopicExchange.MAX_PLACES`.
+                exchange has too many binding keys for this routing key, see `TopicExchange.MAX_PLACES`, or if the
+                target has more than `MAX_QUEUES` queues.
         """
         exchange = self.exchange(target.exchange)
         if exchange.internal:
@@ -88,7 +91,12 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """Return the queues of a message, whose target must have the current version."""
+        """Return the queues of a message, whose target must have the current version.
+
+        Raises:
+            ChannelException: 406 if the message has more than `MAX_QUEUES` queues, or if a topic exchange on its way
+                has too many binding keys for it.
+        """
         if target.queues is not None:
             return target.queues
         headers = decode_headers(message.header)
@@ -135,6 +143,9 @@ def reach(
     """Return the queues that a message reaches from the exchange `start`, each once.
 
     `headers` may be empty if no exchange on the way needs them.
+
+    Raises:
+        ChannelException: 406 as in `Router.destinations`.
     """
     found: dict[Queue, None] = {}
     seen: dict[Exchange, None] = {start: None}
@@ -152,6 +163,12 @@ def reach(
             elif destination not in seen:
                 seen[destination] = None
                 todo.append(destination)
+        if len(found) > Router.MAX_QUEUES:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED,
+                f"exchange '{start.name}': a message with the routing key '{routing_key}' would go to {len(found)} "
+                f"queues; at most {Router.MAX_QUEUES} are allowed; use fewer bindings",
+            )
         if not is_routed:
             alternate = _alternate(exchange, exchanges)
             if alternate is not None and alternate not in seen:

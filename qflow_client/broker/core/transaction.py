@@ -1,11 +1,12 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-If any queue has no room for the result of the whole transaction, the whole commit is refused.
+A message is routed when it is published, as in RabbitMQ. At the commit, a deleted queue is replaced by the queue that
+has its name then. If any queue has no room for the result of the whole transaction, the whole commit is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,10 +26,10 @@ from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.routing import Router
 from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "add_to_transaction", "roll_back"]
+__all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "add_message", "add_to_transaction", "roll_back"]
 
-#: Maximum number of settled deliveries and of messages in a transaction. For each further queue that gets a message,
-#: the message counts once more. A commit takes about 5 µs for each. It has no slices, because it is one step.
+#: Maximum number of settled deliveries and of messages in a transaction. A message counts once for each of its queues.
+#: A commit takes about 5 µs for each. It has no slices, because it is one step.
 MAX_OPERATIONS = 8_000
 
 
@@ -46,13 +47,13 @@ class Transaction:
     """The published messages and the settlements since the last commit or rollback.
 
     Attributes:
-        publishes: messages in the order of publishing, each with its target.
+        publishes: messages in the order of publishing, each with its target and its queues.
         settlements: settlements in the order of their arrival.
         size: approximate bytes of the published messages in memory.
-        operations: number of published messages and settled deliveries.
+        operations: number of published messages and settled deliveries, counted as for `MAX_OPERATIONS`.
     """
 
-    publishes: list[tuple[StoredMessage, Target]] = field(default_factory=list)
+    publishes: list[tuple[StoredMessage, Target, tuple[Queue, ...]]] = field(default_factory=list)
     settlements: list[Settlement] = field(default_factory=list)
     size: int = 0
     operations: int = 0
@@ -73,7 +74,7 @@ class Transaction:
                 if not entry.is_gone:
                     counts[entry.queue] = counts.get(entry.queue, 0) - 1
                     sizes[entry.queue] = sizes.get(entry.queue, 0) - entry.message.size
-        for (message, _), queues in zip(self.publishes, destinations, strict=True):
+        for (message, _, _), queues in zip(self.publishes, destinations, strict=True):
             for queue in queues:
                 counts[queue] = counts.get(queue, 0) + 1
                 sizes[queue] = sizes.get(queue, 0) + message.size
@@ -119,8 +120,19 @@ def _open(channel: TransactionChannel) -> Transaction:
     return channel.transaction
 
 
+def add_message(channel: TransactionChannel, message: StoredMessage, target: Target) -> None:
+    """Route a published message, and add it to the open transaction.
+
+    Raises:
+        ChannelException: 406 if the transaction is too large, or if the message goes to too many queues.
+    """
+    queues = channel.router.destinations(message, target)
+    _open(channel).publishes.append((message, target, queues))
+    add_to_transaction(channel, max(1, len(queues)), message.footprint)
+
+
 def add_to_transaction(channel: TransactionChannel, operations: int, size: int = 0) -> None:
-    """Count published messages of `size` bytes, or settled deliveries, that were added to the open transaction.
+    """Count a published message of `size` bytes, or settled deliveries, that were added to the open transaction.
 
     Raises:
         ChannelException: 406 if the transaction is too large.
@@ -128,22 +140,18 @@ def add_to_transaction(channel: TransactionChannel, operations: int, size: int =
     transaction = _open(channel)
     transaction.operations += operations
     _count_bytes(channel, size)
-    _check_operations(transaction.operations)
+    if transaction.operations > MAX_OPERATIONS:
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED,
+            f"the transaction has more than {MAX_OPERATIONS} messages and acks, or messages for too many queues; "
+            "it is rolled back; commit more often",
+        )
 
 
 def _count_bytes(channel: TransactionChannel, change: int) -> None:
     _open(channel).size += change
     if channel.host.journal is not None:
         channel.host.journal.unfinished += change
-
-
-def _check_operations(operations: int) -> None:
-    if operations > MAX_OPERATIONS:
-        raise ChannelException(
-            ReplyCode.PRECONDITION_FAILED,
-            f"the transaction has more than {MAX_OPERATIONS} messages and acks, or messages for too many queues; "
-            "it is rolled back; commit more often",
-        )
 
 
 def _select(channel: TransactionChannel, method: commands.Tx.Select) -> None:
@@ -156,10 +164,7 @@ def _select(channel: TransactionChannel, method: commands.Tx.Select) -> None:
 
 
 def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
-    transaction, router = _open(channel), channel.router
-    for _, target in transaction.publishes:
-        if target.version != router.version:
-            router.resolve(target)
+    transaction = _open(channel)
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
@@ -169,8 +174,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
 
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
     """Execute the whole transaction. If a queue refuses a message, roll back and raise `ChannelException` 406."""
-    destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
-    _check_operations(transaction.operations + sum(max(0, len(queues) - 1) for queues in destinations))
+    destinations = [_present(queues, channel.router.queues) for _, _, queues in transaction.publishes]
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:
         reason = "the broker refuses every publish now"
@@ -182,7 +186,7 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
     touched: dict[Queue, None] = {}
     for settlement in transaction.settlements:
         channel.consuming.settle(settlement.deliveries, acked=settlement.acked, requeue=settlement.requeue)
-    for (message, target), queues in zip(transaction.publishes, destinations, strict=True):
+    for (message, target, _), queues in zip(transaction.publishes, destinations, strict=True):
         if not queues and target.mandatory:
             channel.return_message(message)
         for queue in queues:
@@ -193,6 +197,13 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
     channel.output.write_when_durable(commit_ok, topology_only=False)
     for queue in touched:
         queue.after_publish()
+
+
+def _present(queues: tuple[Queue, ...], by_name: Mapping[str, Queue]) -> tuple[Queue, ...]:
+    """Replace deleted queues by the queues that have their names now, if there are any."""
+    if not any(queue.is_deleted for queue in queues):
+        return queues
+    return tuple(by_name[queue.name] for queue in queues if queue.name in by_name)
 
 
 def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None:

@@ -12,8 +12,10 @@ from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.dispatcher import Dispatcher
+from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.exchange import TopicExchange
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.routing import Router
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology
@@ -668,6 +670,56 @@ def test_E9_a_queue_over_its_maximum_delivers_none_of_the_messages_that_it_drops
     other.send(1, commands.Basic.Get(queue="q3"))
     assert ticks(world, lambda: other.feed(b"") or queue.contents.ready_count)[-1] == 0
     assert [frame.value for _, frame in other.received() if frame.name == "ContentBody"] == [b"new"]
+
+
+@pytest.fixture(name="wide")
+def _wide(world, monkeypatch):
+    """Return a client of a broker with four queues that are bound to `amq.fanout` and `amq.headers`."""
+    monkeypatch.setattr(Router, "MAX_QUEUES", 3)
+    for name in "abcd":
+        for exchange in ("amq.fanout", "amq.headers"):
+            world.host.topology.bind(world.host.declare_queue(name), exchange, "", {})
+    return world.client().channel(2).channel()
+
+
+@pytest.mark.parametrize("exchange", ["amq.fanout", "amq.headers"])
+@pytest.mark.parametrize("mode", [commands.Confirm.Select, commands.Tx.Select])
+def test_E9_a_message_to_more_than_the_maximum_of_queues_is_refused(world, wide, exchange, mode):
+    wide.send(1, mode())
+    wide.received()
+    wide.publish(exchange=exchange)
+    wide.check_close(commands.Channel.Close, 406, f"exchange '{exchange}': a message", "would go to 4 queues")
+    assert world.queue("a").depth == 0
+    world.host.topology.unbind(world.queue("d"), exchange, "", {})
+    wide.publish(exchange=exchange, channel=2)
+    assert world.queue("a").depth == 1
+    with pytest.raises(ChannelException, match="would go to 4 queues; at most 3 are allowed"):
+        world.host.publish("amq.fanout" if exchange == "amq.headers" else "amq.headers", "", b"")
+
+
+@pytest.mark.usefixtures("wide")
+def test_E9_a_dead_letter_to_more_than_the_maximum_of_queues_is_lost_with_a_warning(world, caplog):
+    world.host.declare_queue("q", arguments={"x-dead-letter-exchange": "amq.fanout", "x-max-length": 1})
+    world.host.publish("", "q", b"1")
+    world.host.publish("", "q", b"2")
+    assert (world.queue().depth, world.queue("a").depth) == (1, 0)
+    assert "queue 'q': a message is lost (maxlen): exchange 'amq.fanout': a message with" in caplog.text
+
+
+def test_E9_a_message_of_a_transaction_is_routed_when_it_is_published_so_that_the_commit_is_short(world, monkeypatch):
+    client = world.client().channel()
+    for name in ("q", "gone", "again"):
+        world.host.topology.bind(world.host.declare_queue(name), "amq.headers", "", {})
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    client.publish(exchange="amq.headers", times=2)
+    world.host.topology.bind(world.host.declare_queue("late"), "amq.headers", "", {})
+    world.host.delete_queue(world.queue("gone"))
+    world.host.delete_queue(world.queue("again"))
+    world.host.declare_queue("again")
+    monkeypatch.setattr(world.host.router, "destinations", None)
+    monkeypatch.setattr(world.host.router, "resolve", None)
+    client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+    assert [world.queue(name).depth for name in ("q", "again", "late")] == [2, 2, 0]
 
 
 HOLDS = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
