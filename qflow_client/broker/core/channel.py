@@ -26,7 +26,7 @@ from qflow_client.broker.core.channelflow import ChannelFlow, FlowingSession
 from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.consuming import Consuming, DeliveringSession
 from qflow_client.broker.core.controls import Controls
-from qflow_client.broker.core.entries import DropReason, StoredMessage
+from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.exchange import MANY_QUEUES, Target
 from qflow_client.broker.core.methods import METHODS
@@ -502,9 +502,7 @@ class Channel:
         if self.confirms is not None:
             # With confirms, waiting messages are discarded, because the client cannot learn their outcome any more.
             # Without confirms, clients expect no outcome: the messages continue to wait, and enter when there is room.
-            for waiting in self.waiting:
-                waiting.queues[0].contents.count_drop(DropReason.REFUSED)
-                self.host.waiting.stop(waiting)
+            self.host.run(self.host.waiting.discard_in_steps(tuple(self.waiting)))
             self.waiting.clear()
         if self.transaction is not None:
             roll_back(self)

@@ -12,7 +12,7 @@ the first message in the line.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,6 +77,9 @@ class WaitingRoom:
         journal: counts the bytes of waiting messages; ``None`` if there is no journal.
     """
 
+    #: Maximum number of messages, counted once for each of their queues, that one call of `admit` admits or refuses.
+    AT_ONCE = 1000
+
     def __init__(self, clock: Callable[[], float], max_wait: float, journal: Journal | None) -> None:
         self._clock = clock
         self._journal = journal
@@ -105,6 +108,14 @@ class WaitingRoom:
             queue.note_waiting(now, -1)
             self._head(queue)
 
+    def discard_in_steps(self, waiting: Sequence[WaitingPublish]) -> Iterator[None]:
+        """Discard the messages of a channel, the newest first, so that no message enters after a discarded one."""
+        for each in reversed(waiting):
+            if not each.is_over:
+                each.queues[0].contents.count_drop(DropReason.REFUSED)
+                self.stop(each)
+            yield
+
     def _head(self, queue: Queue) -> WaitingPublish | None:
         line = self._lines.get(queue)
         while line:
@@ -116,8 +127,17 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the first messages of a line while their queues have room. Refuse those that must not wait longer."""
+        """Admit the first messages of a line while their queues have room. Refuse those that must not wait longer.
+
+        If there are more than `AT_ONCE`, the queue calls this method again soon.
+        """
+        left = self.AT_ONCE
         while (waiting := self._head(queue)) is not None:
+            if left <= 0:
+                queue.note_waiting(now)
+                break
+            # While entries are leaving the queue, each `refusal` lets a slice of them leave.
+            left -= self.AT_ONCE if queue.contents.leaving else len(waiting.queues)
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
             if any(self._head(each) is not waiting for each in queues):

@@ -19,6 +19,7 @@ from qflow_client.broker.core.routing import Router
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.core.timers import Slices, Timers
 from qflow_client.broker.core.topology import Topology
+from qflow_client.broker.core.waiting import WaitingRoom
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.store.journal import Journal
@@ -720,6 +721,47 @@ def test_E9_a_message_of_a_transaction_is_routed_when_it_is_published_so_that_th
     monkeypatch.setattr(world.host.router, "resolve", None)
     client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
     assert [world.queue(name).depth for name in ("q", "again", "late")] == [2, 2, 0]
+
+
+WAIT = {"x-qflow-policy": "wait", "qpid.max_count": 10}
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_very_many_messages_that_wait_for_room_are_admitted_in_slices_and_in_order(world, monkeypatch):
+    monkeypatch.setattr(WaitingRoom, "AT_ONCE", 3)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT)
+    client.publish_each(*(b"%d" % number for number in range(17)))
+    world.queue().purge()
+    assert ticks(world, lambda: world.queue().waiting)[:4] == [7, 4, 1, 0]
+    assert [entry.message.body for entry in world.queue().contents.ready] == [
+        b"%d" % number for number in range(10, 17)
+    ]
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_very_many_messages_that_wait_for_room_are_refused_in_slices(world, monkeypatch):
+    monkeypatch.setattr(WaitingRoom, "AT_ONCE", 3)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT)
+    client.publish_each(*(b"%d" % number for number in range(17)))
+    client.received()
+    world.now = world.host.settings.max_producer_flow_control_wait
+    assert ticks(world, lambda: world.queue().waiting)[:4] == [7, 4, 1, 0]
+    assert [frame.delivery_tag for _, frame in client.received()] == list(range(11, 18))
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_waiting_messages_of_a_closed_channel_are_discarded_in_slices_without_a_gap(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT)
+    client.publish_each(*(b"%d" % number for number in range(17)))
+    client.session.lost()
+    # One message enters meanwhile. It must be the oldest.
+    world.host.queue("q").take(no_ack=True)
+    assert ticks(world, lambda: world.queue().waiting)[-1] == 0
+    assert [entry.message.body for entry in world.queue().contents.ready] == [b"%d" % number for number in range(1, 11)]
+    assert world.queue().contents.drops == {"refused": 6}
 
 
 HOLDS = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
