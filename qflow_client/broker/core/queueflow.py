@@ -119,9 +119,15 @@ class QueueFlow(FlowController):
             self._run(self._release_in_steps())
 
     def _release_in_steps(self) -> Iterator[None]:
-        while self._released:
-            self._released.popleft().release()
-            yield
+        try:
+            while self._released:
+                self._released.popleft().release()
+                yield
+        except Exception:
+            if self._released:
+                # A confirm that cannot be released must not stop those after it.
+                self._run(self._release_in_steps())
+            raise
 
     def let_go(self) -> None:
         """Unblock all channels and release all held confirms, even if the state is ON."""

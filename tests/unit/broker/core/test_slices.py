@@ -764,6 +764,18 @@ def test_E9_waiting_messages_of_a_closed_channel_are_discarded_in_slices_without
     assert world.queue().contents.drops == {"refused": 6}
 
 
+def fail_once(method):
+    """Return a method that raises an exception when it is called first."""
+    calls = count()
+
+    def run(self):
+        if next(calls) == 0:
+            raise ZeroDivisionError
+        method(self)
+
+    return run
+
+
 HOLDS = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
 
 
@@ -804,6 +816,20 @@ def test_E9_C5_a_connection_or_queue_can_end_while_held_confirms_are_released(wo
     ticks(world, lambda: None)
     assert other.received()[-1][1].delivery_tag == 6
     assert len(other.session.channels[1].confirms) == 0
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_E9_C5_held_confirms_are_released_after_one_that_fails(world, monkeypatch):
+    client = world.client().channel(confirms=True)
+    world.host.declare_queue("q", arguments=HOLDS)
+    client.publish(times=6)
+    client.received()
+    completion = next(iter(world.queue().flows.families[0].held.values()))
+    monkeypatch.setattr(type(completion), "release", fail_once(type(completion).release))
+    with pytest.raises(ZeroDivisionError):
+        world.queue().flows.let_go()
+    ticks(world, client.received)
+    assert len(client.session.channels[1].confirms) == 1
 
 
 @pytest.mark.usefixtures("two_steps")
