@@ -247,8 +247,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, OutboxFull, NotDurable, SettingsError,
-                TypeError, ValueError: as for `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, OutboxFull, NotDurable: as for `send`.
+            SettingsError, TypeError, ValueError: as for `send`.
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []

@@ -241,8 +241,8 @@ class Producer(BaseProducer[SyncReceipt]):
             The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, NotDurable, SettingsError, TypeError,
-                ValueError: as for `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, NotDurable: as for `send`.
+            SettingsError, TypeError, ValueError: as for `send`.
         """
         check_many(messages, timeout)
         receipts: list[SyncReceipt] = []
