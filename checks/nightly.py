@@ -162,7 +162,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "fuzz": Part(
         "bytes that atheris chooses, to the client and to the broker",
         [
-            _step(target, f"{_TOX} -e fuzz -- {target} --bytes 5e8 --seed $RANDOM", hours=1.0)
+            _step(target, f"{_TOX} -e fuzz -- {target} --bytes 3e8 --seed $RANDOM", hours=1.0)
             for target in ("client", "broker")
         ],
     ),
