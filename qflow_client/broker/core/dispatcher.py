@@ -104,13 +104,14 @@ class Dispatcher:
         """Change the pause counter by 1 or -1. When the counter is 0 again, the caller calls `dispatch`."""
         self._pauses += change
 
-    def is_behind(self) -> bool:
-        """Drop expired messages. Return True if more have to be dropped, or if closed channels still return messages.
+    def catch_up(self) -> bool:
+        """Drop expired messages. Return False if more have to be dropped, or if closed channels still return messages.
 
-        A message that `take` returns is then perhaps not the next one, or `take` returns none although one is ready.
+        If it is False, the message that `take` returns is perhaps not the next one, or it returns none too early.
         """
+        expiry = self._dropping.expiry
         self._dropping.expire()
-        return self._pauses > 0 or (self._dropping.expiry is not None and self._dropping.expiry.is_behind)
+        return not self._pauses and (expiry is None or not expiry.is_behind)
 
     def dispatch(self) -> None:
         """Drop expired messages, and deliver as many messages as the consumers take, in turn."""

@@ -251,7 +251,7 @@ def _cancel_ok(channel: MethodChannel, method: Any) -> None:
 
 def _get(channel: MethodChannel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
-    if queue.dispatcher.is_behind():
+    if not queue.dispatcher.catch_up():
         raise FrameWaitsError
     channel.consuming.get(queue, no_ack=method.no_ack)
 

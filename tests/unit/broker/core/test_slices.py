@@ -667,7 +667,7 @@ def test_E9_a_queue_over_its_maximum_delivers_none_of_the_messages_that_it_drops
     client.received()
     client.session.lost()
     queue = world.queue("q3")
-    assert (queue.contents.ready_count, queue.dispatcher.is_behind()) == (2, True)
+    assert (queue.contents.ready_count, queue.dispatcher.catch_up()) == (2, False)
     other.send(1, commands.Basic.Get(queue="q3"))
     assert ticks(world, lambda: other.feed(b"") or queue.contents.ready_count)[-1] == 0
     assert [frame.value for _, frame in other.received() if frame.name == "ContentBody"] == [b"new"]
