@@ -175,6 +175,9 @@ class Writer:
 
     def _gather(self) -> None:
         """Wait for a moment, so that one commit deletes more settled messages. A wake-up ends the wait."""
+        if self._end.is_set():
+            # `stop` did not wake the thread if an earlier wake-up was still unnoticed.
+            return
         if not self.store.waits_for_disk:
             self._wake.acquire(timeout=_GATHER)
         if self.store.waits_for_disk and not self._is_urgent:

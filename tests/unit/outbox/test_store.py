@@ -364,3 +364,21 @@ def test_every_sender_that_waits_for_a_commit_gets_an_error_if_the_commit_fails(
     change(path, "ALTER TABLE gone RENAME TO message")
     assert kept.writer.work()
     assert kept.committed[1:] == [(1, None)]
+
+
+def test_a_writer_that_is_stopped_before_it_notices_an_earlier_wake_up_does_not_gather(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(path)
+    waits = []
+
+    class Wake:
+        def acquire(self, timeout: float) -> bool:
+            waits.append(timeout)
+            kept.writer._end.set()
+            return True
+
+    monkeypatch.setattr(kept.writer, "_wake", Wake())
+    kept.writer._serve()
+    # The thread waited for a task, and not for more settled messages.
+    assert waits == [-1.0]
