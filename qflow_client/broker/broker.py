@@ -47,10 +47,10 @@ class Broker(CoreBroker):
 
     ``with Broker() as broker:`` runs the broker on a separate thread with its own event loop. ``async with Broker() as
     broker:`` runs the broker on the running event loop. A broker can be started only once. Any thread may call the
-    methods of a broker, but ``each_...`` and ``..._in_steps`` must be used on the broker's own loop.
+    methods of a broker. Exceptions are ``each_...`` and ``..._in_steps``: use them only on the broker's own loop.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. On the broker's own event loop it returns earlier. There, `wait_until_durable_async` waits for the disk.
+    disk. On the broker's own event loop the method returns earlier: await `wait_until_durable_async` there.
 
     Args:
         **options: see `BrokerSettings`.
@@ -114,7 +114,7 @@ class Broker(CoreBroker):
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects and set all policies, or none if one is refused. Objects that exist do not change.
+        """Declare all objects and set all policies, or none if one is refused. Existing objects do not change.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.
@@ -182,7 +182,7 @@ class Broker(CoreBroker):
     def set_policy(self, policy: Policy) -> None:
         """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
-        A queue whose maximum is reduced drops messages only with `ring`, `ring_strict`, `conflate` or ``drop-head``.
+        If the policy lowers a queue's maximum, only `ring`, `ring_strict`, `conflate` or ``drop-head`` drop messages.
 
         Raises:
             TypeError: the argument is not a `Policy`.

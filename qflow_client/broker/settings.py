@@ -20,7 +20,7 @@ from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Synchronous"]
 
-#: Maximum body bytes of a message in a store. An SQLite row, which also has the header, has at most 10**9 bytes.
+#: Maximum body bytes of a message in a store. SQLite limits a row to 10**9 bytes, and the row also has the header.
 MAX_STORED = 900_000_000
 
 
@@ -95,11 +95,11 @@ class BrokerSettings(Settings):
             loopback address. The `repr` of the settings does not show the token.
         policies: policies that the broker has at the start (D3). The names of the policies must be different.
         store: file of the message store; ``None`` for no store. The file is created if it does not exist. With a store,
-            durable queues, exchanges and bindings survive the end of the broker, and so do persistent messages in
-            durable queues.
+            durable queues, exchanges and bindings survive a restart of the broker. Persistent messages in durable
+            queues survive too.
         store_synchronous: the failures that confirmed messages survive: ``"normal"`` or ``"full"``, see `Synchronous`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit. If fewer bytes are free, the
-            broker raises an alarm, which informs clients as `Broker.block` does. It ends when 9/8 of the limit is free.
+            broker raises an alarm, as `Broker.block` does. The alarm ends when 9/8 of the limit is free.
 
     Raises:
         TypeError: a value has the wrong type.

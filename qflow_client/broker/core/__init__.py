@@ -29,9 +29,9 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
    releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`, both
-   from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter, and blocks the channel if the limiter
-   is then ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a message.
-   If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, all together or one at a time with pauses.
+   from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter. It then blocks the channel if the
+   limiter is ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a
+   message. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, together or one after the other.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
    controller blocks the channel any more.
@@ -41,19 +41,19 @@ Two more files are used by many files: `entries.py` has the classes of messages 
 exchanges and `Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which
 gives the messages of a queue to consumers. You can read the other files later:
 
-- For a connection, `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` its channels and alarms.
-- For a channel, `confirms.py` has its confirms, `transaction.py` its transaction, and `methods.py` handles the methods
-  for topology and consuming.
-- For a queue, `expiry.py` finds expired messages, `dropping.py` drops messages, `deadletter.py` publishes dropped
-  messages again, `storage.py` connects the queue to the journal.
-- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` has its timers.
+- Connection: `handshake.py` opens it. `deadlines.py` has its timeouts, and `channels.py` its channels and alarms.
+- Channel: `confirms.py` has its confirms, and `transaction.py` its transaction. `methods.py` handles the methods for
+  topology and consuming.
+- Queue: `expiry.py` finds expired messages, `dropping.py` drops messages, and `deadletter.py` publishes dropped
+  messages again. `storage.py` connects the queue to the journal.
+- Virtual host (`virtualhost.py`): `topology.py` declares exchanges and bindings. `timers.py` has the timers.
 
 A broker runs on one event loop. An application uses the class `Broker`: `embedding.py` starts and stops the broker,
 `inspection.py` shows its state, and `broker.py` changes its state.
 
 Memory: the optional `Journal` counts the bytes of messages in memory (`Journal.held`). After each iteration of the
 event loop that changes the broker, `Server._check_memory` compares `Journal.held` with the memory limit. Above the
-limit, the server stops reading from publishing connections, until `Journal.held` is at most 7/8 of the limit.
+limit, the server does not read from publishing connections until `Journal.held` is at most 7/8 of the limit.
 
 Plug-ins: an overflow policy is a subclass of `Overflow` (`overflow.py`). `EmbeddedBroker` gets three plug-ins as
 arguments: the `Rules` for thresholds and overflow policies (`limits.py`), a `Journal` (`ports.py`), and a function that

@@ -1,11 +1,11 @@
-"""`ChannelFlow` has the flow state of one channel and its part of the connection's backlog, sans-I/O.
+"""`ChannelFlow` has the flow state of one channel, and the channel's part of the connection's backlog, sans-I/O.
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rate limits, the operator, alarms and the backlog
 block and unblock it. The client gets ``Channel.Flow`` with ``active=false`` when a first controller blocks the channel,
 and with ``active=true`` when the last controller has unblocked it (J3 J4). A blocked channel is also called flowed.
 
-A message is owed (D7) if it waits for room, if its confirm is held, or if it came while the channel was blocked. The
-owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
+A message is owed (D7) if it waits for room, if its confirm is held, or if `is_flowed_by_others` was true when it came.
+The owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ChannelFlow(CountedSource):
         self.oks_due = 0
         # Number of messages in the current flowed period that came after the grace time (D8).
         self.past_flow = 0
-        # Number and body bytes of the owed messages (D7), and of those that are owed until the channel is unblocked.
+        # Number and body bytes of the owed messages (D7), and of those owed until `is_flowed_by_others` is false.
         self._owed = [0, 0]
         self._owed_until_unblocked = [0, 0]
 
@@ -152,7 +152,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        A message that comes while only the backlog blocks the channel is not owed. Otherwise the block could never end.
+        If only the backlog blocks the channel, new messages are not owed. Otherwise the block could never end.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

@@ -53,10 +53,10 @@ class Channels(dict[int, Channel]):
 class Blocks(dict[str, str]):
     """The alarms that block a client: the name and the reason of each.
 
-    The client is informed of the first alarm and of the end of the last one, unless the dialect closes channels.
+    The client is informed of the first alarm and of the end of the last alarm, unless the dialect closes channels.
 
     Args:
-        alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
+        alarm: controller that blocks the channels if the dialect has `OnAlarm.CHANNEL_FLOW`.
     """
 
     __slots__ = ("_alarm", "_channels", "_dialect", "_handshake", "_output")

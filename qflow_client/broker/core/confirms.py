@@ -57,11 +57,11 @@ class Confirms:
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """Hold the tag of a message that waits for room, until the caller calls `completion` and `arm`, or `drop`."""
+        """Hold the tag of a message that waits for room. A later call of `arm` or `drop` ends this wait."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
-        """Remove a waiting message that is refused. The caller nacks the message."""
+        """Remove the tag of a waiting message that the broker refuses. The caller nacks the message."""
         del self._held[tag]
         self._release(tag)
 
@@ -70,7 +70,7 @@ class Confirms:
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """Record that all queues have the message. Return True if its tag is still held, because it has holds."""
+        """Record that all queues have the message. Return True if a queue, the disk or an operator holds its tag."""
         self._held[completion.tag] = completion
         if completion.arm():
             self._complete(completion.tag)

@@ -25,9 +25,9 @@ class Deadlines:
         self._settings = settings
         self._handshake = handshake
         self._output = output
-        # Time at which bytes last arrived. While the socket is not read, `beat` and the server set this to the present.
+        # Time at which bytes last arrived. While the socket is not read, `beat` and the server set it to the time now.
         self.last_received = now
-        # Time at which the broker ends the connection if it was never open, even if it is closing; infinite once open.
+        # Time at which the broker ends a connection that is not open yet, even if it is closing; infinite once open.
         self.open_by = now + settings.unauthenticated_timeout
         # Time until which the socket is not read because of a tarpit (D8); None if there is no tarpit.
         self.tarpit_until: float | None = None

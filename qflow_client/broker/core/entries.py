@@ -101,7 +101,7 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries that could not be dropped to free memory; tried again if the queues or the body of the message change.
+        # Entries that could not be dropped to free memory. They are tried again when `queues` or the body changes.
         self.aside: Sequence[QueueEntry] = ()
 
 
@@ -195,7 +195,7 @@ class QueueEntry:
         self.redelivered = False
         # Whether the message was delivered, and is not settled yet.
         self.is_unacked = False
-        # Whether the entry has left, or was marked when it began to leave. If so, an ack of it changes nothing.
+        # Whether the entry has left, or is marked because it will leave soon. An ack of such an entry changes nothing.
         self.is_gone = False
 
 
@@ -269,7 +269,7 @@ class DroppableEntries(Protocol):
 class QueueContents(Protocol):
     """The contents of a queue."""
 
-    #: Messages and body bytes: ready, unacked and leaving together (D6).
+    #: Number and body bytes of all messages: ready, unacked and leaving (D6).
     depth: int
     size: int
 
@@ -292,7 +292,7 @@ class QueueDropping(Protocol):
     has_letters: bool
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even if it is unacked. If entries are leaving, let a slice of them leave instead."""
+        """Drop the oldest entry, even if it is unacked. If `Contents.leaving` has entries, let some of them leave."""
 
     def drop_head(self) -> None:
         """Drop the oldest ready entry. There must be a ready entry."""

@@ -176,7 +176,7 @@ class Handshake:
             )
 
     def update_secret(self, method: commands.Connection.UpdateSecret, now: float) -> None:
-        """Check a new secret of the user. If the secret is valid, the login gets a new time at which it expires.
+        """Check a new secret of the user. If the secret is valid, set a new time at which the login expires.
 
         Raises:
             ConnectionException: 530 if the secret is refused.

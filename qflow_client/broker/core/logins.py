@@ -1,11 +1,11 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-Only `authenticate` can accept a blank password. Without it, if all hashes have the same parameters, a login of an
-unknown user takes as long as one with a wrong password.
+Only the function `authenticate` of the settings can accept a blank password. Without this function, a login of an
+unknown user takes as long as a login with a wrong password, if all hashes have the same parameters.
 
-`Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread. A
-right password is then remembered as a keyed digest, so a client that reconnects does not wait for the hash again. A
-running check counts as a failed login, so one address cannot have many checks at the same time.
+`Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread.
+It remembers a keyed digest of the right password, so the next login with it does not need the hash. A running check
+counts as a failed login, so one address cannot have many checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
 delayed to about one per second. A right password is delayed as long as a wrong one.
@@ -95,12 +95,12 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash to check for users without a hash, so that the time of a login reveals no user; empty without hashes.
+        # Hash that is checked for a user without one, so that the time of a login reveals no user; can be empty.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Calls the first function (about 50 ms), then the second with the result. The server's version uses a thread.
+        #: Calls the first function (about 50 ms), then the second with its result. The server replaces this attribute.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -218,7 +218,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """Forget one failed login of an address, which `Logins.check` counted before the password was found right."""
+        """Forget the failed login that `Logins.check` counted before it found the password right."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

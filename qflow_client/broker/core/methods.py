@@ -33,7 +33,7 @@ __all__ = ["METHODS"]
 
 
 class MethodSession(Protocol):
-    """The part of the connection that the handlers need. This object is also the owner of exclusive queues."""
+    """The part of the connection that the handlers need. Exclusive queues keep this object as their owner."""
 
     dialect: Dialect
     output: Output

@@ -120,9 +120,9 @@ class Output:
     def write_past_promises(self, data: bytes) -> None:
         """Append whole frames that do not wait for the promises of their channel.
 
-        Only Channel.Flow is written in this way. It is no answer, and it does not wait for the disk, because the grace
-        time (`flow_grace`, D8) starts when the channel is blocked. The server writes to connections in the order of
-        their last `on_output`, so clients get Channel.Flow in the order of blocking (F4).
+        Only Channel.Flow is written in this way. It must not wait for the disk, because the grace time (`flow_grace`,
+        D8) starts when the channel is blocked. The server writes to connections in the order of their last `on_output`,
+        so clients get Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
         self._frames.append(data)
@@ -187,7 +187,7 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Let `take` return the frames of a channel that come before its first promise that is not kept yet.
+        """Let `take` return the kept promises of a channel and the frames behind them, up to its next unkept promise.
 
         `more` is the size of the promised frames in bytes, minus `Promise.size`.
         """

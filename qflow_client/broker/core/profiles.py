@@ -39,7 +39,7 @@ class OnAlarm(Enum):
 
     #: By ``Connection.Blocked``, if the client announced the capability. Other clients are not informed.
     BLOCKED = auto()
-    #: By ``Channel.Flow`` on every channel that is a producer, as in the standard.
+    #: By ``Channel.Flow`` on every channel that is a producer, because the standard has no other way.
     CHANNEL_FLOW = auto()
     #: By closing the channel with 406 at each publish, and at each declaration of a new queue.
     CHANNEL_CLOSE = auto()
@@ -117,7 +117,7 @@ DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
         Profile.QFLOW: Dialect(
             properties={
                 "product": "qflow broker",
-                # For import-linter, an import statement would make the broker depend on the whole package.
+                # import-linter would count an import statement as a dependency of the broker on the whole package.
                 "version": str(import_module("qflow_client").__version__),
                 "platform": f"{platform.python_implementation()} {platform.python_version()}",
                 "copyright": "Copyright the authors of qflow_client",

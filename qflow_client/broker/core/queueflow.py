@@ -93,7 +93,7 @@ class QueueFlow(FlowController):
         super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
         # The confirms that are held until the state turns OFF or the entry leaves (C5). The oldest comes first.
         self.held: dict[QueueEntry, Completion] = {}
-        # The confirms that are released in slices. The oldest comes first.
+        # The confirms that are no longer held, and that `_release_in_steps` still has to release. Oldest first.
         self._released: deque[Completion] = deque()
 
     def resume(self, now: float | None = None) -> None:
@@ -125,7 +125,7 @@ class QueueFlow(FlowController):
                 yield
         except Exception:
             if self._released:
-                # A confirm that cannot be released must not stop those after it.
+                # If the release of one confirm fails, the later confirms must still be released.
                 self._run(self._release_in_steps())
             raise
 
@@ -202,14 +202,14 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One flow state for each configured set of thresholds.
         self._run = run
+        # One flow state for each configured set of thresholds.
         self.families = tuple(
             QueueFlow(thresholds, queue.name, spacing=spacing, run=run) for thresholds in limits.thresholds
         )
         # Sum of `times_on` of the flow states that were removed.
         self._times_on_before = 0
-        # Time at which the queue turned ON; None if it is OFF. An overdue queue that is OFF can keep it, see `left`.
+        # Time at which the queue turned ON; usually None if it is OFF. An overdue queue can keep the time, see `left`.
         self.on_since: float | None = None
         # Whether the queue has been ON for longer than `max_flow_wait`. If so, it does not hold back producers (D10).
         self.is_overdue = False

@@ -1,7 +1,7 @@
 """The maximum numbers of queues, bindings and consumers.
 
 A quota is checked when an object is created, and never when a message is published. A `Quota` adds new objects to its
-count, but does not subtract deleted objects. When this count reaches the limit, the objects are counted exactly.
+count, but does not subtract deleted objects. When its count reaches the limit, it counts the existing objects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Quota:
         self._limit = limit
         self._things = things
         self._count = count
-        # At least the current number of objects.
+        # Upper bound of the current number of objects.
         self._bound = 0
 
     def take(self, *, is_there: bool = False) -> None:

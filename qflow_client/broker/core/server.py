@@ -54,8 +54,8 @@ class Server:
     QUIET = 0.1
     #: Maximum seconds in which the input of one connection is handled before other connections are served.
     SLICE = 0.005
-    #: Seconds at the start of an iteration of the loop in which the input of each connection gets SLICE seconds. Later
-    #: in the iteration, input of at most SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
+    #: In the first TURN seconds of an iteration of the loop, the input of each connection gets SLICE seconds. Later in
+    #: the iteration, input of at most SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
     TURN = 0.01
     SMALL_INPUT = 4096
     SHORT_SLICE = 0.0005
@@ -255,7 +255,7 @@ class Server:
         self._on_change()
 
     def check_growth(self) -> None:
-        """Check the memory now if it is above a limit. Until `_end_turn`, each connection could add a whole read."""
+        """Check the memory now if it is above a limit. `_end_turn` runs only after each connection has read its input."""
         journal = self.host.journal
         if journal is not None and journal.limit:
             is_full = journal.held > journal.limit and not self._waits_for_memory
@@ -328,7 +328,7 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """If unread output or waiting first messages take too much memory, close the connections with the most of it.
+        """If unread output or waiting first messages take too much memory, close the connections that use most of it.
 
         Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. First
         messages that wait because memory is full may use 1/32 of the limit. `Journal.held` does not count held input.
@@ -514,7 +514,7 @@ class Connection(asyncio.Protocol):
             self._check_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Send nothing more, and discard input until the client closes the connection or its time for this is over.
+        """Send nothing more, and discard input until the client closes the connection or the timer cuts it off.
 
         If the broker closed the socket while frames of the client are on the way, the kernel would reset the
         connection. The client could then lose the last frames of the broker, such as ``Connection.Close-Ok``.

@@ -100,7 +100,7 @@ class Settings:
             are more, logins from this address are checked only about once a second.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the only virtual host.
-        profile: the broker to imitate. A profile can have own defaults for `heartbeat`, `frame_max` and `channel_max`.
+        profile: the broker to imitate. A profile can change the defaults of `heartbeat`, `frame_max` and `channel_max`.
             In profiles other than ``qflow``, alarms use ``Channel.Flow`` or ``Channel.Close`` instead of
             ``Connection.Blocked``.
         enforcement: how a queue holds back its producers (C5 J3). ``x-qflow-enforcement`` overrides this setting.
@@ -127,12 +127,12 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
-            blocked (flowed) channels; 0 for no limit. If there are more, its publishing channels are blocked (flowed)
-            until fewer than 7/8 of the maximum remain (D7).
+            blocked (flowed) channels; 0 for no limit. If there are more, the publishing channels of this connection are
+            blocked (flowed) until fewer than 7/8 of the maximum remain (D7).
         backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. Each
-            time this number has come, the broker stops reading from the connection for `tarpit_time` seconds (D8).
+        tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. After
+            each such number of messages, the broker does not read the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one channel after the grace time of a flowed period; 0 for no
             limit. If there are more, the channel is closed with 311.
@@ -142,8 +142,7 @@ class Settings:
             every `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
             its body and header. Above 3/4 of this limit, bodies are evicted from queues with the policy
-            ``flow_to_disk`` (A2). Above the limit, clients get ``Connection.Blocked``, and publishing clients
-            are not read.
+            ``flow_to_disk`` (A2). Above the limit, the broker raises an alarm, and does not read publishing clients.
 
     Raises:
         TypeError: a value has the wrong type.

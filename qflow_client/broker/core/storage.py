@@ -1,7 +1,7 @@
 """`Storage` observes the entries of one queue for its `Journal`, `BodyPager` and `DroppableEntries`, sans-I/O.
 
-The journal has each message of the queue. A dropped message that is dead-lettered stays in the journal until its dead
-letter has arrived (`Storage.letter_done`). So the journal always has the message or its dead letter.
+The journal has each message of the queue. If a dropped message is dead-lettered, it stays in the journal until its dead
+letter has arrived (`Storage.letter_done`). So a crash between the two steps cannot lose the message.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Storage(EntryObserver):
         self.droppable: DroppableEntries | None = None
         # Dropped messages that stay in the journal, because their dead letters have not arrived yet.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether bodies can be only on disk.
+        # Whether the body of a message can be on disk and not in memory.
         self.may_lack = journal.has_store
         self._is_reading = False
 

@@ -1,7 +1,7 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-A message is routed when it is published, as in RabbitMQ. At the commit, a deleted queue is replaced by the queue that
-has its name then. If any queue has no room for the result of the whole transaction, the whole commit is refused.
+A message is routed when it is published, as in RabbitMQ. If one of its queues was deleted, the commit uses a new queue
+with the same name, if there is one. If any queue refuses its messages, the whole commit is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qflow_client.broker.core.virtualhost import VirtualHost
 __all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "add_message", "add_to_transaction", "roll_back"]
 
 #: Maximum number of settled deliveries and of messages in a transaction. A message counts once for each of its queues.
-#: A commit takes about 5 µs for each. It has no slices, because it is one step.
+#: A commit takes about 5 µs for each, and cannot be divided into slices.
 MAX_OPERATIONS = 8_000
 
 
@@ -200,7 +200,7 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
 
 
 def _present(queues: tuple[Queue, ...], by_name: Mapping[str, Queue]) -> tuple[Queue, ...]:
-    """Replace deleted queues by the queues that have their names now, if there are any."""
+    """Replace each deleted queue by the queue that has its name now. If there is none, omit the deleted queue."""
     if not any(queue.is_deleted for queue in queues):
         return queues
     return tuple(by_name[queue.name] for queue in queues if queue.name in by_name)
@@ -212,7 +212,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Discard messages and settlements. The settled deliveries become unacked, but are not delivered again."""
+    """Discard messages and settlements. The settled deliveries are unacked again, but are not delivered again."""
     transaction = _open(channel)
     _count_bytes(channel, -transaction.size)
     channel.transaction = Transaction()

@@ -2,8 +2,8 @@
 
 A message waits if the policy of the full queue is ``wait`` (A4). A `WaitingPublish` is in the line of every destination
 queue. The message is admitted when it is the first in all of these lines and all queues have room. So no message of a
-client overtakes an earlier one in any queue. The commit of a transaction never waits: if a queue has no room, the
-commit is refused. Dead letters and messages of the embedding program never wait, and can overtake others.
+client overtakes an earlier one in any queue. The commit of a transaction never waits: it is refused instead. Dead
+letters and messages of the embedding program never wait, and can overtake others.
 
 `WaitingRoom.admit` checks the line of a queue, for example after a message has left the queue, and at the deadline of
 the first message in the line.
@@ -56,7 +56,7 @@ class WaitingPublish:
 
     Attributes:
         tag: publish sequence number of the message; 0 without confirms.
-        deadline: clock time at which the message is refused.
+        deadline: monotonic time at which the message is refused.
         is_over: whether the wait is over, for any reason.
     """
 
@@ -99,7 +99,7 @@ class WaitingRoom:
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
-        """End the wait of a message, and let the queues of its lines check these lines again soon."""
+        """End the wait of a message, and let its queues check their lines again soon."""
         waiting.is_over = True
         if self._journal is not None:
             self._journal.waiting -= waiting.message.footprint
@@ -109,7 +109,7 @@ class WaitingRoom:
             self._head(queue)
 
     def discard_in_steps(self, waiting: Sequence[WaitingPublish]) -> Iterator[None]:
-        """Discard the messages of a channel, the newest first, so that no message enters after a discarded one."""
+        """Discard messages of a channel, the newest first, so that no message enters after an earlier discarded one."""
         for each in reversed(waiting):
             if not each.is_over:
                 each.queues[0].contents.count_drop(DropReason.REFUSED)
@@ -166,7 +166,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    It waits if each queue that does not accept it has the policy ``wait``, or has room but also waiting messages.
+    The message waits if each queue that does not accept it now has the policy ``wait``, or has room and a line.
 
     Args:
         size: body bytes.
