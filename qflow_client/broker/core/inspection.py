@@ -141,7 +141,7 @@ class InspectableBroker(EmbeddedBroker):
         """Yield a snapshot of each binding, grouped by exchange."""
         for exchange in tuple(self._host.topology.exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
-                # Skip bindings that a deleted exchange keeps, and those to a deleted destination (removed in slices).
+                # Skip bindings from a deleted exchange, and bindings to a deleted destination (removed in slices).
                 is_deleted = exchange.is_deleted or binding.destination.is_deleted
                 if not is_deleted and exchange.bindings.get(binding.key) is binding:
                     yield binding_snapshot(exchange, binding)

@@ -45,7 +45,7 @@ class Runner:
         # The thread, and a future that ends the thread when its result is set. None if the loop has no own thread.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
-        # Number of changes. The condition protects this number.
+        # Number of changes so far. The lock of `_changed` protects this number.
         self._version = 0
         self._changed = threading.Condition()
         self._async_waiters: set[asyncio.Future[None]] = set()

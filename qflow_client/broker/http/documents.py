@@ -29,7 +29,7 @@ def encoded(value: Any) -> bytes:
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
     """Encode a value as JSON, in slices.
 
-    The value may be one that `encoded` takes, a list or iterator of those, or a dictionary with values of these kinds.
+    `value` is an argument for `encoded`, a list or iterator of such arguments, or a dictionary of these.
     """
     # Append the parts one by one. A join of many parts would block the event loop.
     text = bytearray()

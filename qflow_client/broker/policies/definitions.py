@@ -27,7 +27,7 @@ __all__ = [
 
 
 class DefinitionError(ValueError):
-    """A definition is refused. All other definitions of the same `Definitions` have no effect either.
+    """The broker refuses a definition. Then no definition of the same `Definitions` has an effect.
 
     Attributes:
         field: place of the refused definition, such as ``"queues[3]"``.

@@ -4,11 +4,11 @@ Python's `re` tries all paths through an expression, one after the other. With `
 the event loop for seconds. This module follows all paths at the same time. It converts an expression to a graph of
 nodes. A node matches one character, or can be passed without a character. `Pattern.search` reads a name character by
 character, and keeps the set of nodes that are reached with the characters read so far. So the time is at most
-proportional to the number of characters times the number of nodes. The number of nodes is limited. The set that
-follows a set and a character is cached, so a later name often needs only a look-up for each character.
+proportional to the number of characters times the number of nodes. The number of nodes is limited. For each set and
+character, `Pattern` caches the next set, so a later name often needs only a look-up for each character.
 
-These features are refused: back references, conditional groups, lookahead and lookbehind, word boundaries, atomic
-groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
+`Pattern` refuses back references, conditional groups, lookahead and lookbehind, word boundaries, atomic groups,
+possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A policy defines what many queues do when they are full. Policies can be changed at run time.
 
-A queue takes each value from the first of these sources that sets the value (D3). Sources 3 to 5 apply only if no
-policy for queues matches, and the arguments set neither a maximum, nor a threshold, nor a capacity, nor a policy. If
-policies of several of the sources 3 to 5 match, the first of these sources applies and the others do not.
+A queue takes each value from the first of these sources that sets the value (D3). Of sources 3 to 5, only the first
+one with a matching policy applies. None of the three applies if a policy for queues matches, or if the arguments set a
+maximum, a threshold, a capacity or a policy.
 
 1. policies for queues
 2. the arguments of the queue

@@ -270,7 +270,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead: a share of 1/8 of `limit`, if set (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. Queues share 1/8 of `limit` if it is set (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)

@@ -119,7 +119,7 @@ _MIN_FILE_SIZE = 512
 # Maximum number of messages in one statement.
 _PORTION = 128
 # Maximum bytes of the messages in one statement, except for a single larger message. The module sqlite3 caches one
-# statement for each number of messages, and each cached statement keeps its last values, so these must be small.
+# statement for each number of messages. Each cached statement keeps its last values, so the values must be small.
 _PORTION_BYTES = 128 << 10
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
