@@ -1,6 +1,6 @@
 """The complete broker: the core and the policies, with a message store and an HTTP API if the settings enable them.
 
-The modules that use SQLite are imported only if the settings enable the store, so a broker without a store needs no
+The modules that use SQLite are imported only if the settings enable the store. So a broker without a store needs no
 SQLite. The modules of the HTTP API, and their packages (the extra ``broker``), are needed only if the API is enabled.
 """
 

@@ -37,9 +37,9 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
    controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.
 
-Two more files are used by many files: `entries.py` has the classes of messages and entries, and `exchange.py` has the
-exchanges and `Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which
-gives the messages of a queue to consumers. You can read the other files later:
+Two more files are used by many files: `entries.py` has messages and entries, and `exchange.py` has exchanges and
+`Target`. For an ack, also read `consuming.py` (the deliveries of a channel) and `dispatcher.py`, which gives the
+messages of a queue to consumers. You can read the other files later:
 
 - Connection: `handshake.py` opens it. `deadlines.py` has its timeouts, and `channels.py` its channels and alarms.
 - Channel: `confirms.py` has its confirms, and `transaction.py` its transaction. `methods.py` handles the methods for

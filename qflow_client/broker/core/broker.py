@@ -280,8 +280,8 @@ class Broker(InspectableBroker):
         """Raise an alarm of the operator, and inform clients of it. The profile defines how clients are informed.
 
         In the profile ``qflow``, each client that announced the capability gets ``Connection.Blocked``. This is only a
-        notice: the broker still accepts published messages. In the other profiles, the broker sends ``Channel.Flow`` to
-        producers, or closes each channel that publishes or declares a new queue during the alarm.
+        notice: the broker still accepts published messages. The other profiles send ``Channel.Flow`` to producers, or
+        close each channel that publishes or declares a new queue during the alarm.
 
         Args:
             reason: the text for the client.

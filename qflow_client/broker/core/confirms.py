@@ -1,7 +1,7 @@
 """Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
 The published messages are numbered from 1, and these numbers are the tags. A due tag can be acked. A held tag cannot be
-acked yet: a queue, the disk or an operator holds the confirm, or the message waits for room in a queue.
+acked yet: a queue, the disk or an operator holds its confirm, or its message waits for room.
 `Confirms.flush` acks all due tags below the lowest held tag with one frame, and each other due tag with its own frame.
 """
 

@@ -1,7 +1,7 @@
 """Listening sockets, with limits that asyncio's server does not have.
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If the system
-has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in
+has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds. It logs this at most once in
 `LOG_INTERVAL` seconds. The server of asyncio would write `BACKLOG` log lines per second. A protocol is created before
 the TLS handshake of its connection, so a time limit of the protocol can include the handshake.
 """

@@ -1,7 +1,7 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-Only the function `authenticate` of the settings can accept a blank password. Without this function, a login of an
-unknown user takes as long as a login with a wrong password, if all hashes have the same parameters.
+Only the function `authenticate` of the settings can accept a blank password. Without this function, the time of a
+failed login does not show whether the user exists, if all hashes have the same parameters.
 
 `Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread.
 It remembers a keyed digest of the right password, so the next login with it does not need the hash. A running check

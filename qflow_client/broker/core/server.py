@@ -2,7 +2,7 @@
 
 Each `Connection` feeds a `Session` with the bytes of its socket, and writes the session's output. If something changes
 in an iteration of the event loop, `Server._end_turn` runs after the iteration. It lets each connection write its output
-once, and checks the memory limit and the number of bytes that wait for the disk. A socket is not read in three cases:
+once. It also checks the memory limit and the bytes that wait for the disk. A socket is not read in three cases:
 
 - Too many bytes wait to be written to the socket.
 - The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).

@@ -126,20 +126,20 @@ class Settings:
         trace: called on the broker's thread for every received and every sent frame, in order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
-        backlog_count: maximum number of messages of one connection that wait for room, have held confirms, or came on
-            blocked (flowed) channels; 0 for no limit. If there are more, the publishing channels of this connection are
-            blocked (flowed) until fewer than 7/8 of the maximum remain (D7).
-        backlog_size: maximum body bytes of the messages that `backlog_count` counts; 0 for no limit.
+        backlog_count: maximum number of messages in the backlog of one connection (D7); 0 for no limit. The backlog has
+            messages that wait for room, have held confirms, or came on blocked channels. If there are more, the
+            publishing channels of the connection are blocked (flowed) until fewer than 7/8 of the maximum remain.
+        backlog_size: maximum body bytes in the backlog of one connection, see `backlog_count`; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. After
             each such number of messages, the broker does not read the connection for `tarpit_time` seconds (D8).
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one channel after the grace time of a flowed period; 0 for no
             limit. If there are more, the channel is closed with 311.
-        close_connection_after: maximum number of messages that one connection sends on blocked (flowed) channels after
-            the grace time, in total; 0 for no limit. If there are more, the connection is closed with 506.
-        flow_log: log of blocked (flowed) channels, of held confirms, of flow states, and of the depths of queues at
-            every `period` of the log. The broker does not close the log. ``None`` for no log.
+        close_connection_after: maximum number of messages after the grace time, on all blocked (flowed) channels of one
+            connection together; 0 for no limit. If there are more, the connection is closed with 506.
+        flow_log: log of blocked (flowed) channels, held confirms and flow states. Queue depths are added once in each
+            `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
             its body and header. Above 3/4 of this limit, bodies are evicted from queues with the policy
             ``flow_to_disk`` (A2). Above the limit, the broker raises an alarm, and does not read publishing clients.

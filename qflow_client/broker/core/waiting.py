@@ -5,8 +5,8 @@ queue. The message is admitted when it is the first in all of these lines and al
 client overtakes an earlier one in any queue. The commit of a transaction never waits: it is refused instead. Dead
 letters and messages of the embedding program never wait, and can overtake others.
 
-`WaitingRoom.admit` checks the line of a queue, for example after a message has left the queue, and at the deadline of
-the first message in the line.
+The virtual host calls `WaitingRoom.admit` to check the line of a queue, for example after a message has left the queue,
+and at the deadline of the first message in the line.
 """
 
 from __future__ import annotations

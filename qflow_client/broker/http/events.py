@@ -1,10 +1,10 @@
 """Streams the changes of a broker as server-sent events.
 
 All streams share one `Watch`, which checks the broker. A check compares each object with the object's last snapshot,
-and runs in slices between other work (see `Turns`). Checks are numbered. When a stream looks for changes, it starts a
-new check if the broker has changed and the last check is old enough. For each queue, channel and connection, `Watch`
-stores the number of the check that found the last change, and sorts the objects by this number. So a stream reads only
-objects that have changed since the stream's previous event. The checks use at most `Watch.SHARE` of the time.
+and runs in slices between other work (see `Turns`). Checks are numbered. A stream that looks for changes starts a new
+check, if the broker has changed and the last check is old enough. `Watch` sorts queues, channels and connections by the
+number of the check that found their last change. So a stream reads only objects that have changed since the stream's
+previous event. The checks use at most `Watch.SHARE` of the time.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ before the batch is collected, it is never written to disk. The `Keeper` takes o
 batch is on disk. The journal then releases the confirms and calls the callbacks that waited for this batch. Each batch
 has all changes since the previous batch. So the store always has a state that the broker really had.
 
-Queues with the policy `flow_to_disk` evict bodies: a body is removed from memory when it is on disk, and is read again
-when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted. `held`
-includes messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
+Queues with the policy `flow_to_disk` evict bodies. An evicted body is removed from memory when it is on disk, and is
+read again when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted.
+It includes messages that are in no queue yet, output that clients have not read, and large answers of the HTTP API.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead. Queues share 1/8 of `limit` if it is set (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. The queues share 1/8 of a set `limit` (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)

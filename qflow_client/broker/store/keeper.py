@@ -45,8 +45,8 @@ class Keeper:
         synchronous: the failures that a commit survives, see `Synchronous`.
         disk_free_limit: minimum free bytes on the disk of the store; 0 for no limit.
         on_done: called on the loop after each written batch, and after each attempt to read bodies.
-        on_trouble: called on the loop when an alarm begins or ends, with the name of the alarm (``disk`` or
-            ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
+        on_trouble: called on the loop when an alarm begins or ends. The arguments are the name of the alarm (``disk``
+            or ``disk_space``) and the reason. The reason is ``None`` when the alarm ends.
     """
 
     #: Maximum number of damaged rows that one log message lists.

@@ -120,7 +120,7 @@ class Droppable:
         """Remove an entry, so that its message can be dropped. If this is not possible now, set the entry aside.
 
         Return all entries of the message, which the caller then drops together. Return none if the body is not in
-        memory or is being evicted, or if the message has another entry that must stay or was not offered yet.
+        memory or is being evicted. Return none also if another entry of the message must stay or was not offered yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
