@@ -47,7 +47,7 @@ class Broker(CoreBroker):
 
     ``with Broker() as broker:`` runs the broker on a separate thread with its own event loop. ``async with Broker() as
     broker:`` runs the broker on the running event loop. A broker can be started only once. Any thread may call the
-    methods of a broker. Exceptions are ``each_...`` and ``..._in_steps``: use them only on the broker's own loop.
+    methods of a broker. But use ``each_...`` and ``..._in_steps`` only on the broker's own loop.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
     disk. On the broker's own event loop the method returns earlier: await `wait_until_durable_async` there.
@@ -149,14 +149,14 @@ class Broker(CoreBroker):
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
         """Change the thresholds of an existing queue (D4), and return a snapshot of the queue after the change.
 
-        The flow state is updated immediately. Clients still declare the queue with its original arguments.
+        The flow state is updated immediately. Clients must still declare the queue with its original arguments.
 
         Args:
             queue: name of the queue.
             **marks: new values of `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`,
                 `capacity` or `flow_resume_capacity`. A threshold that is not given keeps its value. ``None`` for a
                 resume threshold means 7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. A
-                stop threshold of 0 turns off the pair of thresholds. A capacity of 0 turns off the pair of capacities.
+                stop threshold or capacity of 0 also turns off its resume value.
 
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if a value is not allowed, or if the thresholds
@@ -182,7 +182,7 @@ class Broker(CoreBroker):
     def set_policy(self, policy: Policy) -> None:
         """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
-        If the policy lowers a queue's maximum, only `ring`, `ring_strict`, `conflate` or ``drop-head`` drop messages.
+        If this lowers the maximum of a queue, only `ring`, `ring_strict`, `conflate` and ``drop-head`` drop messages.
 
         Raises:
             TypeError: the argument is not a `Policy`.

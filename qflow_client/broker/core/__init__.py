@@ -23,8 +23,8 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
 1. `session.py` splits bytes into frames and gives each channel its frames. `wire.py` decodes and encodes frames.
 2. `channel.py` joins the method, header and bodies of a message. `Channel._finish` handles the complete message.
 3. `routing.py` finds the queues of the message. A `Target` caches them, unless they depend on the message's headers.
-4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses,
-   no queue gets it. A channel calls `refusal` only if `Target.watched` or `Controls.watches_publishes` is true.
+4. `waiting.py` has the function `refusal`, which asks all queues whether they accept the message. If one queue refuses
+   it, no queue gets it. A channel calls `refusal` only if `Target.watched` or `Controls.watches_publishes` is true.
 5. `queue.py` appends the message to the queue's entries (`contents.py`), and calls all observers of these entries.
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it

@@ -36,7 +36,7 @@ _Named = TypeVar("_Named", Channel, Session, Connection)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the objects with this name, or raise `LookupError` if there is none. ``None`` returns all objects."""
+    """Return the objects with this name; all objects for ``None``. Raise `LookupError` if no object has the name."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -261,8 +261,8 @@ class Broker(InspectableBroker):
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
-            channel: name of one channel, even if the channel has not published yet. ``None`` for all producers,
-                including future producers.
+            channel: name of one channel, which need not be a producer. ``None`` for all producers, including future
+                producers.
 
         Raises:
             LookupError: the channel does not exist.

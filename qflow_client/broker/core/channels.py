@@ -72,7 +72,7 @@ class Blocks(dict[str, str]):
         self._alarm = alarm
 
     def change(self, source: str, reason: str | None) -> None:
-        """Add an alarm if the client can be informed of it. If the reason is ``None``, remove the alarm `source`."""
+        """Add the alarm `source` if the client can be informed of it. If the reason is ``None``, remove the alarm."""
         way = self._dialect.on_alarm
         was_blocked = bool(self)
         if reason is None:

@@ -66,7 +66,7 @@ class Confirms:
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return a counter of the holds of a message. Pass the counter to `arm` when all queues have the message."""
+        """Return an object that counts the holds of a confirm. Pass it to `arm` when all queues have the message."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:

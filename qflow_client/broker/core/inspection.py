@@ -184,7 +184,7 @@ class InspectableBroker(EmbeddedBroker):
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """Do the work of `wait_until`, on any event loop, including the broker's own.
+        """Wait as `wait_until` does, but without blocking the running event loop, which may be the broker's own.
 
         `predicate` may run on another thread.
 

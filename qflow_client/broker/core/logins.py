@@ -4,8 +4,8 @@ Only the function `authenticate` of the settings can accept a blank password. Wi
 failed login does not show whether the user exists, if all hashes have the same parameters.
 
 `Logins` checks passwords. If the settings have only a hash of a password, the server checks the password on a thread.
-It remembers a keyed digest of the right password, so the next login with it does not need the hash. A running check
-counts as a failed login, so one address cannot have many checks at the same time.
+`Logins` remembers a keyed digest of a right password, so a client that reconnects does not wait for the hash again. A
+running check counts as a failed login, so one address cannot have many checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
 delayed to about one per second. A right password is delayed as long as a wrong one.

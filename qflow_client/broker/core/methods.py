@@ -1,8 +1,8 @@
 """Handlers of the AMQP methods for topology and consuming.
 
-`Channel.on_method` finds the handler of a method in `METHODS`, and passes the channel and the decoded method. The
-handler raises an `AmqpError` to refuse the method. With a store, an answer that reports a change of the topology waits
-until the change is on disk.
+`Channel.on_method` finds the handler of a method in `METHODS`. The arguments of a handler are the channel and the
+decoded method. The handler raises an `AmqpError` to refuse the method. With a store, an answer that reports a change of
+the topology waits until the change is on disk.
 """
 
 from __future__ import annotations

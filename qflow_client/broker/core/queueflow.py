@@ -1,9 +1,9 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
-A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold the state turns ON. While it is ON,
-the `QueueFlow` blocks publishing channels, holds confirms of messages, or does both. Below the resume thresholds, or at
-the resume capacity, the state turns OFF. The `QueueFlow` then releases all held confirms, and unblocks the channels
-together or one after the other (F4). `QueueFlows` has all flow states of a queue, and observes its messages.
+A `QueueFlow` is the flow state for one set of thresholds. Above a stop threshold or a capacity, the state turns ON.
+While it is ON, the `QueueFlow` blocks publishing channels, holds confirms of messages, or does both. Below the resume
+thresholds, or at or below the resume capacity, the state turns OFF. The `QueueFlow` then releases all held confirms.
+It unblocks the channels, together or one after the other (F4). `QueueFlows` has all flow states of a queue.
 """
 
 from __future__ import annotations

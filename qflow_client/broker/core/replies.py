@@ -19,7 +19,7 @@ __all__ = ["REPLY_PREFIX", "REPLY_TO", "address_reply", "check_reply_consumer", 
 
 #: The queue name that clients consume from, and put into `reply_to` of their requests.
 REPLY_TO = "amq.rabbitmq.reply-to"
-#: Start of the names of reply queues.
+#: Prefix of the names of reply queues.
 REPLY_PREFIX = f"{REPLY_TO}."
 
 

@@ -147,7 +147,7 @@ class Runner:
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for at most about `SLICE` seconds in each iteration.
 
-        On that loop, or if no loop runs, run all steps directly. The exception of a step is raised.
+        On that loop, or if no loop runs, run all steps directly. If a step raises an exception, raise it again.
         """
         done: Future[None] = Future()
 

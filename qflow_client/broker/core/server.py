@@ -6,7 +6,7 @@ once. It also checks the memory limit and the bytes that wait for the disk. A so
 
 - Too many bytes wait to be written to the socket.
 - The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).
-- Memory is full or too many bytes wait for the disk, and the client publishes or does not read.
+- The client publishes or does not read, while memory is full or too many bytes wait for the disk.
 
 An error in the handling of one connection ends only that connection.
 
@@ -77,14 +77,14 @@ class Server:
         self.connections: dict[Connection, None] = {}
         # Connections that are perhaps not open yet. Open connections are removed only when the dict becomes too large.
         self._strangers: dict[Connection, None] = {}
-        # Number of connections whose sessions have ended, and that their clients have not closed yet.
+        # Number of connections whose sessions have ended, but whose sockets are not closed yet.
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
         self._listener: Listener | None = None
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that will continue with held input, in the order in which they continue.
+        # Connections that will continue with held input, in this order.
         self._with_input: dict[Connection, None] = {}
         # End of the TURN seconds of this iteration, or 0 if no input was handled yet.
         self._busy_until = 0.0

@@ -91,9 +91,9 @@ class Settings:
     Attributes:
         host: the address to listen on.
         port: the port to listen on; 0 for a free port.
-        users: the password of each user name, or its hash, see `hash_password`. The `repr` does not show `users`.
+        users: for each user name, the password or its hash, see `hash_password`. The `repr` does not show `users`.
         authenticate: called with user and password at each login and ``Connection.UpdateSecret``, instead of using
-            `users`. Returns for how many seconds the password is valid: `math.inf` for no end, 0 to refuse it. After
+            `users`. Returns for how many seconds the login is valid: `math.inf` for no limit, 0 to refuse it. After
             this time the connection is closed with 320. Runs on the broker's thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
         max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. If there
@@ -116,7 +116,7 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
-        max_unauthenticated: maximum number of connections that are not open yet; beyond it, the oldest is closed.
+        max_unauthenticated: maximum number of connections that are not open yet. If there are more, the oldest is cut.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
         max_bindings: maximum number of bindings, except those of the default exchange. Another is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.

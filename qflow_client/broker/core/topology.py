@@ -35,7 +35,7 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        slices: removes the bindings of deleted queues and exchanges.
+        slices: removes the bindings to deleted queues and exchanges.
         on_bindings: called after a `bind` or `unbind`, with the destination of the binding. Also called with ``None``
             if an exchange is deleted, or declared with an alternate exchange.
     """

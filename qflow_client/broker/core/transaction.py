@@ -28,7 +28,7 @@ from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "add_message", "add_to_transaction", "roll_back"]
 
-#: Maximum number of settled deliveries and of messages in a transaction. A message counts once for each of its queues.
+#: Maximum sum of settled deliveries and messages in a transaction. A message counts once for each of its queues.
 #: A commit takes about 5 µs for each, and cannot be divided into slices.
 MAX_OPERATIONS = 8_000
 

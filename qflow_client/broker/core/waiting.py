@@ -5,8 +5,8 @@ queue. The message is admitted when it is the first in all of these lines and al
 client overtakes an earlier one in any queue. The commit of a transaction never waits: it is refused instead. Dead
 letters and messages of the embedding program never wait, and can overtake others.
 
-The virtual host calls `WaitingRoom.admit` to check the line of a queue, for example after a message has left the queue,
-and at the deadline of the first message in the line.
+`WaitingRoom.admit` checks the line of a queue. The virtual host calls `admit`, for example, after a message has left
+the queue, or at the deadline of the line's first message.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the first messages of a line while their queues have room. Refuse those that must not wait longer.
+        """Admit the first messages of a line while their queues have room. Refuse messages that must not wait longer.
 
-        If there are more than `AT_ONCE`, the queue calls this method again soon.
+        If more than `AT_ONCE` messages could be admitted or refused now, the queue soon asks for another call.
         """
         left = self.AT_ONCE
         while (waiting := self._head(queue)) is not None:

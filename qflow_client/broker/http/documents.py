@@ -98,7 +98,7 @@ class _Reader:
         """Read one list element, or one member that is not a list, in each step.
 
         Args:
-            lists: the lists to which the elements are added, by the names of the lists in a definitions document.
+            lists: for each list in a definitions document, its name and the Python list that gets its elements.
             others: dictionary to which the names of all other members are added as keys.
 
         Raises:

@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class _MalformedFilter(logging.Filter):
-    """Removes the records for malformed requests, which have a traceback. Any client could fill the log with these."""
+    """Removes the records for malformed requests. With their tracebacks, any client could fill the log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -68,7 +68,7 @@ class HttpServer:
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of strangers: connections that have not sent the token. At one more, the oldest is closed.
+    #: Maximum number of strangers: connections that have not sent the token. A further one closes the oldest.
     MAX_STRANGERS = 100
     #: Maximum number of open event streams of all clients together.
     MAX_STREAMS = 100

@@ -1,7 +1,7 @@
 """An operator's rate limits for an exchange, a queue or a user (F2 F6).
 
 A message that exceeds a rate limit is accepted, but the limit then blocks (flows) its channel. The limit unblocks the
-channel when the average rate of all messages that the limit counts is low enough again.
+channel when the average rate is low enough again.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead. The queues share 1/8 of a set `limit` (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. With a `limit`, the queues share 1/8 of it (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
@@ -350,7 +350,7 @@ class Journal:
         """Put bodies into their messages after a read.
 
         `bodies` has the body of each message by number; ``None`` for a damaged body. It is empty if the read failed.
-        Messages that have left their queues can be missing.
+        It can lack messages that have left their queues.
         """
         reading, self._reading = self._reading, {}
         lost = []
