@@ -127,8 +127,8 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages in the backlog of one connection (D7); 0 for no limit. The backlog has
-            messages that wait for room, have held confirms, or came on blocked channels. If there are more, the
-            publishing channels of the connection are blocked (flowed) until fewer than 7/8 of the maximum remain.
+            messages that wait for room, have held confirms, or came while another controller blocked the channel. Above
+            the maximum, the publishing channels are blocked (flowed) until fewer than 7/8 of the maximum remain.
         backlog_size: maximum body bytes in the backlog of one connection, see `backlog_count`; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. After

@@ -270,7 +270,7 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead. With a `limit`, the queues share 1/8 of it (A3)."""
+        """Return the maximum body bytes that each queue may read ahead. If there is a limit, queues share 1/8 of it."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
