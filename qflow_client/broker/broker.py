@@ -182,7 +182,7 @@ class Broker(CoreBroker):
     def set_policy(self, policy: Policy) -> None:
         """Add a policy, or replace the policy with the same name. Matching queues use the policy immediately (D4).
 
-        If this lowers the maximum of a queue, only `ring`, `ring_strict`, `conflate` and ``drop-head`` drop messages.
+        If a policy lowers a queue's maximum, only `ring`, `ring_strict`, `conflate` and ``drop-head`` drop messages.
 
         Raises:
             TypeError: the argument is not a `Policy`.

@@ -25,7 +25,7 @@ class Deadlines:
         self._settings = settings
         self._handshake = handshake
         self._output = output
-        # Time at which bytes last arrived. While the socket is not read, `beat` and the server set it to the time now.
+        # Time at which bytes last arrived. If the socket is not read, `beat` and the server set it to the current time.
         self.last_received = now
         # Time at which the broker ends a connection that is not open yet, even if it is closing; infinite once open.
         self.open_by = now + settings.unauthenticated_timeout

@@ -39,7 +39,7 @@ class OnAlarm(Enum):
 
     #: By ``Connection.Blocked``, if the client announced the capability. Other clients are not informed.
     BLOCKED = auto()
-    #: By ``Channel.Flow`` on every channel that is a producer, because the standard has no other way.
+    #: By ``Channel.Flow`` on every channel that is a producer. The standard has no ``Connection.Blocked``.
     CHANNEL_FLOW = auto()
     #: By closing the channel with 406 at each publish, and at each declaration of a new queue.
     CHANNEL_CLOSE = auto()

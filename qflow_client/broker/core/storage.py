@@ -1,7 +1,7 @@
 """`Storage` observes the entries of one queue for its `Journal`, `BodyPager` and `DroppableEntries`, sans-I/O.
 
 The journal has each message of the queue. If a dropped message is dead-lettered, it stays in the journal until its dead
-letter has arrived (`Storage.letter_done`). So a crash before the arrival does not lose the message.
+letter has arrived (`Storage.letter_done`). So a crash before then does not lose a stored message.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class WaitingRoom:
             self._head(queue)
 
     def discard_in_steps(self, waiting: Sequence[WaitingPublish]) -> Iterator[None]:
-        """Discard messages of a channel, the newest first, so that no message enters after an earlier discarded one."""
+        """Discard messages of a channel, newest first, so that none enters a queue after an earlier one is discarded."""
         for each in reversed(waiting):
             if not each.is_over:
                 each.queues[0].contents.count_drop(DropReason.REFUSED)
@@ -166,7 +166,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    The message waits if each queue that does not accept it now has the policy ``wait``, or has room and a line.
+    The message waits if every queue that does not accept it has the policy ``wait``, or has room and a line.
 
     Args:
         size: body bytes.
