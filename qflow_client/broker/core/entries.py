@@ -292,7 +292,7 @@ class QueueDropping(Protocol):
     has_letters: bool
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even if unacked. If `Contents.leaving` has entries, let some of these leave instead."""
+        """Drop the oldest entry, even if unacked. If `Contents.leaving` has entries, let some of them leave instead."""
 
     def drop_head(self) -> None:
         """Drop the oldest ready entry. There must be a ready entry."""

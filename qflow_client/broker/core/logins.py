@@ -95,7 +95,7 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for a user without one, so that the time of a login reveals no user; can be empty.
+        # Hash that is checked for a user without one, so that a login's time reveals no user; empty if no user has one.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}

@@ -328,7 +328,7 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """If unread output or waiting first messages take too much memory, close the connections that use most of it.
+        """If unread output or waiting first messages take too much memory, close the connections that use the most.
 
         Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. First
         messages that wait because memory is full may use 1/32 of the limit. `Journal.held` does not count held input.

@@ -142,7 +142,7 @@ class Settings:
             `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than
             its body and header. Above 3/4 of this limit, bodies are evicted from queues with the policy
-            ``flow_to_disk`` (A2). Above the limit, the broker raises an alarm, and does not read publishing clients.
+            ``flow_to_disk`` (A2). Above the limit, the broker raises an alarm, and reads nothing from publishers.
 
     Raises:
         TypeError: a value has the wrong type.
