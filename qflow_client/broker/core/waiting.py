@@ -109,7 +109,7 @@ class WaitingRoom:
             self._head(queue)
 
     def discard_in_steps(self, waiting: Sequence[WaitingPublish]) -> Iterator[None]:
-        """Discard a channel's messages, newest first, so that none enters a queue after an earlier one was discarded."""
+        """Discard a channel's messages, newest first, so that none enters a queue after an earlier one is discarded."""
         for each in reversed(waiting):
             if not each.is_over:
                 each.queues[0].contents.count_drop(DropReason.REFUSED)
