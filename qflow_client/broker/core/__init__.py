@@ -12,7 +12,7 @@ turns a flow state ON (step 6), these calls lead from the body to the ``Channel.
     > Queue.enqueue > QueueFlows.entered > FlowController.offer > ChannelFlow.block > ChannelFlow.on_blocked
     > Output.write_past_promises
 
-These calls lead from an ack of a consumer to the ``Channel.Flow`` that unblocks the channel of the publisher::
+These calls lead from a consumer's ack to the ``Channel.Flow`` that unblocks the publisher's channel::
 
     Session.receive_data > Channel.on_method > Channel.settle > Consuming.settle > Dispatcher.settle > Contents.left
     > QueueFlows.left > FlowController.release > QueueFlow.resume > ChannelFlow.unblock > ChannelFlow.on_unblocked

@@ -342,7 +342,7 @@ class Broker(InspectableBroker):
         """Withhold the acks to publishers. The messages are still enqueued.
 
         Args:
-            queue: name of the queue whose later messages get no acks; ``None`` to send no acks at all from now on.
+            queue: name of one queue, whose later messages get no acks; ``None`` to send no acks at all.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -358,7 +358,7 @@ class Broker(InspectableBroker):
         """Undo `withhold_confirms`, and send the withheld acks.
 
         Args:
-            queue: name of the queue whose acks are sent; ``None`` for all withheld acks, also those for single queues.
+            queue: name of one queue; ``None`` to send all withheld acks.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

@@ -101,7 +101,7 @@ class Record:
         self.is_evicting = False
         # Whether the body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Entries that could not be dropped to free memory. They are tried again when `queues` or the body changes.
+        # Entries that could not be dropped to free memory; tried again if a queue gets, loses or reads the message.
         self.aside: Sequence[QueueEntry] = ()
 
 
@@ -267,7 +267,7 @@ class DroppableEntries(Protocol):
 
 
 class QueueContents(Protocol):
-    """The contents of a queue."""
+    """The ready, unacked and leaving entries of a queue, see `contents.py`."""
 
     #: Number and body bytes of all messages: ready, unacked and leaving (D6).
     depth: int

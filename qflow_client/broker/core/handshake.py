@@ -89,7 +89,7 @@ class Handshake:
             address: address of the client; empty if it has none.
             now: monotonic seconds.
             done: called with the reason why the login is refused, or with ``None`` if it is accepted. If the login is
-                delayed, this call does not call `done`, and the caller has to call `check_login` at `login_at`.
+                delayed, `done` is not called, and the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")

@@ -133,7 +133,7 @@ class Journal(Protocol):
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records so far (with `topology_only` only those of the topology) are on disk.
 
-        Return False, without a call, if all of them are on disk already.
+        If all of them are on disk already, return False and do not call the function.
         """
 
     @property

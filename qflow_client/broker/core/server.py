@@ -328,11 +328,11 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """If unread output or waiting first messages take too much memory, close the connections that use the most.
+        """Close the connections with the most unread output or held input, if these take too much memory.
 
-        Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. First
-        messages that wait because memory is full may use 1/32 of the limit. `Journal.held` does not count held input.
-        If it did, memory could stay full forever, because held input is not handled while memory is full.
+        Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. While
+        memory is full, the held input of connections that have not published yet may use 1/32 of the limit.
+        `Journal.held` does not count held input. Otherwise memory could stay full forever, because held input waits.
         """
         cut: list[Connection] = []
         why = []

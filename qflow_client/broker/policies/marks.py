@@ -42,13 +42,13 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # If the stop mark is 0, a resume mark above 0 would be refused, so it is left out.
+        # Leave out the resume mark if the stop mark is 0. A resume mark above its stop mark would be refused.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
     maximum = limits.overflow
     try:
-        # Marks limit ready and unacked messages, RabbitMQ's maximum only ready ones. So do not compare these limits.
+        # Marks count ready and unacked messages, and RabbitMQ's maximum counts only ready ones. So do not compare them.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

@@ -2,8 +2,8 @@
 
 Here a hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder
 writes a line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes a line
-for each current hold, and a line for each queue that has messages or has changed. Each later line of a queue's hold
-divides the time since the previous line of the hold among the publishers that filled the queue.
+for each current hold, and a line for each queue that has messages or has changed. If a queue causes the hold, each line
+after the first divides the time since the previous line among the publishers that filled the queue.
 """
 
 from __future__ import annotations
