@@ -106,7 +106,7 @@ class Record:
 
 
 class StoredMessage:
-    """A message. The content never changes, but the body can be only on disk.
+    """A message. Its content never changes. Its body can be on disk and not in memory.
 
     Args:
         target: the exchange and routing key with which the message was published.

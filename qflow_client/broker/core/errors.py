@@ -1,4 +1,4 @@
-"""AMQP 0-9-1's reply codes, and the exceptions that end a channel or a connection with one of them."""
+"""The reply codes of AMQP 0-9-1, and the exceptions that close a channel or a connection with a reply code."""
 
 from __future__ import annotations
 

@@ -131,9 +131,9 @@ class Journal(Protocol):
         """Record the end of an operation, such as a publish. A batch of records never ends within an operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all records so far (with `topology_only` only those of the topology) are on disk.
+        """Call a function when all records so far are on disk. `topology_only` waits only for records of the topology.
 
-        If all of them are on disk already, return False and do not call the function.
+        If these records are on disk already, return False and do not call the function.
         """
 
     @property

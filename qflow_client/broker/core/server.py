@@ -75,7 +75,7 @@ class Server:
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # Connections that are perhaps not open yet. Open connections are removed only when the dict becomes too large.
+        # Connections that are perhaps not open yet. Open connections stay here until the dict becomes too large.
         self._strangers: dict[Connection, None] = {}
         # Number of connections whose sessions have ended, but whose sockets are not closed yet.
         self.finished = 0

@@ -528,7 +528,7 @@ def binding_snapshot(exchange: Exchange, binding: Binding) -> BindingSnapshot:
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
-    """Return a copy of a message in a queue. The caller passes the body, because it can be only on disk."""
+    """Return a copy of a message in a queue. The caller passes the body, which can be on disk and not in memory."""
     message = entry.message
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered

@@ -22,7 +22,7 @@ __all__ = ["encode", "encoded", "read_definitions"]
 def encoded(value: Any) -> bytes:
     """Return a value as JSON, without slices. If it has a method `to_json`, the result of that method is encoded."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # Arguments, such as those of queues, can contain infinity and NaN. JSON does not have them, so write null instead.
+    # The arguments of a queue, for example, can contain infinity and NaN. JSON has neither, so write null instead.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 

@@ -175,7 +175,7 @@ class Keeper:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all changes so far are on disk. It fails if the broker stops before."""
+        """Return a future that is done when all changes so far are on disk. It fails if the broker stops earlier."""
         done: Future[None] = Future()
         # After this call the future cannot be cancelled, so `told` can always set its result.
         done.set_running_or_notify_cancel()
