@@ -1,4 +1,4 @@
-"""Makes ``python -m qflow_client.cli`` run ``qflow``, for systems that do not find the command ``qflow``."""
+"""Makes ``python -m qflow_client.cli`` run ``qflow``, for systems where ``qflow`` is not on the path."""
 
 from __future__ import annotations
 

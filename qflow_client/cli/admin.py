@@ -79,7 +79,7 @@ class _Broker:
             raise CommandError(refused, ExitCode.USAGE)
         self._path = parts.path
         self._netloc = parts.netloc
-        # `http.client` would raise an error with the token in its text.
+        # Check the token here, because the error of `http.client` would contain the token.
         if token is not None and not (token.isascii() and token.isprintable()):
             raise CommandError(
                 "the token of --token or QFLOW_HTTP_TOKEN must be printable ASCII characters", ExitCode.USAGE
@@ -389,7 +389,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change from the states in `known`, and update `known`. New objects were OFF or unflowed."""
+    """Yield a line for each change from the states in `known`, and update `known`. Unknown objects count as OFF."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}

@@ -665,7 +665,7 @@ def broker(
 def seldom_collected() -> Iterator[None]:
     """Make full garbage collections rare during the block, because they visit every message and stop all threads."""
     before = gc.get_threshold()
-    # Do not check the objects that exist now. Most belong to modules, and exist until the end of the process.
+    # Exclude the objects that exist now. Most of them belong to modules, and exist until the end of the process.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:
@@ -682,7 +682,7 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting. If its value is from the file, add the file's path.
+        # The error text begins with the name of the wrong setting. If the file sets it, add the path of the file.
         name = text.split(maxsplit=1)[0].partition("=")[0].rstrip(":")
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error

@@ -1,6 +1,6 @@
 """How commands print tables, and the option ``--json``.
 
-With ``--json``, the standard output of every command is JSON, for programs. The keys of the JSON objects are public.
+With ``--json``, the standard output of every command is JSON. The keys of the JSON objects are a public interface.
 Errors still go to standard error as text, and exit codes do not change.
 """
 

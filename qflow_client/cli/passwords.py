@@ -36,7 +36,7 @@ _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """Return the text without the passwords that the arguments of the command line contain."""
+    """Return the text without the passwords of URLs that the command line contains."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
@@ -47,7 +47,7 @@ def hide_arguments(text: str, arguments: Sequence[str]) -> str:
 
 
 def warn_of_option(option: str, instead: str) -> None:
-    """Warn that other users of the machine can read the password in an option. `instead` names alternatives."""
+    """Print a warning that other users of the machine can read the option's value. `instead` names alternatives."""
     print(
         f"qflow: {option}: other users of this machine can see a password on the command line; use {instead}",
         file=sys.stderr,
@@ -55,7 +55,7 @@ def warn_of_option(option: str, instead: str) -> None:
 
 
 def warn_of_url(url: str | None, instead: str) -> None:
-    """Warn if a URL on the command line contains a secret password."""
+    """Print a warning if a URL on the command line contains a secret password."""
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:

@@ -1,8 +1,8 @@
 """An HTTP readiness probe for a command that runs until it is stopped.
 
 Every path gets the same answer, with the status 200 or 503; see `qflow_client.health.wsgi_readiness`. Each
-connection gets one answer and lasts at most five seconds, and at most 50 connections are open at the same time. So
-clients with idle connections can block probes only for a short time.
+connection gets one answer, and lasts at most five seconds. At most 50 connections are open at the same time. So idle
+connections can block probes only for a short time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_MAX_SECONDS, self._end, (request,))
         end.daemon = True
         try:
-            # The timer ends a connection that lasts too long. If it cannot start, close the connection now.
+            # The timer ends a connection that lasts too long. If the timer cannot start, close the connection now.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:

@@ -44,7 +44,7 @@ _COMPRESSED = (".gz", ".zip")
 _FORMATS = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
 
 
-#: Maximum bytes of a line, and of a CSV field. By default RabbitMQ accepts no larger message.
+#: Maximum bytes of a line, and of a CSV field. RabbitMQ 3.8 to 3.13 accepts messages up to this size by default.
 MAX_LINE: Final = 128 << 20
 
 
@@ -54,7 +54,7 @@ class BadRecord(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a file, with the message to send. `line` is the number of its last line. Numbers begin at 1."""
+    """One record of a file, with the message to send. `line` is the number of the record's last line in the file."""
 
     number: int
     line: int
@@ -63,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file. `last_line` and `checksum` let a later run detect that the file has changed.
+    """The end of a record in its file. With `last_line` and `checksum`, a later ``qflow send`` detects a changed file.
 
     Attributes:
         number: number of the record; 0 for the start of the file.
@@ -118,7 +118,7 @@ class Reading:
             values: the parsed record, such as a mapping from column names or JSON keys; ``None`` for a line.
 
         Raises:
-            ValueError: `Reading.message_id` is set, but the record has no integer or text under this name.
+            ValueError: `Reading.message_id` is set, but this column or key of the record has no integer or text.
         """
         message_id = None
         if self.message_id is not None:
@@ -132,7 +132,7 @@ class Reading:
 
 
 class RecordSource:
-    """Opens a file, and reads its records lazily. As a context manager, it closes the file.
+    """Opens a file, and reads its records lazily. The end of the `with` block closes the file.
 
     Args:
         file: path of the file; ``-`` for `standard_input`. The content of a ``.gz`` file, or of a ``.zip`` file with
@@ -157,7 +157,7 @@ class RecordSource:
         self._stack = ExitStack()
         # The file on disk, before decompression; None for standard input.
         self._stored: IO[bytes] | None = None
-        # Number of the last record that this run, or an earlier run that it continues, has read; 0 if there is none.
+        # Number of the last record before the current position; 0 at the start of the file.
         self._number = 0
         # The column names of a CSV file if `resume` has read them; otherwise `_read_csv` reads them.
         self._names: list[str] = []
@@ -194,7 +194,7 @@ class RecordSource:
             self._stack.close()
             raise
         except (zipfile.BadZipFile, RuntimeError) as error:
-            # zipfile raises RuntimeError if the file is encrypted, or if the method of its compression is unknown.
+            # zipfile raises RuntimeError if the file is encrypted, or if its compression method is unknown.
             self._stack.close()
             raise CommandError(f"{self.name}: {error}") from error
         return names[0]
@@ -308,7 +308,7 @@ class RecordSource:
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
         """Yield the rows of a CSV file, including the first row with the column names. Skip empty rows."""
-        # A field may be as large as a line. This limit applies to the whole process.
+        # Allow fields as large as a line. The module `csv` has only one limit for the whole process.
         csv.field_size_limit(MAX_LINE)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
@@ -325,11 +325,11 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields the lines of a file, and remembers the position, which starts with `number`, `offset` and `last`."""
+    """Yields the lines of a file, and tracks the position. The other arguments describe the line before `content`."""
 
     def __init__(self, name: str, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._name = name
-        # One byte more than the maximum shows that a line is too long.
+        # Read up to one byte more than the maximum, so that `__next__` can detect a line that is too long.
         self._content = iter(partial(content.readline, MAX_LINE + 1), b"")
         #: Number of the last line that was read.
         self.number = number

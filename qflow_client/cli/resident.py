@@ -14,8 +14,8 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 
 ALARM: Final = "resident"
 
-# In addition to its idle size, the process may use this factor times `memory_limit`. If the process uses more although
-# the counted memory is low, the allocator keeps freed memory. Blocking publishers would not help, so there is no alarm.
+# The process may use its idle size plus this factor times `memory_limit`. If it uses more while the counted memory is
+# low, the allocator keeps freed memory. Then there is no alarm, because blocking publishers would not free memory.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
@@ -46,7 +46,7 @@ class ResidentWatch:
     def look(self, resident: int, counted: int) -> bool:
         """Decide whether to block publishers. Return True if the decision has changed. The arguments are in bytes."""
         before = self.is_over
-        # The alarm ends at lower values than those at which it starts, so that it changes rarely.
+        # The alarm starts at higher values than it ends, so that small changes of the values do not toggle it.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

@@ -263,8 +263,8 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # The environment and the URL can set what the command line leaves out, except the first two settings: the command
-    # waits for the broker, and the outbox keeps each record until it is delivered.
+    # The environment and the URL can set what the command line leaves out, but not the first two settings. The command
+    # always waits for the broker, and the outbox keeps each record until its delivery.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -306,7 +306,7 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Delete the old position now. If this run is killed before it stores one, the next run must not use it.
+                # Delete the old position now, so that the next run does not use it if this run is killed early.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -346,7 +346,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the result of a run, which began after the record `before` (``None`` if it stores no position)."""
+    """Print the result of a run, which began after record number `before` (``None`` if the run stores no position)."""
     if as_json:
         print_json(
             {

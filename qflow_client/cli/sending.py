@@ -1,8 +1,8 @@
 """One run of ``qflow send``: sends records, and tracks the outcome of each record.
 
-If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). One
-commit stores the record and the position after it in the file (E13). So if a run is killed, each record up to the
-stored position is confirmed or in the outbox. The next run sends the records in the outbox, and then the later records.
+If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Records
+and the position after them in the input file are stored in the same commit (E13). So if a run is killed, each record up
+to the stored position is confirmed or in the outbox. The next run first sends the outbox, and then the later records.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["Sending", "Tally"]
 
-# Seconds for which `Sending.close` waits for the remaining answers of the broker.
+# Maximum seconds for which `Sending.close` waits for the remaining answers of the broker.
 _GRACE = 2.0
 # Maximum number of undelivered messages whose error texts are kept and printed.
 _MAX_REPORTED = 5
 # Maximum number of records that are read and sent together.
 _MAX_BATCH = 64
-# Maximum seconds that a batch lasts at the rate limit. A failure in a batch is noticed only after the batch.
+# Maximum seconds to send a batch of several records at the rate limit. A failure is noticed only after the batch.
 _MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
 
@@ -53,11 +53,11 @@ class Tally:
 
     Attributes:
         admitted: number of records that the producer accepted.
-        confirmed_up_to: number up to which every record is skipped, confirmed or in the outbox.
+        confirmed_up_to: highest record number up to which every record is skipped, confirmed or in the outbox.
         confirmed_later: how many records after the first failed record are confirmed or in the outbox.
         failures: error texts of the first undelivered messages, at most `_MAX_REPORTED`.
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
-        left_failed: number of messages of earlier runs in the outbox that this run could not deliver.
+        left_failed: number of messages that earlier runs left in the outbox, and that this run could not deliver.
         seconds_flowed: for each kind of hold, the seconds for which it held the producer.
     """
 
@@ -90,7 +90,7 @@ class Tally:
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
-        """Count the outcome of a settled record. Call this method for the records in their order."""
+        """Count the outcome of a settled record. The records must come in their order."""
         outcome = receipt.outcome
         assert outcome is not None
         if outcome in (Outcome.CONFIRMED, Outcome.STORED):
@@ -126,7 +126,7 @@ class _Item(NamedTuple):
 
 
 class Sending:
-    """One run, which sends records with a producer and tracks their outcomes.
+    """Sends records with a producer, and tracks their outcomes.
 
     Args:
         producer: producer that sends the records. `close` of this class closes the producer.
@@ -151,7 +151,7 @@ class Sending:
         self._pending: deque[tuple[Record, Receipt]] = deque()
         # Receipts of undelivered messages that `account` has moved from `_pending` to the tally.
         self._failed: list[Receipt] = []
-        # Locked while `close` runs, so that a call in another thread waits until the producer is closed.
+        # Locked while `close` runs. So a second call of `close` in another thread waits until the producer is closed.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
@@ -193,7 +193,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records up to `sent` may be second copies, so `_read` marks them. If `sent` is unknown, none is marked.
+            # Records up to number `sent` may be second copies, so `_read` marks them. Without a number it marks none.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return

@@ -8,7 +8,7 @@ from qflow_client import FlowState
 
 __all__ = ["MAX_ID", "URL_HELP", "by_hold", "count", "flow_line", "rate", "seconds"]
 
-#: Largest id of a row in a database.
+#: Largest integer that SQLite and PostgreSQL can store as the id of a row.
 MAX_ID = 2**63 - 1
 #: Help for the URL of a broker.
 URL_HELP = "URL of the broker: amqp://user:password@host:port/vhost (default: QFLOW_URL, or the broker on localhost)."
@@ -36,7 +36,7 @@ def by_hold(held: Mapping[str, float]) -> str:
 
 
 def flow_line(state: FlowState) -> str:
-    """Return a flow state in a few words."""
+    """Return a flow state as text, such as ``unflowed`` or ``flowed by capacity``."""
     if not state.flowed:
         return "unflowed"
     kinds = dict.fromkeys(hold.kind for hold in state.holds)

@@ -15,7 +15,7 @@ __all__ = ["warnings_shown"]
 
 #: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
 _MAX_WAITING = 1000
-#: At the end of the block: maximum seconds to wait for room in the queue, and then for the end of the thread.
+#: At the end of the `with` block: maximum seconds to wait for room in the queue, and again for the thread to end.
 _AT_EXIT = 1.0
 
 
@@ -57,7 +57,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # A client may have chosen a name in the text. Escape control characters, which could control the terminal.
+        # The text may contain names that clients chose. Escape control characters, which could control the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

@@ -14,14 +14,14 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Maximum number of samples in a replay. The samples around the time of the greatest depth are replayed.
+#: Maximum number of samples in a replay. If there are more, those nearest to the time of the greatest depth are used.
 SAMPLES = 2000
 #: Maximum number of messages in the replayed samples, unless there is only one sample.
 MESSAGES = 20_000
-#: Approximate maximum number of round trips in a replay. If a replay needs more, its round trips are made longer.
+#: Approximate maximum number of round trips in a replay. If a replay would need more, each round trip lasts longer.
 ROUNDS = 20_000
 
-# The tested capacities add up to the maximum depth divided by each of these numbers.
+# For each of these numbers, `advise` tests capacities whose sum is the maximum depth divided by the number.
 _CAPACITY_PARTS = (16, 8, 4, 2)
 # The tested resume thresholds are these fractions (numerator, denominator) of the stop threshold.
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
@@ -172,9 +172,9 @@ def advise(
 ) -> Advice:
     """Find the thresholds and capacities with which the replay holds the publishers for the shortest time.
 
-    In all tested settings, the sum of the stop threshold and all capacities is at most `maximum`, and at most the
-    messages that leave the queue in `delay` seconds at the recorded drain rate. So while the drain rate stays the same,
-    the queue keeps both limits, at whatever times the publishers send.
+    In all tested settings, the stop threshold plus all capacities is at most `maximum`. This sum is also at most the
+    number of messages that leave the queue in `delay` seconds at the recorded drain rate. So at this drain rate the
+    queue keeps both limits, at whatever times the publishers send.
 
     Args:
         publishers: number of messages from each publisher to the queue.

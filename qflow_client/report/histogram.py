@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
-Each number below 64 has its own bucket, so a percentile below 64 is exact. The width of a larger bucket is at most 1/32
-of its smallest number, so any other percentile is too high by at most 1/32. To merge histograms, add their counts.
+Each number below 64 has its own bucket, so a percentile below 64 is exact. Any other bucket is at most 1/32 of its
+smallest number wide, so any other percentile is too high by at most 1/32. To merge histograms, add their counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """Return a percentile: at least `percent` percent of all counted numbers are at most this number.
+    """Return a number that at least `percent` percent of the counted numbers do not exceed.
 
     Args:
-        buckets: count of numbers for each bucket; if there are none, the percentile is 0.
+        buckets: count of numbers for each bucket. If there are no buckets, the result is 0.
         largest: the largest of all counted numbers.
     """
     left = -(-sum(buckets.values()) * percent // 100)

@@ -45,8 +45,7 @@ class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. A folder stands for all flow logs in it, including files that a `FlowLog` still
-            writes, but not files that `to_parquet` still writes.
+        paths: folders and files. A folder stands for all flow logs in it, except unfinished files of `to_parquet`.
 
     Raises:
         FlowLogError: a path does not exist, a file name has an unknown ending, or `paths` contain no flow log at all.

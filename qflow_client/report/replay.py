@@ -1,4 +1,4 @@
-"""Replays recorded arrivals of messages through a `Queue` of the broker, with given thresholds and capacities. No I/O.
+"""Replays recorded messages through a `Queue` of the broker, with given thresholds and capacities, and without I/O.
 
 Simulated time advances in steps of one round trip. At the start of a step, each publisher that the queue does not block
 sends as many messages as its capacity allows. A publisher that publishes while the queue is ON stops at the next step.
@@ -74,7 +74,7 @@ class ReplayResult:
 
     @property
     def seconds_held(self) -> float:
-        """The seconds for which publishers could not send, because of the queue or their capacity; a sum over all."""
+        """Sum over all publishers of the seconds for which the queue or the capacity kept them from sending."""
         return self.seconds_flowed + self.seconds_full
 
 
@@ -89,8 +89,8 @@ class Sender(FlowSource):
         self.to_send = 0
         #: Number of published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Number of round trips at whose end messages waited because the queue blocked the publisher (`flowed`), or
-        #: because only the capacity did not allow more messages (`full`).
+        #: Number of round trips that ended with waiting messages: because the queue blocked the publisher (`flowed`),
+        #: or because the publisher had used its whole capacity (`full`).
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
@@ -162,13 +162,13 @@ class Replay:
         self._credit = 0.0
         # Number of the round trip in which each message of the queue arrived.
         self._came: deque[int] = deque()
-        # One sender for each message whose confirm arrives at the end of the current round trip.
+        # The sender of each message whose confirm arrives at the end of the current round trip.
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
         """Simulate one round trip. `arrivals` has the number of new messages of each publisher.
 
-        The consumers can take `credit` messages. A fraction is carried over to the next round trip.
+        The consumers can take `credit` messages. If the queue is empty, at most 1 unused message is carried over.
         """
         queue = self.queue
         self.around.now += self.round_trip

@@ -51,7 +51,7 @@ class FlowReport:
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
-        Return the paths of the written files, first that of ``report.html``.
+        Return the paths of the written files. The first path is that of ``report.html``.
 
         Args:
             folder: folder for the files, created if missing. Files of an earlier report are replaced or removed.
@@ -124,7 +124,7 @@ def flow_report(
 ) -> FlowReport:
     """Create a report on flow logs. The used memory does not depend on the number of lines.
 
-    The function reads the logs once, and again if advice is requested. It reads ``.gz`` files one more time in advance.
+    The function reads the logs once, and again for advice. It reads ``.gz`` files once more to find their last lines.
 
     Args:
         paths: folders of `FlowLog`, or files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.

@@ -58,7 +58,7 @@ class Spread:
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """Yield a fact for `add_all` for each bucket. The first fact has the sum of all values, the others have 0."""
+        """Yield a fact for each bucket. The first fact has the sum of all values, and the other facts have 0."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
@@ -100,7 +100,7 @@ class QueueTotals:
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Microseconds of the busy samples, which start and end with messages in the queue, and messages that left in them.
+    # Totals of the busy samples, which start and end with messages in the queue: microseconds, and messages that left.
     busy_us: int = 0
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
@@ -364,8 +364,8 @@ class Tables:
     def widen(self) -> None:
         """Adapt the width of the bins to the exact times of all lines. Call this after the last `add` or `merge`.
 
-        The initial width, from the ends of the files, may be too small. The new width is a multiple of it, so each new
-        bin consists of whole old bins.
+        The initial width is an estimate from the ends of the files, and may be too small. The new width is a multiple
+        of the initial width, so each new bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -466,7 +466,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield a row for each queue and bin. `seconds_held` sums the broker's holds of the kind ``channel_flow``."""
+        """Yield a row for each queue and bin. `seconds_held` sums the broker's holds with the reason `channel_flow`."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":

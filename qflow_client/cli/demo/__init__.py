@@ -33,8 +33,8 @@ ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
 # Messages per second. At this rate the consumer needs one minute for all flights.
 RATE = 5_600.0
-# Seconds between two checks of the queue, between two updates of the display, between two columns of the chart, and
-# between two lines of text, which are printed if there is no terminal.
+# Seconds between two checks of the queue, two updates of the display, two columns of the chart, and two lines of text.
+# Without a terminal the command prints lines of text instead of the display.
 _CHECK_PERIOD, _FRAME_PERIOD, _COLUMN_PERIOD, _LINE_PERIOD = 0.02, 0.1, 0.2, 5.0
 # If all producers are held and the queue does not change for this number of seconds, the consumer starts.
 _UNCHANGED_FOR = 0.5
@@ -120,7 +120,7 @@ class _Stage:
             raise CommandError(f"nothing has changed for {_FAIL_AFTER:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """Play the demonstration. Before each yield, the generator updates `run`, so that the caller can display it."""
+        """Play the demonstration. Update `run` before each yield, so that the caller can display `run`."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield

@@ -77,7 +77,7 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # After the last confirm the producer may still be blocked (flowed). At the end this would fail the audit.
+            # Wait, because the audit fails if the producer is still blocked (flowed) at the end.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             self.error = error
@@ -95,7 +95,7 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """Close the producer, and return the last report. Call this method when the thread has ended."""
+        """Close the producer, and return the last report. The thread must have ended."""
         report = self.report()
         self._producer.close(timeout=1.0)
         # The close has waited for all calls of `_delivered`, so the number of confirmed messages is now final.
