@@ -1,4 +1,4 @@
-"""Converts the rows that Spark writes to messages, and checks the columns and their types."""
+"""Converts the rows of a DataFrame to messages, and checks the columns and their types."""
 
 from __future__ import annotations
 

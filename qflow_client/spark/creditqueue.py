@@ -1,8 +1,8 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
 
 Each credit is a message (see `credits.py`). A task holds a credit as long as it does not acknowledge the message. So if
-a task is killed, its credits return to the queue. A task receives credits and publishes on one connection. So if this
-connection ends, and with it the credits of the task, the task cannot publish.
+a task is killed, its credits return to the queue. A task receives credits and publishes on the same connection. So a
+task that loses its credits with this connection cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
 may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
@@ -224,7 +224,7 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Number of messages sent so far, and their number after the current call of `use`. The task's thread sets both.
+        # Number of messages sent so far, and number at the end of the current `use`. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
         # Maps the delivery tag of each held credit to the number of the credit.
@@ -235,7 +235,7 @@ class CreditLine:
         self._window = 0
         # Tag of the consumer of credits; None if there is no consumer.
         self._consumer_tag: str | None = None
-        # Last time when the task had credits, needed no credits, or checked whether credits exist.
+        # Last time when the task had credits, needed no credits, or called `_ask`.
         self._since = time.monotonic()
         # Whether all credits were missing in the last call of `_ask`.
         self._missed = False
@@ -366,8 +366,8 @@ class CreditLine:
     def _ask(self) -> None:
         """Check that the credits exist.
 
-        A credit that is on its way to the queue arrives before the next check. So if this task is the only one, and
-        neither it nor the queue has a credit at two checks in a row, the credits are lost.
+        A credit that is on its way to the queue arrives before the next check. So the credits are lost if two checks in
+        a row find no other task, and no credit in the queue or in this task.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

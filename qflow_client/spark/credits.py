@@ -8,9 +8,9 @@ There are two rules:
 
 - Safety: a task never has more unsettled messages than its credits have units. So a task reduces its window before it
   returns a credit.
-- Fairness: from the time when a task gets a credit, it sends as many messages as all its credits have units. Then it
-  returns the credit. If the current rows do not need a credit, the task returns it immediately. The task that has
-  waited longest gets the next credit, because a broker serves waiting consumers in this order.
+- Fairness: a task that gets a credit sends as many messages as all its credits have units. Then the task returns this
+  credit. If the current rows do not need a credit, the task returns the credit immediately. The task that has waited
+  longest gets the next credit, because a broker serves waiting consumers in this order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 # Maximum number of credits. More credits divide a capacity more evenly, but each use costs a delivery and a nack.
 _MAX_CREDITS = 256
 
-# A task that still needs its credits returns at most 1/_RETURN_DIVISOR of them together, but at least one credit.
+# A task that still needs its credits returns at most 1/_RETURN_DIVISOR of its credits together, but at least one.
 _RETURN_DIVISOR = 4
 
 
@@ -88,7 +88,7 @@ class _Held:
 class Purse:
     """The credits that one task holds, oldest first.
 
-    Call `plan`, set the producer's window to `window`, count the unsettled messages, and call `release`, in this order.
+    Call `plan`, and set the producer's window to `window`. Only then count the unsettled messages, and call `release`.
     """
 
     __slots__ = ("_due", "_due_units", "_held", "units", "wants")
@@ -107,7 +107,7 @@ class Purse:
 
     @property
     def window(self) -> int:
-        """The maximum number of unsettled messages, without the units of the credits that have to be returned."""
+        """The task's maximum number of unsettled messages. Credits that have to be returned do not count."""
         return self.units - self._due_units
 
     def grant(self, tag: int, units: int, sent: int) -> None:

@@ -102,7 +102,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # Create a class for this session. Workers cannot import it, so Spark sends them the class with these attributes.
+    # Create a class for this session. Workers cannot import this class, so Spark sends it to them with its attributes.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)
@@ -111,7 +111,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
 def _slots(spark: Any) -> int | None:
     """Return how many tasks a session can run at the same time.
 
-    ``None`` with Spark Connect, for a cluster that may grow without a limit, and before a cluster has started.
+    The result is ``None`` with Spark Connect, if the cluster can grow without a limit, and before the cluster starts.
     """
     try:
         context = spark.sparkContext

@@ -65,7 +65,7 @@ class _Logs:
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """Return the facts of all lines. `width` is the width of the bins of series over time, in microseconds."""
+        """Return the facts of all lines. `width` is the width of the bins of each time series, in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
@@ -131,7 +131,7 @@ def _summing(
 
     Args:
         window: length of each window in microseconds; ``None`` to sum up the whole time.
-        width: width of the bins of series over time, in microseconds.
+        width: width of the bins of each time series, in microseconds.
     """
 
     def sum_up(batches: Iterator[Any]) -> Iterator[Any]:
@@ -254,13 +254,13 @@ def flow_report_stream(
 ) -> Any:
     """Start and return a streaming query that sums up flow logs, for `flow_report_of_stream`.
 
-    The query writes the sums of a time window when no more of its lines are expected. Lines arrive late, because a
-    `FlowLog` finishes a file after `max_seconds`, and because files of other machines are copied to `folder`.
+    The query writes the sums of a time window when it expects no more lines of this window. Lines arrive late, because
+    a `FlowLog` finishes a file after `max_seconds`, and because files of other machines are copied to `folder`.
 
     Args:
         folder: folder of the flow logs.
         output: folder for the sums (facts) and the checkpoint.
-        window: length of a window, which is also the smallest width of the bins of series over time, in seconds.
+        window: length of a window in seconds. The bins of each time series have at least this width.
         late: maximum delay of a line in seconds, relative to the latest line. Lines with a longer delay may be dropped.
             In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
         trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon

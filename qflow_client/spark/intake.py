@@ -64,8 +64,8 @@ class Intake:
     """Stores the messages of a queue in a spool. Only one thread may call the methods, except `wake`.
 
     If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
-    recognises this message by its message id, and does not spool it again. A message without an id is recognised by its
-    content, if it was certainly not acknowledged. If several messages have the same content, each is recognised once.
+    recognises this message by its message id, and does not spool it again. If a message has no id and was certainly not
+    acknowledged, its content identifies it. If several messages have the same content, each is recognised once.
 
     Args:
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
@@ -85,7 +85,7 @@ class Intake:
         self._limit = limit
         # Time of the last delivery, or of the last ack, after which the broker may deliver more messages.
         self._quiet_since = time.monotonic()
-        # Since the last delivery: how often the broker has answered `is_drained` that the queue has ready messages.
+        # How often `is_drained` has found ready messages in the queue since the last delivery.
         self._answers = 0
         #: Number of delivered messages.
         self.received = 0
@@ -105,7 +105,7 @@ class Intake:
         self._remember()
         #: Whether a message was recognised since the last call of `acknowledge`.
         self.has_known = False
-        #: Whether all unacknowledged messages of ended connections have come again. Later, only ids are recognised.
+        #: Whether all unacknowledged messages of ended connections have come again. After that, only ids are compared.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -113,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages in the queue before the consumer started.
             self.ready = self._count_ready()
-            # Make RabbitMQ refuse a stream: with ``x-priority`` it consumes only queues, for which 0 is the default.
-            # A restarted query that consumes a stream in this way would get only new messages.
+            # RabbitMQ refuses ``x-priority`` for a stream. For a queue, 0 is the default. Without this refusal, a
+            # restarted query would read only the new messages of a stream.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -206,7 +206,7 @@ class Intake:
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait for the broker. After an error, some may be acked."""
+        """Acknowledge all messages before an offset, and wait for the broker. An error may come after some acks."""
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
         if not tags:
@@ -271,13 +271,13 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # The broker first delivers the unacknowledged messages of the spool again, and then new messages. So prefetch
-        # at most the number of unacknowledged messages in a full spool.
+        # The broker delivers the unacknowledged messages of the spool again before new messages. A full spool has
+        # `limit - spool.acknowledged` unacknowledged messages, so prefetch at most this number.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         intake.run_once(_QUIET_SECONDS)
-        # For each ack the broker delivers one more message. So with a limit, the last `prefetch` acks come at the end.
+        # For each ack the broker delivers one more message. So with a limit, send the last `prefetch` acks at the end.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.is_drained():
             break
@@ -304,7 +304,7 @@ class Consumer:
         self._stopping = False
         #: Number of delivered messages that the intake has processed.
         self.received = 0
-        # Whether `wait_beyond` wants to know if the queue is drained, and the answer of the thread.
+        # Whether `wait_beyond` asks if the queue is drained, and the answer of the thread.
         self._is_asked = self._is_drained = False
         # Offset up to which Spark has committed messages, and offset up to which messages are acknowledged.
         self._done = self._acknowledged = 0

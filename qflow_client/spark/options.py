@@ -19,7 +19,7 @@ MESSAGE_IDS = ("column", "hash", "position", "producer")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a job. `parse` converts its text, or raises ``ValueError`` if the text is not as `allowed` says."""
+    """An option of a job. `parse` converts a text to a value. `allowed` describes the texts that `parse` accepts."""
 
     parse: Callable[[str], Any]
     allowed: str

@@ -29,7 +29,7 @@ __all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
 
 logger = logging.getLogger(__name__)
 
-# Names of Spark's local properties with the id of a streaming query and the id of its batch.
+# Names of the local properties in which Spark stores the id of a streaming query and the id of the current batch.
 _QUERY_ID = "sql.streaming.queryId"
 _BATCH_ID = "streaming.sql.batchId"
 
@@ -39,7 +39,7 @@ class Task:
     """The identity of a task.
 
     Attributes:
-        job: the option ``jobId``, or else the id of the streaming query (which a restart keeps), or else a random id.
+        job: the option ``jobId``, or else the id of the streaming query, or else a random id. Restarts keep query ids.
         batch: id of the batch; ``None`` outside of streaming queries.
         attempt: number of the attempt; 0 for the first attempt.
     """
@@ -125,7 +125,7 @@ class Summary:
 
 
 class _Sink:
-    """A writer, which is created on the driver, and sent to the tasks by Spark."""
+    """A writer. The driver creates the writer, and Spark sends it to the tasks."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options
@@ -225,7 +225,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # Fail early if the first message of this batch was refused: the broker then usually refuses all messages.
+            # If the first message of this batch was refused, fail now: the broker then usually refuses all messages.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)
@@ -234,7 +234,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait until all messages are confirmed. The time is not limited while confirms continue to arrive.
+    """Wait until all messages are confirmed. There is no time limit while confirms continue to arrive.
 
     Raises:
         ConfirmTimeout: no confirm came within `max_producer_flow_control_wait` seconds.

@@ -81,7 +81,7 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """Return the spool. A spool of one `kind`, ``"batch"`` or ``"stream"``, is refused for the other kind."""
+        """Return the spool. `kind` is ``"batch"`` or ``"stream"``. A folder of the other kind is refused."""
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
 
@@ -99,7 +99,7 @@ def part_of(pieces: list[Piece], shared: bool) -> Part:
 
 
 def ranges(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Divide offsets into ranges of nearly equal size. No range is empty."""
+    """Divide the offsets from `start` to ``end - 1`` into at most `count` ranges of nearly equal size."""
     count = min(count, end - start)
     for at in range(count):
         yield start + (end - start) * at // count, start + (end - start) * (at + 1) // count
@@ -113,7 +113,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Moves the current messages of a queue into a spool, from which Spark can read the same messages several times."""
+    """Moves the current messages of a queue into a spool. Spark can read a message from the spool several times."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

@@ -1,7 +1,7 @@
 """A durable spool, which stores messages in the order of their arrival. Each message has an offset.
 
 A queue forgets acknowledged messages, but Spark may request the same rows again. So Spark reads rows from the spool,
-which is a folder of Arrow files. Each file is complete or does not exist.
+which is a folder of Arrow files. Even after a crash, the spool has no incomplete file under its final name.
 """
 
 from __future__ import annotations

@@ -40,14 +40,14 @@ class Cursor:
     """Decides which deliveries of a stream belong to a range of offsets, and finds the missing offsets.
 
     RabbitMQ delivers whole chunks, which may begin before the requested offset. A gap does not prove that a message was
-    lost, because some entries of a stream are not messages: for example, the offsets that consumers store.
+    lost. Some entries of a stream are not messages, such as the offsets that consumers store.
     """
 
     def __init__(self, start: int, end: int) -> None:
         #: The next expected offset.
         self.at = start
         self.end = end
-        #: The gaps in the range. Each gap is its first missing offset and the offset after the gap.
+        #: The gaps in the range. Each gap is a pair: the first missing offset, and the offset after the gap.
         self.gaps: list[tuple[int, int]] = []
 
     @property
@@ -65,7 +65,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection of pika. If it cannot be opened, the constructor raises pika's error. `failure` is a later error."""
+    """A connection of pika. If pika cannot open it, the constructor raises pika's error. `failure` is a later error."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -188,7 +188,7 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """Return the offset of a delivery. If it has none, store an error for `_run`, and return ``None``."""
+        """Return the offset of a delivery. If the offset is missing, store an error for `_run`, and return ``None``."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
         # Do not raise an exception here, because pika would treat it as a lost connection.
@@ -201,7 +201,7 @@ class StreamConsumer:
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
         """Consume from an ``x-stream-offset``. Return the first and last delivered offset; ``None`` without deliveries.
 
-        If `to_the_end` is False, only the first of the two offsets is useful, because `_probe` stops early.
+        If `to_the_end` is False, use only the first of the two offsets, because `_probe` stops early.
         """
         found: list[int] = []
         tags = [0]
@@ -236,7 +236,7 @@ class StreamConsumer:
         return None if found is None else found[1] + 1
 
     def since(self, when: datetime) -> int | None:
-        """Return the first offset of the first chunk that is not older than a time, or ``None`` if there is none."""
+        """Return the first offset of the first chunk that is not older than a time; ``None`` if all are older."""
         found = self._probe(when, to_the_end=False)
         return None if found is None else found[0]
 
@@ -267,7 +267,7 @@ class StreamConsumer:
             del properties.headers[_OFFSET]
             received += 1
             if cursor.take(offset):
-                # If the publisher sent no headers, the table is empty now, because it contained only the offset.
+                # If the publisher sent no headers, the table of headers contained only the offset, and is empty now.
                 properties.headers = properties.headers or None
                 rows.append(row_of(method, properties, body))
                 offsets.append(offset)

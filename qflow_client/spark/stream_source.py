@@ -40,7 +40,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The next two fields are None until Spark requests an offset. They stay None in tasks, which only call `read`.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The end of the spool at the start, or a later offset that Spark got. No valid checkpoint is beyond it.
+        # The end of the spool at the start, or a later offset that Spark got. A valid checkpoint is not beyond it.
         self._greatest = 0
         # Whether the trigger is ``availableNow``, so that the query ends by itself.
         self._ends = False
@@ -51,8 +51,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Open the spool and the consumer, if they are not open. `offset` comes from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset does not belong to this spool. The consumer is not started: with its messages the
-                spool could reach `offset`, and the next start of the query would read wrong messages without an error.
+            SpoolError: `offset` does not belong to this spool. The consumer is not started, because its messages could
+                fill the spool up to `offset`. Then the next start would read wrong messages without an error.
         """
         options = self._options
         assert options.most is not None
@@ -66,7 +66,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # Prefetch two batches, because the next batch arrives while Spark processes the current one.
+            # Prefetch two batches, so that the next batch arrives while Spark processes the current batch.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 

@@ -47,7 +47,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    """Let PostgreSQL end a query after `_LONGEST` seconds. Then the application gets its connection as it was."""
+    """Let PostgreSQL end each query of the block after `_LONGEST` seconds. Restore the connection after the block."""
     if connection.dialect.name != "postgresql":
         yield
         return

@@ -1,7 +1,7 @@
 """An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
 
-The transaction commits both the record of a message and the application's changes for this message, or neither, even if
-the process is killed. The inbox recognizes the second copies that a producer with an outbox may send.
+Such a transaction commits both the record of the message and the application's changes, or none of them, even if the
+process is killed. So the inbox recognizes the second copies that a producer with an outbox may send.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Inbox:
     ) -> bool | Awaitable[bool]:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction handles a copy, the method waits for its end (on SQLite, at most the driver's timeout).
-        If it is rolled back, the result is True. Commit, and then acknowledge the message, even if the result is False.
+        If another transaction has recorded a copy, the method waits until that transaction ends (on SQLite, at most the
+        driver's timeout). After a rollback the result is True. In any case, commit and then acknowledge the message.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
-            consumer: name of the application that handles the message. Applications that each handle every message in
-                one database need different names. All workers of one queue need the same name.
+            consumer: name of the application that handles the message. If several applications use one table and each
+                handles every message, they need different names. All workers of one queue need the same name.
 
         Raises:
             ValueError: `message_id` is empty, or the database is neither PostgreSQL nor SQLite.
@@ -90,7 +90,7 @@ class Inbox:
         """Delete old records in the caller's transaction, and return the number of deleted records.
 
         Args:
-            older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.
+            older_than: minimum age in seconds of the deleted records. Later copies of these messages look new.
         """
         # Use the clock of the database, because the stored times are from this clock.
         before = connection.execute(select(sql.now())).scalar_one() - timedelta(seconds=older_than)

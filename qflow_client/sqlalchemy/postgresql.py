@@ -11,10 +11,10 @@ off from the database, the session ends within the lease. The server measures ho
 (``idle_session_timeout``), so no clocks are compared.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
-their ids, and a reader that remembers only the last id would miss rows. Therefore rows are read in *sweeps*. Each sweep
-has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if it is visible in this snapshot,
-but not in the previous one: its transaction (the column ``xid``) began after the previous snapshot, or was in progress
-in it. Both conditions select short ranges of an index. The result:
+their ids, and a reader that remembers only the last id would miss rows. Therefore a relay reads rows in *sweeps*. Each
+sweep has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if it is visible in the
+snapshot of this sweep, but not in the snapshot of the previous sweep. So its transaction (the column ``xid``) began
+after the previous snapshot, or was in progress then. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
@@ -26,7 +26,7 @@ in it. Both conditions select short ranges of an index. The result:
 
 **Writing.** Before rows are published, a commit stores the id up to which rows may be published, and waits for the
 disk. Rows up to this id are *permitted*. The stored id is `AHEAD` above the last row that was read. So at a low rate
-most reads permit no further rows, and do not wait for the disk. One statement reads rows and deletes confirmed rows.
+most reads find only permitted rows, and do not wait for the disk. One statement reads rows and deletes confirmed rows.
 
 The first sweep of a session is *full*, because there is no previous snapshot. The next full sweep is due a minute
 later. A full sweep scans the table, and finds rows that other sweeps miss, such as rows from a backup.
@@ -72,7 +72,7 @@ class PostgresqlSession:
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
     """
 
-    #: Whether a commit of the application ends `wait`.
+    #: Whether ``NOTIFY``, which the application sends with a commit, ends `wait`.
     is_notified = True
 
     def __init__(self, engine: Engine, tables: Tables, lease: float) -> None:
@@ -264,7 +264,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Set transaction numbers of another server (from a backup) to 0, which is older than every snapshot."""
+        """Set transaction numbers from the future (in a backup of another server) to 0, older than every snapshot."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
@@ -328,7 +328,7 @@ class PostgresqlSession:
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Show the holds of the relay in the server's list of sessions, which needs no write to disk."""
+        """Show the holds of the relay in the server's list of sessions. The list is only in memory."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:

@@ -42,7 +42,7 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
 }
 # The driver that a relay uses for each database system; the keys are the names of database systems in URLs.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# Seconds of the pause after an error. The pause doubles with each further error, until the longest pause is reached.
+# Seconds of the pause after the first error, and maximum seconds. Each further error doubles the pause.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -52,7 +52,7 @@ logger = logging.getLogger("qflow_client")
 
 
 def engine_of(url: str | URL) -> Engine:
-    """Create an engine for a relay. If the URL names a driver, the driver that relays use replaces it.
+    """Create an engine for a relay. The engine uses the driver that relays need, even if the URL names another driver.
 
     Args:
         url: URL of the database in the format of SQLAlchemy.
@@ -63,7 +63,7 @@ def engine_of(url: str | URL) -> Engine:
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # Refuse a host with @. The host then contains part of an unencoded password, and errors would show this part.
+        # Refuse a host with @, because it contains part of an unencoded password, which errors would show.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):

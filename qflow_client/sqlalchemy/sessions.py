@@ -12,7 +12,7 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: A relay checks at intervals of this number of seconds which partitions belong to it.
+#: Seconds between two checks of the partitions that belong to a relay.
 LOOK = 1.0
 #: `Session.read` adds no more rows to its result when the bodies in the result have this total size in bytes.
 PAGE_BYTES = 1 << 24
@@ -62,7 +62,7 @@ class Session(Protocol):
 def silence_of(lease: float) -> float:
     """Return the seconds of inactivity after which PostgreSQL ends the session of a relay.
 
-    The rest of the lease is the time in which another relay takes the partitions.
+    In the rest of the lease, another relay takes over the partitions of this relay.
     """
     return max(lease / 2, lease - 2 * LOOK)
 

@@ -1,7 +1,7 @@
-"""A tenure is the work of a relay with one database session and one producer, until the first error.
+"""A tenure is the work of a relay with one database session and one producer, until an error or the end of the relay.
 
-After an error, the relay begins a new tenure. At the end of a tenure the producer is closed first, so that no more
-messages of this tenure can be sent. Then the session is closed, which ends its locks. The next tenure, in this or in
+After an error, the relay begins a new tenure. A tenure ends in two steps. First it closes the producer, so that no more
+messages of this tenure can be sent. Then it closes the session, which ends the locks. The next tenure, in this or in
 another relay, reads the table from the first row. So the following rules are needed only within a tenure:
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
@@ -10,11 +10,11 @@ another relay, reads the table from the first row. So the following rules are ne
 - One transaction deletes confirmed rows, and permits further rows (`Session.read`).
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
-- Before a row is passed to the producer, the time of the database's last answer is checked. If this time is more than
-  ``silence_of(lease)`` seconds ago, another relay may have the partition, so the tenure ends.
+- Before the tenure passes a row to the producer, it checks when the database last answered. After more than
+  ``silence_of(lease)`` seconds without an answer, another relay may have the partition, so the tenure ends.
 
 There are never more unsettled rows than the producer's window allows. While the producer has a hold that is not in
-`_HARMLESS`, no rows are read.
+`_HARMLESS`, the tenure reads no rows.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # Describes the first message that was neither confirmed nor set aside. Such a message ends the tenure.
+        # Describes the first settled message that is neither confirmed nor set aside. This message ends the tenure.
         self._failure: str | None = None
-        # Whether all existing rows have been read. If all rows have been read, the next read is at `_read_at`.
+        # Whether all existing rows have been read. If so, the next read is at `_read_at`.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
@@ -274,7 +274,7 @@ class Tenure:
         """Unlock partitions that have no unsettled messages.
 
         All rows that this tenure has sent in these partitions are settled and removed. But rows that an earlier tenure
-        may have sent can remain. So the session stores the ids in `_doubt`, up to which there may be such rows.
+        may have sent can remain. So the session stores the id in `_doubt`: such rows have at most this id.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
@@ -385,8 +385,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # Check the producer again soon. When a flow event wakes this thread, the producer may still be flowed for a
-        # moment, and no event comes when the rate or the socket allows more messages.
+        # Check the producer again soon. After a flow event, the producer may still be flowed for a moment. No event
+        # comes when the rate or the socket allows more messages.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
@@ -423,7 +423,7 @@ class Tenure:
                     self._sort(receipt, row)
                 self._in_flight.clear()
                 if self._gone or self._aside:
-                    # A failed session cannot delete the rows, so they are sent again as second copies.
+                    # If the session has failed, the rows stay, and the next tenure sends them as second copies.
                     with suppress(Exception):
                         self._write()
         finally:

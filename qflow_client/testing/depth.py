@@ -195,7 +195,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     steps = "".join(f"H{x(sample.at)}V{y(panel.value(sample))}" for sample in others)
     parts.append(f'<path class="depth" d="M{x(first.at)} {y(panel.value(first))}{steps}"/>')
     top_sample = max(panel.samples, key=panel.value)
-    # If the peak is near the right edge, write its text to the left of the peak, because there is no room on the right.
+    # If the peak is near the right edge, write its text to the left of the peak.
     anchor, shift = ("end", -4) if x(top_sample.at) > right - 90 else ("start", 4)
     parts.append(
         f'<text x="{x(top_sample.at) + shift}" y="{y(panel.highest) - 5}" text-anchor="{anchor}">'

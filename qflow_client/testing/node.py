@@ -132,7 +132,7 @@ class Node(ABC):
         if pid is None:
             raise self._error(f"cannot pause the {self._title}: it is not running; call start() first")
         os.killpg(pid, signal.SIGSTOP)
-        # The signal may take effect only after `os.killpg` has returned.
+        # `os.killpg` may return before the signal takes effect, so wait.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:

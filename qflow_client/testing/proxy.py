@@ -140,7 +140,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Number of changes of connections. Changes are counted only while threads (`_waiting` of them) wait for them.
+        # Number of changes of connections, counted only while threads wait for changes (`_waiting` is above 0).
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0

@@ -1,7 +1,7 @@
 """Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart the node.
 
-A node uses the RabbitMQ that is installed on the machine, and does not disturb other nodes: it has its own ports, data
-folder, configuration, Erlang cookie and port mapper (epmd), and listens only on the loopback interface.
+A node uses the installed RabbitMQ. To leave other nodes alone, it has its own ports, data folder, configuration, Erlang
+cookie and port mapper (epmd). It listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class RabbitMQNode(Node, RabbitMQ):
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
-    The data survives `stop` and `kill`. `start` then starts the same node on the same port. If root starts the node, it
-    runs as the user rabbitmq, if this user exists.
+    The data survives `stop` and `kill`. `start` then starts the same node on the same port. A node of root runs as the
+    user rabbitmq, if this user exists.
 
     Args:
         directory: folder for data, logs and configuration, created if missing, which `close` keeps. If the node runs as

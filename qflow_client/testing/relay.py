@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# The same for a direction with a delay and no limited rate. A small maximum would also limit the bandwidth.
+# The same for a direction with a delay and without a limited rate. With a delay, a small maximum limits the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, one write has at most the bytes of this number of seconds. If the event loop is late, the proxy
 # catches up for at most the same number of seconds.
