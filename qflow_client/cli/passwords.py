@@ -100,8 +100,7 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
     The users come from ``--user`` (`options`), ``--users-file`` (`file`) or the environment variable `USERS`.
 
     Raises:
-        CommandError: a line is not a user, the file has no user or is not UTF-8, standard input is closed, or both
-            ``--user`` and ``--users-file`` are given.
+        CommandError: a line is not a user, the file has no user or is not UTF-8, or both options are given.
         OSError: the file cannot be read.
     """
     if options and file is not None:

@@ -159,8 +159,8 @@ class Sending:
 
         Raises:
             BadRecord: a record cannot be read. All earlier records were sent, and no later record was sent.
-            CommandError: a record was not sent or not confirmed, the file has changed since the earlier run, or it has
-                too few records for `skip`. After a record that was not sent, no later record was sent.
+            CommandError: a record was not sent or not confirmed, or the file has changed or has fewer than `skip`
+                records. After a record that was not sent, no later record was sent.
             Stopped: a signal came before every record was confirmed.
         """
         self._resume(records)

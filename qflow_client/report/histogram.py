@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
-Each number below 64 has its own bucket, so a percentile below 64 is exact. Any other bucket is at most 1/32 of its
-smallest number wide, so any other percentile is too high by at most 1/32. To merge histograms, add their counts.
+Each number below 64 has its own bucket, so a percentile below 64 is exact. Any other percentile is too high by at most
+1/32, because the numbers of a bucket differ by less than 1/32. To merge histograms, add their counts.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Sender(FlowSource):
         self.to_send = 0
         #: Number of published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Number of round trips that ended with waiting messages: because the queue blocked the publisher (`flowed`),
-        #: or because the publisher had used its whole capacity (`full`).
+        #: Number of round trips that ended with waiting messages. In `flowed` round trips the queue blocked the
+        #: publisher. In `full` round trips the publisher had used its whole capacity.
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:

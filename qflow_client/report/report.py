@@ -134,8 +134,7 @@ def flow_report(
         round_trip: seconds between the publishing of a message and its confirm in the replays.
 
     Raises:
-        FlowLogError: there are no flow logs, a path is wrong, a file is damaged or no flow log, or a Parquet file is
-            given and pyarrow is missing.
+        FlowLogError: there are no flow logs, a path is wrong, a file is damaged or no flow log, or pyarrow is missing.
         ValueError: advice is requested, and `maximum`, `delay` or `round_trip` is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)

@@ -1,7 +1,7 @@
 """Creates reports on flow logs of any size. Spark sums up the lines of the logs, in one job or continuously.
 
 Each task sums up the lines of its part to a small number of facts (`qflow_client.report.tables.Fact`). Spark merges the
-facts with the same keys and bucket, in any order, so a cluster creates the same report as one process.
+facts with the same keys and bucket. The order does not matter, so a cluster creates the same report as one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures how many rows wait in an outbox, and how long the oldest row has waited.
 
 `measure` queries the database. `Backlog` is for frequent readers, such as metrics. A `Backlog` queries the database on
-a separate thread, at most every ten seconds and for at most one percent of the time. If the database does not answer, a
-reader waits for at most one second.
+a separate thread, at most every ten seconds. Queries use at most one percent of the time. If the database does not
+answer, a reader waits for at most one second.
 """
 
 from __future__ import annotations

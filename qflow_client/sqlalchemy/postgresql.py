@@ -11,10 +11,10 @@ off from the database, the session ends within the lease. The server measures ho
 (``idle_session_timeout``), so no clocks are compared.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
-their ids, and a reader that remembers only the last id would miss rows. Therefore a relay reads rows in *sweeps*. Each
-sweep has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if it is visible in the
-snapshot of this sweep, but not in the snapshot of the previous sweep. So its transaction (the column ``xid``) began
-after the previous snapshot, or was in progress then. Both conditions select short ranges of an index. The result:
+their ids. A reader that remembers only the last id would miss rows. Therefore a relay reads rows in *sweeps*. Each
+sweep has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if the snapshot of this sweep
+shows it, and the previous snapshot does not. So its transaction (the column ``xid``) began after the previous snapshot,
+or was in progress then. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot

@@ -1,4 +1,4 @@
-"""A tenure is the work of a relay with one database session and one producer, until an error or the end of the relay.
+"""A tenure is the work of a relay with one database session and one producer, until an error or the relay's end.
 
 After an error, the relay begins a new tenure. A tenure ends in two steps. First it closes the producer, so that no more
 messages of this tenure can be sent. Then it closes the session, which ends the locks. The next tenure, in this or in

@@ -172,8 +172,8 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: version of the broker. At its first use, Maven downloads the jars into the folder of the environment
-            variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache folder.
+        version: version of the broker. At the first use of a version, Maven downloads the jars. They go to the folder
+            of the environment variable ``QFLOW_BROKERJ_CACHE``, or else to the user's cache folder.
         flow_enforcement_timeout: if a channel publishes later than this number of seconds after
             ``Channel.Flow(active=false)``, the broker closes the channel. ``None`` for the broker's default of 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
