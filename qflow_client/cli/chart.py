@@ -25,7 +25,7 @@ class DepthChart:
     """Draws the depths of a queue as bars, one in each column. The latest column is on the right.
 
     Args:
-        depths: minimum and maximum depth of each column. If there are too many columns, the oldest ones are not drawn.
+        depths: minimum and maximum depth of each column. If there is too little room, the oldest columns are left out.
         marks: name of each threshold, by its depth. The row with this depth gets the name as its label.
         resume: depth up to which the rows of the chart are green.
         stop: depth up to which the rows above `resume` are yellow. The rows above `stop` are red.

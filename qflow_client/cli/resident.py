@@ -46,7 +46,7 @@ class ResidentWatch:
     def look(self, resident: int, counted: int) -> bool:
         """Decide whether to block publishers. Return True if the decision has changed. The arguments are in bytes."""
         before = self.is_over
-        # The alarm starts at higher values than it ends, so that small changes of the values do not toggle it.
+        # While the alarm lasts, the limits are lower, so that small changes of the values do not toggle the alarm.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

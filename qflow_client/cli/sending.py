@@ -1,8 +1,8 @@
 """One run of ``qflow send``: sends records, and tracks the outcome of each record.
 
-If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Records
-and the position after them in the input file are stored in the same commit (E13). So if a run is killed, each record up
-to the stored position is confirmed or in the outbox. The next run first sends the outbox, and then the later records.
+If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Each
+commit stores records, and the position in the input file after these records (E13). So if a run is killed, each record
+up to the stored position is confirmed or in the outbox. The next run sends the outbox first, and then later records.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Tally:
         failures: error texts of the first undelivered messages, at most `_MAX_REPORTED`.
         failures_left_out: number of undelivered messages whose texts are not in `failures`.
         left_failed: number of messages that earlier runs left in the outbox, and that this run could not deliver.
-        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
+        seconds_flowed: seconds for which each kind of hold held the producer.
     """
 
     admitted: int = 0

@@ -14,7 +14,7 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Maximum number of samples in a replay. If there are more, those nearest to the time of the greatest depth are used.
+#: Maximum number of samples in a replay. The replay uses the samples nearest to the time of the greatest depth.
 SAMPLES = 2000
 #: Maximum number of messages in the replayed samples, unless there is only one sample.
 MESSAGES = 20_000

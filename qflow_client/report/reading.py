@@ -90,7 +90,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # Lines without this text are not of the kind `only`. To save time, they are not parsed.
+        # To save time, do not parse lines without this text. They cannot have the kind `only`.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:

@@ -45,7 +45,7 @@ _CHECK_PERIOD = 0.005
 _IDLE_PERIOD = 1.0
 # Seconds until the driver tries again to lock the queue, or to find the right number of credits.
 _PAUSE = 0.05
-# If a task gets no credit for this number of seconds, it checks whether credits exist.
+# If a task gets no credit for this number of seconds, the task checks whether credits exist.
 _PATIENCE = 5.0
 # Source of the hold that a task's producer has while the task has no credits.
 _SOURCE = "credits"
@@ -163,7 +163,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
         # Use a classic queue, because a quorum queue may drop a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # The messages should be the credits of a driver that ended before it declared the queue ``.tasks``. Check one.
+        # A driver may have published these credits, and ended before it declared the queue ``.tasks``. Check one.
         _look_at_one(connection, queue, capacity)
     else:
         # Use a transaction, so that either all credits or no credits are published if this process is killed.

@@ -297,8 +297,8 @@ class Consumer:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Protects `_stopping`, `_done` and `_acknowledged`; the thread deletes files of the spool only while it holds
-        # the condition. Notified when messages were received or acknowledged, or the thread has ended.
+        # Protects `_stopping`, `_done`, `_acknowledged` and the deletion of files in the spool. The thread notifies
+        # this condition when it has received or acknowledged messages, and when it ends.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False

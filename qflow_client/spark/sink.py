@@ -64,7 +64,7 @@ class TaskReport(WriterCommitMessage):
         bytes: total body bytes of the sent messages.
         seconds: seconds from the start of the task to the end of its producer.
         times_flowed: how often the task's producer was blocked (flowed).
-        seconds_flowed: for each hold kind, the seconds for which the task's producer was held.
+        seconds_flowed: seconds for which each kind of hold held the task's producer.
     """
 
     task: Task

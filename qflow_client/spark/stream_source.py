@@ -40,7 +40,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The next two fields are None until Spark requests an offset. They stay None in tasks, which only call `read`.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The end of the spool at the start, or a later offset that Spark got. A valid checkpoint is not beyond it.
+        # The end of the spool at the start, or a later offset that Spark got. No valid checkpoint is greater.
         self._greatest = 0
         # Whether the trigger is ``availableNow``, so that the query ends by itself.
         self._ends = False

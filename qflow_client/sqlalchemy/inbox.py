@@ -1,7 +1,7 @@
 """An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
 
-Such a transaction commits both the record of the message and the application's changes. If the process is killed, it
-commits neither. So the inbox recognizes the second copies that a producer with an outbox may send.
+Such a transaction commits both the record of the message and the application's changes. If the process is killed before
+the commit, neither is stored. So the inbox recognizes the second copies that a producer with an outbox may send.
 """
 
 from __future__ import annotations

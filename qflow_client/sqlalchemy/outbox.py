@@ -50,7 +50,7 @@ class OutboxStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A message in the table of failed rows. The broker has returned or rejected it, or no relay can send it.
+    """A message in the table of failed rows. The broker has returned or rejected this message, or no relay can send it.
 
     Attributes:
         id: id of the row in the table of failed rows.

@@ -1,7 +1,7 @@
 """Private Apache Qpid Broker-J brokers, whose queues can send ``Channel.Flow`` to producers that overfill them.
 
 Maven downloads the jars of a version once into a cache folder. Each broker has its own ports, folder, configuration and
-password, keeps all data in memory, and listens only on the loopback interface.
+password. It keeps all data in memory, and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class BrokerJNode(Node, BrokerJ):
     Args:
         version: version of the broker. At the first use of a version, Maven downloads the jars. They go to the folder
             of the environment variable ``QFLOW_BROKERJ_CACHE``, or else to the user's cache folder.
-        flow_enforcement_timeout: if a channel publishes later than this number of seconds after
-            ``Channel.Flow(active=false)``, the broker closes the channel. ``None`` for the broker's default of 5.
+        flow_enforcement_timeout: the broker closes a channel that still publishes this number of seconds after
+            ``Channel.Flow(active=false)``. ``None`` for the broker's default of 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:

@@ -110,7 +110,7 @@ class FaultProxy:
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
         port: port to listen on; 0 for a free port.
-        seed: seed of all random values. With the same seed, the n-th connection gets the same random values.
+        seed: seed of all random values. With the same seed, the n-th connection gets the same values in each run.
 
     Raises:
         ValueError: `broker` is neither an AMQP URL nor ``host:port``.
@@ -230,7 +230,7 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The port on which the proxy listens. It raises `RuntimeError` if the proxy has not been started."""
+        """The port on which the proxy listens. Before the proxy starts, this property raises `RuntimeError`."""
         if not self._started.done():
             raise RuntimeError("the proxy is not running; use it in `with FaultProxy(…) as proxy:`")
         return self._port

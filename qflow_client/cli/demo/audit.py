@@ -30,7 +30,7 @@ class ProducerTally:
         sent: number of messages that the producer accepted.
         checksum: sum of the CRC-32 of each sent body. The order of the bodies does not change this sum.
         holds: kinds of the holds that block the producer now.
-        seconds_flowed: for each kind of hold, the seconds for which it held the producer.
+        seconds_flowed: seconds for which each kind of hold held the producer.
     """
 
     name: str
