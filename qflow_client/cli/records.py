@@ -135,8 +135,8 @@ class RecordSource:
     """Opens a file, and reads its records lazily. The end of the `with` block closes the file.
 
     Args:
-        file: path of the file; ``-`` for `standard_input`. The content of a ``.gz`` file, or of a ``.zip`` file with
-            one file in it, is decompressed.
+        file: path of the file; ``-`` for `standard_input`. This class decompresses a ``.gz`` file, and a ``.zip`` file
+            that contains one file.
         format: format of the records; ``None`` to derive the format from the ending of the file name.
         standard_input: stream to read if `file` is ``-``; ``None`` if standard input is closed.
         reading: how records are converted to messages.

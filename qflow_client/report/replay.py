@@ -168,7 +168,7 @@ class Replay:
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
         """Simulate one round trip. `arrivals` has the number of new messages of each publisher.
 
-        The consumers can take `credit` messages. If the queue is empty, at most 1 unused message is carried over.
+        The consumers can take `credit` messages. At most 1 unused message is carried over to the next round trip.
         """
         queue = self.queue
         self.around.now += self.round_trip

@@ -214,7 +214,7 @@ class CreditLine:
 
     While the task has no credits, the task's producer has the hold ``capacity``.
 
-    Use a `CreditLine` as a context manager. On exit the connection is closed, which returns all credits to the queue.
+    Use a `CreditLine` as a context manager. It closes the connection at the end, so all credits return to the queue.
 
     Raises:
         CreditError: the queue ``.tasks`` does not exist, or cannot be consumed.

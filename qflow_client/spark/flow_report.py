@@ -34,7 +34,7 @@ _FACTS = (*_GROUP, *_SUMS, *_MOSTS)
 _TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
 _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 
-# An uncompressed local file of lines is divided into parts of at most this number of bytes, one for each task.
+# Maximum bytes of a part of an uncompressed local file of lines. Each task reads one part.
 _PART = 64 << 20
 # Maximum number of facts in one batch of a task's output.
 _FACTS_IN_BATCH = 20_000

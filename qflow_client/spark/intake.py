@@ -25,7 +25,7 @@ __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
 Connection = TypeVar("Connection")
 
-# Maximum seconds for which messages are collected before they are written to the spool as one file.
+# Maximum seconds to collect messages before `Intake` writes them to the spool as one file.
 _MAX_FILE_DELAY = 0.05
 # If no message is delivered for this number of seconds, `is_drained` asks the broker whether the queue is empty.
 _QUIET_SECONDS = 0.2
@@ -83,13 +83,13 @@ class Intake:
         self._queue = queue
         self._spool = spool
         self._limit = limit
-        # Time of the last delivery, or of the last ack, after which the broker may deliver more messages.
+        # Time of the last delivery or ack. After an ack, the broker may deliver more messages.
         self._quiet_since = time.monotonic()
         # How often `is_drained` has found ready messages in the queue since the last delivery.
         self._answers = 0
         #: Number of delivered messages.
         self.received = 0
-        # Messages that are not in the spool yet, oldest first, their delivery tags, and their total body bytes.
+        # Messages that are not in the spool yet (oldest first), with their delivery tags and their total body bytes.
         self._rows: list[Row] = []
         self._tags: list[int] = []
         self._bytes = 0

@@ -1,4 +1,4 @@
-"""Finds the Java runtime that Spark needs. If Java is missing, the error text is clearer than that of Spark."""
+"""Finds the Java runtime that Spark needs. If Java is missing, the error says so more clearly than Spark's error."""
 
 from __future__ import annotations
 

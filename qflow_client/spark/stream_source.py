@@ -26,7 +26,7 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 
 T = TypeVar("T")
 
-# Seconds for which the end of a RabbitMQ stream is not requested again. Spark may ask a hundred times per second.
+# Seconds for which the reader reuses the end of a RabbitMQ stream. Spark may ask for it a hundred times per second.
 _END_CACHE_SECONDS = 0.1
 
 

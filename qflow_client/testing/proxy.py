@@ -310,7 +310,7 @@ class FaultProxy:
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
         """Wait until `predicate`, called with the proxy, returns true.
 
-        The calling thread calls `predicate` again each time bytes were passed on or a connection has changed.
+        The calling thread calls `predicate` again when the proxy has passed bytes on, or a connection has changed.
 
         Raises:
             TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.
@@ -397,7 +397,7 @@ class FaultProxy:
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
         """Read and discard all bytes. If the sender closes its connection, the receiver does not notice this.
 
-        When bytes of a direction have been discarded, no more bytes of this direction are passed on, even after `heal`.
+        After discarding bytes of a direction, the proxy passes on no more bytes of this direction, even after `heal`.
         While both directions are black holes, the proxy does not connect to the broker for a new client. Such a client
         never gets an answer, even after `heal`.
         """
@@ -532,7 +532,7 @@ class FaultProxy:
                 proxy's thread calls the function with the proxy as its argument. The function must not block. Each pair
                 is read after the function of the previous pair has returned, so `steps` may be endless.
 
-        If the schedule has not ended when the proxy stops, it is cancelled.
+        When the proxy stops, it cancels a schedule that has not ended.
         """
         schedule = Schedule(self, steps)
 
