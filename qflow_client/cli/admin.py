@@ -389,7 +389,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change from the states in `known`, and update `known`. Unknown objects count as OFF."""
+    """Yield a line for each change from the states in `known`, and update `known`. New objects count as OFF."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}

@@ -682,7 +682,7 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting. If the file sets it, add the path of the file.
+        # The error text begins with the name of the wrong setting. If the file sets it, add the file's path.
         name = text.split(maxsplit=1)[0].partition("=")[0].rstrip(":")
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error

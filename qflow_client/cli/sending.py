@@ -2,7 +2,7 @@
 
 If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Each
 commit stores records, and the position in the input file after these records (E13). So if a run is killed, each record
-up to the stored position is confirmed or in the outbox. The next run sends the outbox first, and then later records.
+up to the stored position is confirmed or in the outbox. The next run first empties the outbox, then sends new records.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # With this variable the start script replaces itself by Erlang, so that Erlang gets the signals of `stop`,
+            # With this variable Erlang takes the place of the start script, so that Erlang gets the signals of `stop`,
             # `pause` and `kill`.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
@@ -334,7 +334,7 @@ class RabbitMQNode(Node, RabbitMQ):
             start_new_session=True,
             **self._account_of_process(),
         )
-        # Wait until epmd listens. Without an epmd the node would start one, which would not end with the node.
+        # Wait until epmd listens. Otherwise the node would start its own epmd, which would not end with the node.
         if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:

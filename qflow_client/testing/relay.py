@@ -164,7 +164,7 @@ class Way:
         self.source: End | None = None
         self.target: End | None = None
         self.rules = rules
-        # True if no more bytes are passed on, whatever the rules are.
+        # True if this direction passes on no more bytes, whatever the rules are.
         self.is_dead = False
         self.passed = self.swallowed = 0
         self.borders = Borders()
