@@ -62,7 +62,7 @@ class Inbox:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
         If another transaction has recorded a copy, the method waits until that transaction ends (on SQLite, at most the
-        driver's timeout). After a rollback the result is True. In any case, commit and then acknowledge the message.
+        driver's timeout). After its rollback the result is True. In any case, commit and then acknowledge the message.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
