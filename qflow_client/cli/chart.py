@@ -15,7 +15,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """Return the character of one row in the bar for `value`. Row 0 is the lowest. A full row stands for `step`."""
+    """Return the character of one row in the bar for `value`. Row 0 is the lowest. A full row is `step` high."""
     filled = value / step - row
     # A value above 0 fills at least one eighth of row 0, so the bar is always visible.
     return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]

@@ -2,7 +2,7 @@
 
 If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Each
 commit stores records, and the position in the input file after these records (E13). So if a run is killed, each record
-up to the stored position is confirmed or in the outbox. The next run first empties the outbox, then sends new records.
+up to the stored position is confirmed or in the outbox. The next run empties the outbox, then sends later records.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Tally:
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
-        """Count the outcome of a settled record. The records must come in their order."""
+        """Count the outcome of a settled record. The records must come in order."""
         outcome = receipt.outcome
         assert outcome is not None
         if outcome in (Outcome.CONFIRMED, Outcome.STORED):
@@ -193,7 +193,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records up to number `sent` may be second copies, so `_read` marks them. Without a number it marks none.
+            # Records up to number `sent` may be second copies, so `_read` marks them. An unknown `sent` counts as 0.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return

@@ -74,7 +74,7 @@ class ReplayResult:
 
     @property
     def seconds_held(self) -> float:
-        """Sum over all publishers of the seconds for which the queue or the capacity kept them from sending."""
+        """Sum over all publishers of the seconds for which the queue or their capacity kept them from sending."""
         return self.seconds_flowed + self.seconds_full
 
 

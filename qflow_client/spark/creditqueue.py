@@ -366,8 +366,8 @@ class CreditLine:
     def _ask(self) -> None:
         """Check that the credits exist.
 
-        A credit that is on its way to the queue arrives before the next check. So this method requires two checks in a
-        row that find no other task, and no credit in the queue or in this task.
+        A credit that is on its way to the queue arrives before the next check. So an error needs two checks in a row
+        that find no other task, and no credit in the queue or in this task.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

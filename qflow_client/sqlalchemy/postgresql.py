@@ -328,7 +328,7 @@ class PostgresqlSession:
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Show the holds of the relay in the server's list of sessions. The list is only in memory."""
+        """Show the holds of the relay in the server's list of sessions. This needs no write to disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:

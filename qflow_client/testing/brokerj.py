@@ -174,7 +174,7 @@ class BrokerJNode(Node, BrokerJ):
     Args:
         version: version of the broker. At the first use of a version, Maven downloads the jars. They go to the folder
             of the environment variable ``QFLOW_BROKERJ_CACHE``, or else to the user's cache folder.
-        flow_enforcement_timeout: the broker closes a channel that still publishes this number of seconds after
+        flow_enforcement_timeout: the broker closes a channel that publishes later than this number of seconds after
             ``Channel.Flow(active=false)``. ``None`` for the broker's default of 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 

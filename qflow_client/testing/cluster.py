@@ -194,7 +194,7 @@ class RabbitMQCluster:
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut all links of the node `alone` (an index in `nodes`) during the block. Then the node can rejoin.
+        """Cut all links of the node `alone` (an index in `nodes`) during the block. After the block it can rejoin.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.

@@ -148,8 +148,8 @@ class RabbitMQNode(Node, RabbitMQ):
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
-    The data survives `stop` and `kill`. `start` then starts the same node on the same port. A node of root runs as the
-    user rabbitmq, if this user exists.
+    The data survives `stop` and `kill`. `start` then starts the same node on the same port. A node that root starts
+    runs as the user rabbitmq, if this user exists.
 
     Args:
         directory: folder for data, logs and configuration, created if missing, which `close` keeps. If the node runs as

@@ -55,7 +55,7 @@ class ProxiedConnection:
         number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
         name_at_broker: address and port of the proxy's socket to the broker; empty before the proxy has connected to
-            the broker. `Broker` uses this text as the name of the connection. RabbitMQ's name begins with this text.
+            the broker. In `Broker`, this text is the name of the connection. RabbitMQ appends to it.
         bytes_to_broker: number of bytes passed on to the broker.
         bytes_to_client: number of bytes passed on to the client.
         bytes_swallowed: number of discarded bytes in both directions.

@@ -103,7 +103,7 @@ class _Feeder(threading.Thread):
 
 
 def produce(url: str, queue: str, capacities: Sequence[int], messages: int, reports: Connection) -> None:
-    """Publish flights with one producer for each capacity, and send their reports about every 0.1 s."""
+    """Publish flights with one producer for each capacity. Send a list of `ProducerTally` about every 0.1 s."""
     # Ignore the user's settings for producers, because they would change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):
@@ -165,7 +165,7 @@ class Ledger:
 def consume(url: str, queue: str, messages: int, rate: float, reports: Connection) -> None:
     """Consume at most `rate` messages per second on average, and send a `ConsumerTally` about every 0.1 s.
 
-    The first object from the pipe `reports` starts the consumer. After the second object, the empty queue stops it.
+    The first object from the pipe `reports` starts the consumer. After the second, it stops when the queue is empty.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
