@@ -27,7 +27,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# Seconds without a byte from the broker after which a command fails. `watch` gets at least one byte every 15 s.
+# A command fails if it gets no byte from the broker for this number of seconds. `watch` gets a byte every 15 s or less.
 _READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 

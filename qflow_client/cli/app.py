@@ -94,7 +94,7 @@ app.add_typer(admin)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, given without the program's name, and return the exit code."""
+    """Run the command with these `arguments` (without the program's name), and return the exit code."""
     with ExitStack() as stack:
         # A stream that was closed at the start is None. With ``file=None``, `print` would write to standard output.
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
@@ -107,7 +107,7 @@ def _run(arguments: Sequence[str]) -> int:
     shared = {"debug": False}
     line = list(arguments)
     if _NO_COLOR in line[: line.index("--") if "--" in line else None]:
-        # Typer accepts this option only before the command's name, so move it there if it follows the name.
+        # Typer accepts this option only before the command's name, so move the option to the front.
         line.remove(_NO_COLOR)
         line.insert(0, _NO_COLOR)
     try:

@@ -52,7 +52,7 @@ except ImportError:
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# Number of file descriptors for the HTTP API, and number for everything except the HTTP API and AMQP.
+# Number of file descriptors for the HTTP API, and number for all other files except AMQP connections.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 

@@ -41,7 +41,7 @@ def hide_arguments(text: str, arguments: Sequence[str]) -> str:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
             if hidden != given:
-                # A `Path` shortens two slashes to one, so replace the shortened argument too.
+                # A `Path` shortens ``//`` to ``/``. The text may contain the shortened URL, so replace it too.
                 text = text.replace(given, hidden).replace(str(Path(given)), hidden)
     return text
 

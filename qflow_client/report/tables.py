@@ -119,7 +119,7 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Sums and maxima of one `Tables` to add to another one. The meaning of the numbers depends on `table`.
+    """Sums and maxima to add to another `Tables`. The meaning of the numbers depends on the attribute `table`.
 
     Attributes:
         table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.

@@ -24,7 +24,7 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits. More credits divide a capacity more evenly, but each use costs a delivery and a nack.
+# Maximum number of credits. More credits divide a capacity more evenly, but each credit costs a delivery and a nack.
 _MAX_CREDITS = 256
 
 # A task that still needs its credits returns at most 1/_RETURN_DIVISOR of its credits together, but at least one.

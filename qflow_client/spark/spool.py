@@ -32,7 +32,7 @@ class Piece:
     """Some rows of one file.
 
     Attributes:
-        start: index of the piece's first row in `data`, or else in the file, from 0.
+        start: index of the piece's first row, from 0, in `data` or, without `data`, in the file.
         data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.
     """
 

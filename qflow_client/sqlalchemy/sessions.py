@@ -14,7 +14,7 @@ __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silen
 
 #: Seconds between two checks of the partitions that belong to a relay.
 LOOK = 1.0
-#: `Session.read` adds no more rows to its result when the bodies in the result have this total size in bytes.
+#: `Session.read` stops adding rows to its result when their bodies reach this total size in bytes.
 PAGE_BYTES = 1 << 24
 
 

@@ -47,7 +47,7 @@ _MIN_FREE_WINDOW = 0.25
 _LINGER = 0.02
 # Seconds between two checks of a held producer.
 _RETRY = 0.02
-# Seconds for which the checks of a held producer continue after a wake-up, for example by a flow event.
+# After a wake-up, such as a flow event, the checks of a held producer continue for this number of seconds.
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
@@ -55,7 +55,7 @@ _SHORTEST_POLL = 0.01
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# Messages with these outcomes are set aside, because the broker would usually not accept them at a second try either.
+# Messages with these outcomes are set aside, because the broker would usually refuse them again.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic

@@ -364,7 +364,7 @@ class FaultProxy:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or the bytes of a complete frame.
             channel: number of the channel of the method and of its answer.
             answer: type of the method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy
-                removes the next method of this type on the channel, because its receiver did not send the frame. For
+                removes the next method of this type on the channel, because the other side did not send `frame`. For
                 example, RabbitMQ closes a connection that sends ``Channel.FlowOk``. ``None`` to remove nothing.
 
         Raises:

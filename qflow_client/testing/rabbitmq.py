@@ -41,7 +41,7 @@ _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
 # A command that raises or clears an alarm returns before RabbitMQ has informed the connections. The Erlang process that
-# informs the connections answers this call afterwards.
+# informs the connections answers this call only afterwards.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0

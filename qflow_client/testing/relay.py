@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 _ON_THE_WAY = 1 << 18
 # The same for a direction with a delay and without a limited rate. With a delay, a small maximum limits the bandwidth.
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, one write has at most the bytes of this number of seconds. If the event loop is late, the proxy
-# catches up for at most the same number of seconds.
+# With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
+# is late, the proxy catches up for at most the same number of seconds.
 _RATE_SLICE = 0.01
 # Maximum seconds that connecting to the broker may take.
 _CONNECT_TIMEOUT = 30.0

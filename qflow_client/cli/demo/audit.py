@@ -14,7 +14,7 @@ __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "
 #: The kinds of holds with which the broker of the demonstration slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# The kind of hold that each producer must have had. With `BOTH`, Channel.Flow may come before the window is full.
+# The kind of hold that each producer must have had. With `BOTH`, `Channel.Flow` may come before the window is full.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
