@@ -1,4 +1,4 @@
-"""`Producer`, the producer for threads. Its connections are those of pika."""
+"""`Producer`, the producer for threads. It uses connections of pika."""
 
 from __future__ import annotations
 

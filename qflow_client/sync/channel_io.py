@@ -24,7 +24,7 @@ class ChannelIO(ABC):
     """Attaches the channel to the `Tap`, runs the timer of the protocol, and schedules calls on the I/O thread.
 
     Args:
-        after: called after every event that may have changed the protocol, usually on the I/O thread, without `lock`.
+        after: called after every event that may have changed the protocol, without `lock`, usually on the I/O thread.
     """
 
     #: pika's I/O services. The I/O thread runs the loop of these services.
@@ -38,7 +38,7 @@ class ChannelIO(ABC):
         self._protocol = protocol
         self._lock = lock
         self._after = after
-        # Whether the I/O thread has finished its work for the channel; set under `_lock`.
+        # Whether the I/O thread has finished its work for the channel. The I/O thread sets it under `_lock`.
         self.ended = False
         # Done when `open` need not wait any more. If the channel could not be opened, the future has the error.
         self._opened: Future[None] = Future()
@@ -59,7 +59,7 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Start the timer for the next `on_timer` of the protocol."""
+        """Start the timer for the protocol's next `on_timer`, if the protocol needs one."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:
@@ -112,6 +112,6 @@ class ChannelIO(ABC):
             self._protocol.on_timer(time.monotonic())
         self._after_io()
         tapped = self.services.tapped
-        # If the socket is full, do not call `pump` here. The loop calls it when the socket accepts more bytes.
+        # If the socket is full, do not call `pump` here. The loop calls `pump` when the socket accepts more bytes.
         if tapped is not None and not tapped.full:
             self.services.pump()

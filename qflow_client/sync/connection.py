@@ -1,7 +1,7 @@
 """`connect` makes a connection of pika that the application shares with any number of producers.
 
 A `BlockingConnection` belongs to one thread of the application, and reads and writes only while this thread calls pika.
-So each connection has a `Carrier`, an I/O thread between pika and the socket. The carrier transfers the bytes of pika,
+So each connection has a `Carrier`, whose I/O thread is between pika and the socket. The carrier transfers pika's bytes,
 frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread runs
 pika's connection, and no other thread waits for this thread. Each producer has a `SharedLink` on the connection.
 """
@@ -56,7 +56,7 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# If more than this number of pika's bytes are unwritten, the carrier stops reading from pika until `_go_on_reading`.
+# If more than this number of pika's bytes are unwritten, the carrier stops reading from pika for now.
 _HIGH = 1 << 16
 # Size of the protocol header ("AMQP" and the version). pika sends this header before the first frame.
 _GREETING_SIZE = 8
@@ -104,7 +104,7 @@ class Carrier:
         self._links: tuple[SharedLink, ...] = ()
         # Why the transfer has ended; ``None`` while the transfer runs.
         self.ended: str | None = None
-        # The maximum channel number and frame size (in bytes) on which pika and the broker have agreed.
+        # The maximum channel number, and the maximum frame size in bytes. pika and the broker have negotiated both.
         self.channel_max = _CHANNEL_MAX
         self.frame_max = 0
         # Channel numbers that pika has used.
@@ -178,7 +178,7 @@ class Carrier:
     def take_number(self) -> int:
         """Return a free channel number for a producer; 0 if there is none.
 
-        Take the highest free number, because pika takes the lowest, and never a number that pika has used before.
+        pika takes the lowest free number, so take the highest. Take no number that pika has used: pika may reuse it.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -226,7 +226,7 @@ class Carrier:
             link.after_io()
 
     def _beat(self) -> None:
-        """Send a heartbeat for pika. Abort the connection if four successive checks found no data from the broker."""
+        """Send a heartbeat for pika, which may be busy. Abort after four checks without data from the broker."""
         if self.ended is not None:
             return
         self._silent = 0 if self.services.heard else self._silent + 1
@@ -252,7 +252,7 @@ class Carrier:
         # pika first gets the data that was already received, and then notices the end of the connection.
         self._feed()
 
-    # The methods below are pika's interface for protocols. pika's transport calls them.
+    # pika's transport calls the methods below, which are pika's interface for protocols.
 
     def connection_made(self, transport: Any) -> None:
         """Store the transport. The TLS handshake, if there is one, is complete."""
@@ -265,7 +265,7 @@ class Carrier:
             self._feed()
 
     def eof_received(self) -> bool:
-        """Return False to close the connection, because a broker that has stopped writing has also stopped reading."""
+        """Return False, so that the transport closes the connection. The broker has ended its side."""
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
@@ -327,7 +327,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
 
     def _look(self, number: int, payload: bytes) -> None:
-        """Read channel numbers, limits and ``Connection.Close`` from the methods that pika sends."""
+        """Record what a method of pika says about channel numbers, negotiated limits or the close of the connection."""
         method = payload[:4]
         if method == CHANNEL_OPEN:
             self._pikas.add(number)
@@ -378,11 +378,11 @@ class _PikaServices(SelectorIOServicesAdapter):
 
 
 class _Establishing:
-    """The object that pika can cancel while a connection is being established."""
+    """Lets pika cancel a connection that is being established."""
 
     # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection. ``None`` before pika makes it; False if `cancel` was called before.
+    # pika's object that establishes the connection; ``None`` before pika makes it. False if pika cancels before that.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -475,7 +475,7 @@ def _address(parameters: Any) -> str:
 class SharedLink(ChannelIO):
     """The publishing channel of a producer on a shared connection.
 
-    pika does not know the channel. The I/O thread opens and closes the channel, without the application's thread.
+    pika does not know the channel. The I/O thread opens and closes it, and does not need the application's thread.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
@@ -588,7 +588,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Report what the protocol has settled and changed. Continue a close that waited for the rest of a message."""
+        """Report the protocol's changes. Continue a close that waited for the end of a partly written message."""
         self._after_io()
         if self._leaves:
             with self._lock:

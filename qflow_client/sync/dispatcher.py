@@ -24,7 +24,7 @@ def _run(calls: _Calls) -> None:
         try:
             callback(argument)
         except BaseException as error:
-            # An exception of the application, even `SystemExit`, must not prevent the following calls.
+            # An exception of the application, even `SystemExit`, must not prevent later calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         # Keep no reference to the callback or its argument while waiting for the next call.
         del call, callback, take, argument
@@ -41,7 +41,7 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it was started before.
 
-        Do not call this under the engine's lock: it waits for the new thread, in which a finalizer may need the lock.
+        Do not call `start` under the engine's lock: it waits for the new thread, where a finalizer may need the lock.
         """
         if self._thread is not None:
             return
@@ -70,7 +70,7 @@ class Dispatcher:
     def stop(self, timeout: float) -> None:
         """End the thread after the scheduled calls.
 
-        Wait at most `timeout` seconds for its end, but not on the thread itself.
+        Wait at most `timeout` seconds for the end. On the thread itself, do not wait.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

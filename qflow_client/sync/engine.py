@@ -1,7 +1,7 @@
-"""Runs the protocol of a `Producer`. Any thread may change its state in a step. Only the I/O thread uses the socket.
+"""Runs the protocol of a `Producer`. Only the I/O thread uses the socket.
 
-`Producer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets threads wait,
-and passes flow events and receipts to the callback thread.
+Any thread may execute a step, which is a change of the protocol's state (see `guard`). The engine opens and closes the
+connection and the outbox, and lets threads wait. It passes flow events and receipts to the callback thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _T = TypeVar("_T")
 # The result of `_pass_on`: the waiters to wake, and the entries to log.
 _News = tuple[list[Any], list[Any]]
 
-# Maximum seconds that the end of the process waits for a producer that was not closed.
+# Maximum seconds that the process waits at its end for a producer that was not closed.
 _AT_EXIT = 1.0
 
 _monotonic = time.monotonic
@@ -84,7 +84,7 @@ class Waiter:
 
 
 class Engine(BaseEngine):
-    """The engine of one `Producer`, which describes the arguments."""
+    """The engine of one `Producer`. See `Producer` for the arguments."""
 
     make_waiter = Waiter
 
@@ -106,9 +106,9 @@ class Engine(BaseEngine):
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when all parts of the producer have ended, and in a forked child.
         self._all_ended = Latch()
-        # The deadline of a close for which the end of the process waits; ``None`` if there is no such close.
+        # The deadline of a close on another thread; ``None`` without such a close. The process waits for it at its end.
         self._leaves_until: float | None = None
-        # The receipts that were unsettled when `end` was called.
+        # The receipts that were unsettled when `end` was first called.
         self._left: tuple[Receipt, ...] = ()
         self._has_warned = False
         #: The producer's own connection, or its channel on a shared connection; set by `open`.
@@ -270,11 +270,11 @@ class Engine(BaseEngine):
             while now is not NOT_TAKEN and now[0] is not None:
                 waiter.wait_until(now[0])
                 if ticket is not None and ticket.is_admitted:
-                    # The usual case. The call would only return this receipt.
+                    # The usual case. `resume_call` would only return this receipt.
                     return ticket.receipt  # type: ignore[return-value]  # the result of `calls.send`
                 before, now = now, resume_call()
                 if now is NOT_TAKEN and ticket is not None and not ticket.claim(for_sender=True):
-                    # A running step of another thread has admitted the message, or is about to admit it.
+                    # A step on another thread has admitted the message, or is about to admit it.
                     receipt: Any = ticket.receipt
                     now = before if receipt is None or receipt._number == 0 else (None, receipt)
         except BaseException:
@@ -322,7 +322,7 @@ class Engine(BaseEngine):
         wake, logs = news
         for waiter in wake:
             waiter.set()
-        # Logging comes last, because it may take some time.
+        # Wake the waiters before the logging, because logging may be slow.
         write_log(logs)
 
     def _pass_on(self) -> _News:
@@ -427,7 +427,7 @@ class Engine(BaseEngine):
         deadline: float | None = None,
         take: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> UndeliveredMessages | None:
-        """End the connection, the callback thread and the outbox. If Ctrl-C interrupts this method, `close` repeats it.
+        """End the connection, the callback thread and the outbox. If Ctrl-C interrupts `end`, `close` calls it again.
 
         Args:
             patience: the longest wait for the connection, and the longest wait for the callback thread, in seconds.
@@ -468,8 +468,8 @@ class Engine(BaseEngine):
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
         if self.storage is None:
-            # Only the I/O thread settles the messages that are left, because only it knows which bytes are written. So
-            # messages may be unsettled here if the I/O thread is stuck, or has stopped because the process is ending.
+            # Only the I/O thread knows which bytes are written, so only this thread settles the last messages. If it is
+            # stuck, or has stopped because the process is ending, some messages are still unsettled here.
             failures += [receipt for receipt in self._left if not receipt.done]
         return failures, dropped
 
@@ -493,7 +493,7 @@ class Engine(BaseEngine):
     def forked(self) -> None:
         if self.link is not None:
             self.link.forget()
-        # Replace the locks, because threads of the parent may have held them when the process was forked.
+        # Replace the locks, because another thread of the parent may have held them during the fork.
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
@@ -512,5 +512,5 @@ class Engine(BaseEngine):
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(self._log_forgotten)
-        # From now on, the garbage collection of the producer has no effect. Exit handlers can still close the producer.
+        # From now on, the engine ignores the producer's garbage collection. Exit handlers can still close the producer.
         self.detach()

@@ -23,7 +23,7 @@ class FlowEvents(BaseFlowEvents):
     def __next__(self) -> FlowEvent:
         event: FlowEvent | None = self._events.get()
         if event is None:
-            # Put the end mark back, so that later calls also find it.
+            # ``None`` marks the end. Put it back for later calls.
             self._events.put(None)
             raise StopIteration
         self.losses.report(self._events.qsize())

@@ -22,7 +22,7 @@ class Latch:
         self._locks: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Set the latch, and wake all waiting threads. If Ctrl-C has interrupted a call, a second call completes it."""
+        """Set the latch, and wake all waiting threads. If Ctrl-C interrupts `set`, a second call wakes the rest."""
         self.is_set = True
         for lock in tuple(self._locks):
             try:
@@ -37,7 +37,7 @@ class Latch:
             lock = threading.Lock()
             lock.acquire()
             self._locks.append(lock)
-            # If the latch was set meanwhile, `set` may not have seen this lock.
+            # If another thread has called `set` meanwhile, that call may not have released this lock.
             if not self.is_set:
                 lock.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
             self._locks.remove(lock)

@@ -1,6 +1,6 @@
 """A connection that belongs to one `Producer`. pika runs the connection on an I/O thread, with a `Tap` at the socket.
 
-`Engine` makes a `Link` for each host that the engine tries. If the connection is lost, the link connects again.
+At the start, `Engine` makes a `Link` for each host that it tries. After a loss of its connection, a link can reconnect.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
-# The longest wait for the abort of a connection, in seconds. An abort does not wait for the broker.
+# Maximum seconds to wait until the I/O thread has aborted a connection. An abort needs no answer of the broker.
 _CUT_GRACE = 0.3
-# pika's time limits for connecting are this many seconds longer than `connect_timeout`.
+# Seconds by which pika's time limits for connecting exceed `connect_timeout`, so that `connect_timeout` ends first.
 _MARGIN = 1.0
 
 
-# The format in which pika reports the broker's reply when a connection is refused.
+# The format in which pika reports the broker's reply when the broker refuses a connection.
 _REFUSED = re.compile(r"ConnectionClosedByBroker: \((\d+)\) (.*)", re.DOTALL)
 
 
@@ -107,10 +107,10 @@ def url_parameters(url: str) -> pika.URLParameters:
 
 
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
-    """Return pika's parameters for one host, as `url_parameters` does, with the settings applied."""
+    """Return the `url_parameters` of one host, with the settings applied."""
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's default limits may be shorter than `connect_timeout`. Use longer ones, unless the URL contains a limit.
+    # pika's default limits may be shorter than `connect_timeout`. Use longer limits, unless the URL contains a limit.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
@@ -154,11 +154,11 @@ class Link(ChannelIO):
         self._connection: pika.SelectConnection | None = None
         # Whether pika's connection is open, and whether a publishing channel was opened on this connection.
         self._is_open = self._is_up = False
-        # True if a lost connection will not be replaced.
+        # Whether this link is ending, so that it does not reconnect.
         self._leaves = False
         # The timer that starts the next try to open a connection or channel, or ends a try that takes too long.
         self._next: Any = None
-        # Why this link ends the connection, and whether all further tries would fail; ``None`` without such an end.
+        # Set while this link ends the connection: the reason, and whether later tries to connect would fail too.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -212,7 +212,7 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle the messages with reason `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
+        """Settle messages with the reason `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
         if self._thread.ident is None:
             # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()
@@ -252,7 +252,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report the changes that are not reported yet. From now on each thread reports those of its own steps.
+            # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
             self._after()
             self.services.close()
 
@@ -324,7 +324,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # The broker closes the connection if an exchange type is unknown. `_on_close` handles any other close.
+                # If an exchange type is unknown, the broker closes the connection. `_on_close` handles other reasons.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:
@@ -416,7 +416,7 @@ class Link(ChannelIO):
             self._forget_next()
             self._upkeep.end()
             self.services.stop()
-        # Abort if the broker blocks the connection or has stopped reading, because it would not read a close.
+        # Abort if no channel is open yet, or if the broker would not read a close: it blocks or reads slowly.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
@@ -427,7 +427,7 @@ class Link(ChannelIO):
         self._lost(_words(reason), _is_final(reason))
 
     def _lost(self, why: str, final: bool = False) -> None:
-        """Handle a lost connection or a failed try. `final` is True if this host will never accept the connection."""
+        """Handle a lost connection or a failed try to connect. `final` is True if later tries would fail too."""
         self._connection = None
         self._is_open = False
         self._forget_next()

@@ -1,8 +1,8 @@
 """Puts a `Tap` between pika and the socket, through pika's public interface for I/O services.
 
 When pika has connected a socket, it calls `create_streaming_connection`, where `TapIOServices` wraps the socket. The
-tap filters received data before pika gets the data. Data that pika sends waits for a frame boundary. `pump` writes the
-producers' bytes when the socket accepts them.
+tap filters received data before pika gets the data. pika's own data waits until no producer's frame is partly written.
+`pump` writes the producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -293,9 +293,9 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika and the producers write in turns, so that a socket that is always full does not delay pika's
-            # heartbeats and acks without end. If pika has data to write, and has written nothing since a producer last
-            # wrote, only the present frame is completed here. Then pika writes about one chunk.
+            # pika and the producers write in turns. Otherwise producers could fill the socket every time, and delay
+            # pika's heartbeats and acks forever. If pika has data to write, and has written nothing since a producer
+            # last wrote, only the present frame is completed here. Then pika writes about one chunk.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)

@@ -45,7 +45,7 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
-# After this number of messages for the outbox, `send_many` waits for the disk.
+# After this number of messages, `send_many` waits until they are on disk in the outbox.
 _AT_ONCE = 64
 
 _monotonic = time.monotonic
@@ -59,28 +59,28 @@ def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Generat
 class Producer(BaseProducer[SyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Threads can share a producer.
 
-    The constructor connects. A producer has its own connection and I/O thread, unless `connection` is given. At the end
-    of a ``with`` block, the producer is closed. If the application drops a producer without closing it, the producer
-    issues a `ResourceWarning`, delivers the admitted messages, and then ends its connection.
+    The constructor connects. A producer has its own connection and I/O thread, unless `connection` is given. A
+    ``with`` block closes the producer at its end. A producer that the application drops without closing issues a
+    `ResourceWarning`, delivers the admitted messages, and then disconnects.
 
     If an exception leaves the ``with`` block, closing does not wait during the holds ``channel_flow``,
     ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
     waits only while the broker still answers. Without any of these six holds, closing waits like `close`. Undelivered
-    messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
+    messages are logged, and the exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several URLs to try one after the other.
         connection: a connection from `connect`, on which the producer opens a channel; ``None`` for its own connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
-            stops the producer. A `send` by the callback waits neither for other senders nor for other callbacks.
+            stops the producer. A `send` in the callback waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
             try to connect. `connect_timeout` includes the time of this call. If the function raises an error, the try
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
-            credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
+            credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
         manager: can stop and start all of its producers together; by default the one manager of the process.
@@ -158,8 +158,8 @@ class Producer(BaseProducer[SyncReceipt]):
             exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
             routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
-                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer; with a timeout
-                of 10 s or more, it can take as long as the disk hangs.
+                `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer. If the
+                disk hangs and the timeout is 10 s or more, the call waits until the disk answers.
             source: a name for the origin of the message. A `WeightedLine` uses this name.
             position: how far the application has read its own input, for example a file; ``None`` for no position. The
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
@@ -170,7 +170,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            NestedCall: a wait might never end here, as in a finalizer (E2); the message was not and will not be sent.
+            NestedCall: called where a wait might never end, for example in a finalizer (E2); the message was not sent.
             ProducerClosed: the producer is closed, or its lost connection is not replaced; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
@@ -205,7 +205,7 @@ class Producer(BaseProducer[SyncReceipt]):
         deadline = deadline_of(timeout)
         cannot_wait = self._cannot_wait(timeout)
         if cannot_wait is None and self._protocol.line.tickets and self._engine.storage is None:
-            # Other messages wait, so a step that tries to admit this one would be in vain.
+            # Other messages wait in line, so this message cannot be admitted now.
             check_can_wait("send()", payload, exchange, routing_key)
         else:
             receipt = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
@@ -226,9 +226,9 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        If the call or the iterable raises an exception, the exception has an attribute ``receipts``, a tuple with the
-        receipts of the messages that will be sent. After `NotDurable`, the last receipt belongs to the message that was
-        admitted but is not on disk. No further message was taken from the iterable.
+        If this method or the iterable raises an exception, its attribute ``receipts`` is a tuple with the receipts of
+        the admitted messages. After `NotDurable`, the last receipt belongs to the message that was admitted but is not
+        on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -293,7 +293,7 @@ class Producer(BaseProducer[SyncReceipt]):
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
                 If several threads wait in `flush`, one gets the error for the messages of all; the others return.
-            NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
+            NestedCall: called where a wait might never end, for example in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -323,7 +323,7 @@ class Producer(BaseProducer[SyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            NestedCall: a wait might never end here, as in a finalizer (E2); nothing has changed.
+            NestedCall: called where a wait might never end, for example in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer is closed, so it will never send again.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -372,9 +372,9 @@ class Producer(BaseProducer[SyncReceipt]):
             timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.
 
         Raises:
-            NestedCall: a wait might never end here, as in a finalizer (E2). The call may nevertheless have begun to
-                close the producer. Then another thread completes the close, and logs the undelivered messages.
-            UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.
+            NestedCall: called where a wait might never end, for example in a finalizer (E2). If the close has already
+                begun, another thread completes it, and logs the undelivered messages.
+            UndeliveredMessages: some messages were not delivered, and no earlier call has reported them.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = close_deadline(timeout, self.settings)
@@ -395,5 +395,5 @@ class Producer(BaseProducer[SyncReceipt]):
             try:
                 report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))
             except NestedCall:
-                # Another thread closes the producer, and logs undelivered messages. It may have begun already.
+                # Close on another thread, which logs undelivered messages. Perhaps such a close has already begun.
                 self._engine.close_later(deadline)

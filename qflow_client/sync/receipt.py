@@ -12,7 +12,7 @@ from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the creation of latches. Reentrant, because a finalizer may run on the same thread and wait for a receipt.
+# Guards the creation of latches. Reentrant, because a finalizer may interrupt this thread and wait for a receipt.
 _making = threading.RLock()
 
 
@@ -26,7 +26,7 @@ after_fork_in_child(_after_fork_in_child)
 
 
 class SyncReceipt(Receipt):
-    """The receipt of one message that a `Producer` sent."""
+    """The receipt of one message of a `Producer`."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class SyncReceipt(Receipt):
             True if the message is settled; False after the timeout.
 
         Raises:
-            NestedCall: a wait might never end here, as in a finalizer (E2).
+            NestedCall: called where a wait might never end, for example in a finalizer (E2).
             TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is not None:
@@ -51,8 +51,8 @@ class SyncReceipt(Receipt):
                 latch = Latch()
                 if self._waiter is None:
                     self._waiter = latch
-            # The thread that settles the receipt sets the outcome, and then sets the latch, if there is one. So if
-            # there is no outcome here, that thread will set this latch.
+            # The thread that settles the receipt sets the outcome first, and then the latch. So if there is no outcome
+            # yet, that thread will set this latch.
             if self._outcome is None:
                 self._waiter.wait(timeout)
         return self._outcome is not None
@@ -68,7 +68,7 @@ class SyncReceipt(Receipt):
 
         Raises:
             ConfirmTimeout: the message is not settled yet, but may still be settled later.
-            DeliveryError: the message has any other outcome; each outcome has its own subclass of this error.
+            DeliveryError: the message has another outcome; each outcome has its own subclass of this error.
             NestedCall, TypeError, ValueError: as for `wait`.
         """
         if not self.wait(timeout):
