@@ -1,4 +1,4 @@
-"""`AsyncProducer`, the producer for asyncio. Its connections are those of aio-pika."""
+"""`AsyncProducer`, the producer for asyncio. It uses connections of aio-pika."""
 
 from __future__ import annotations
 

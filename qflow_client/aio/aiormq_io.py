@@ -1,8 +1,8 @@
 """Puts a `Tap` between aiormq and the socket, through aiormq's public interface for transports.
 
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module puts the tap
-between them and the socket. The tap filters received data before the reader gets the data. Data that the library writes
-waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
+between them and the socket. The tap filters received data before the reader gets the data. The library's own data waits
+until no producer's frame is partly written. `pump` writes the producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# If more than this number of the library's bytes are unwritten, the library waits until a quarter of this is left.
+# If more than this number of the library's bytes are unwritten, the library waits until a quarter of it is left.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
@@ -87,7 +87,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         try:
             self._take(data)
         except BaseException as error:
-            # After Ctrl-C, for example, `data` is lost. Abort the connection, because a caller may wait for an answer.
+            # After Ctrl-C, for example, `data` is lost. Abort the connection, because callers may wait for its answers.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
@@ -117,7 +117,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._transport.abort()
 
     def eof_received(self) -> bool:
-        """Return False to close the connection, because a broker that has stopped writing has also stopped reading."""
+        """Return False, so that asyncio closes the connection. The broker has ended its side."""
         super().eof_received()
         return False
 
@@ -131,9 +131,9 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
 class TapTransport(asyncio.Transport):
     """The transport to which the library writes: a connected plain or TLS socket with a `Tap`.
 
-    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So without TLS, this class
-    uses asyncio's transport only to read and to close, and itself writes to a duplicate of the socket. With TLS, this
-    class passes one record at a time to asyncio's transport.
+    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So without TLS,
+    asyncio's transport only reads and closes, and this class writes to a duplicate of the socket. With TLS, this class
+    passes one record at a time to asyncio's transport.
 
     Args:
         transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
@@ -274,8 +274,8 @@ class TapTransport(asyncio.Transport):
                 full = self._pump_library()
                 continue
             self._librarys_turn = True
-            # If the library waits for the next frame boundary, write only up to this boundary. Without this rule, a
-            # socket that is always full would delay the library's heartbeats and acks without end.
+            # If the library waits for the next frame boundary, write only up to this boundary. Otherwise
+            # producers could fill the socket every time, and delay the library's heartbeats and acks forever.
             waited_for = self._closing or (self._library and not tap.at_border)
             data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
@@ -366,7 +366,7 @@ class TapTransport(asyncio.Transport):
         # Keep the descriptor valid, because the loop's transport closes the descriptor when the transport is deleted.
         replace_copy(self._raw.get_extra_info("socket").fileno())
 
-    # The methods below are asyncio's interface for transports, for the library.
+    # The library calls the methods below, which are asyncio's interface for transports.
 
     def write(self, data: Any) -> None:
         """Write data at the next frame boundary."""

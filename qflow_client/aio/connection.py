@@ -54,7 +54,7 @@ _CODES = {
 
 
 def words(error: BaseException) -> str:
-    """Return an error as one line of text."""
+    """Return the text of an error for logs and other errors."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return f"{error.args[0]} {error.args[1]}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -15,7 +15,7 @@ __all__ = ["Dispatcher"]
 class Dispatcher:
     """Makes the loop call callbacks in order. An error in one callback does not prevent the next call.
 
-    An `Exception` of a callback is logged. Any other exception, such as `SystemExit`, is raised in the loop.
+    The dispatcher logs an `Exception` of a callback. Any other exception, such as `SystemExit`, goes to the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

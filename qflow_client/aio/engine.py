@@ -1,7 +1,7 @@
-"""Runs the protocol of an `AsyncProducer`. Tasks of one loop change its state in steps, and the loop uses the socket.
+"""Runs the protocol of an `AsyncProducer`. Only the producer's loop uses the socket.
 
-`AsyncProducer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets tasks
-wait, and schedules the application's callbacks on the loop.
+A step is a change of the protocol's state (see `guard`). The engine opens and closes the connection and the outbox,
+lets tasks wait, and schedules the application's callbacks on the loop.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Maximum seconds that channel and outbox take to end after the deadline of a close. A cancelled close waits at most
-# this long for the outbox to close, and a cancelled `open` for the opening of the outbox to end.
+# Maximum seconds to end the channel and the outbox after the deadline of a close. A cancelled `close` or `open` also
+# waits at most this long for the outbox.
 _DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.
@@ -110,7 +110,7 @@ class _Drop:
 
 
 class Engine(BaseEngine):
-    """The engine of one `AsyncProducer`; see that class for the arguments."""
+    """The engine of one `AsyncProducer`. See `AsyncProducer` for the arguments."""
 
     lock = LOOPS
     make_waiter = Waiter
@@ -201,7 +201,7 @@ class Engine(BaseEngine):
             raise
 
     async def _open_outbox(self) -> None:
-        # These modules are imported only here, because they import SQLite.
+        # Import these modules only for an outbox, because they load SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
         from qflow_client.outbox.storage import Storage
 
@@ -487,7 +487,7 @@ class Engine(BaseEngine):
                 closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
                 executor.shutdown(wait=False)
                 try:
-                    # `Storage.close` observes `patience` itself, unless the disk does not answer.
+                    # `Storage.close` returns within `patience` seconds, unless the disk does not answer.
                     await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
                 except asyncio.CancelledError:
                     await asyncio.wait((closing,), timeout=_DISK_PATIENCE)

@@ -36,7 +36,7 @@ class FlowEvents(BaseFlowEvents):
             self._check_loop()
         event: FlowEvent | None = await self._events.get()
         if event is None:
-            # Put the end mark back, so that later calls and other waiting tasks also find it.
+            # ``None`` marks the end. Put it back for later calls and other waiting tasks.
             self._events.put_nowait(None)
             raise StopAsyncIteration
         self.losses.report(self._events.qsize())

@@ -1,6 +1,6 @@
 """The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
 
-`Engine` makes a `Link` for each host that it tries. If the producer's own connection is lost, the link connects again.
+At the start, `Engine` makes a `Link` for each host that it tries. A link can replace a lost connection of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more bytes than this are unwritten after an event, they are written before the woken tasks add messages.
+# If more bytes than this are unwritten after a read, write them before the woken tasks run and add messages.
 _ENOUGH = 1 << 13
 
 
@@ -356,8 +356,8 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # aio-pika's tasks now end without the broker's answer. Wait for these tasks, because the end of the loop
-            # would cancel them while they wait for each other.
+            # After the abort, aio-pika's tasks end without the broker's answer. Wait for them here. Otherwise the
+            # loop's end would cancel them while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
@@ -366,7 +366,7 @@ class Link:
         # Abort if the broker blocks the connection or has stopped reading, because it would not read a close.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
-        # If `_on_channel_close` has already begun to close the connection, this task exists.
+        # If `_on_channel_close` has already begun to close the connection, the task exists.
         if self._closing is None:
             self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)
@@ -494,7 +494,7 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Report changes, which wakes tasks. Return True if the output must be written before these tasks run."""
+        """Report changes, which may wake tasks. Return True if the output must be written before these tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()
@@ -518,9 +518,9 @@ async def _close_channel(channel: Any) -> None:
 async def _close_connection(connection: Any) -> None:
     """Close a connection with AMQP's closing handshake.
 
-    If aio-pika's own `close` is cancelled, it still waits for an event, which only the task of the close callbacks
-    sets. `asyncio.run` may cancel this task before it begins, and the wait never ends. So this function closes aiormq's
-    connection itself, and leaves aio-pika's `close` nothing to wait for.
+    aio-pika's own `close` waits until its task for close callbacks sets an event, even if `close` is cancelled. If
+    `asyncio.run` cancels that task before it begins, the wait never ends. So this function first closes aiormq's
+    connection itself. Then aio-pika's `close` has nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:

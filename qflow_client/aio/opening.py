@@ -27,7 +27,7 @@ async def open_channel(
         aiormq's channel, and its number.
 
     Raises:
-        ConnectionFailed: confirms are not announced, a declaration was refused, or the channel could not be opened.
+        ConnectionFailed: the broker announces no confirms, refuses a declaration, or does not open the channel.
     """
     number: int | None = None
     try:
@@ -64,7 +64,7 @@ async def _declare(amqp: Any, topology: Topology, url: str) -> None:
 
 
 def _free_number(amqp: Any, url: str) -> int:
-    """Return a free channel number. The tap needs the number before the channel opens, so aiormq cannot choose it."""
+    """Return a free channel number. The tap needs the number before the channel opens, so aiormq must not choose it."""
     taken = amqp.channels
     highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
     number = max(taken, default=0) + 1

@@ -47,7 +47,7 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
 
-# After this number of messages for the outbox, `send_many` waits for the disk.
+# After this number of messages, `send_many` waits until they are on disk in the outbox.
 _AT_ONCE = 500
 
 _monotonic = time.monotonic
@@ -58,14 +58,14 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
     A producer connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in
     which it connects. In another running loop, the methods that wait raise `WrongLoop`, because the producer cannot
-    wake tasks of that loop. Any thread may call `send_nowait`, `pause` and `resume`, and use the manager. At the end of
-    the ``async with`` block, the producer is closed. If the application drops a connected producer without closing it,
-    the producer issues a `ResourceWarning`, delivers the admitted messages, and then ends its connection.
+    wake tasks of that loop. Any thread may call `send_nowait`, `pause` and `resume`, and use the manager. An
+    ``async with`` block closes the producer at its end. A connected producer that the application drops without closing
+    issues a `ResourceWarning`, delivers the admitted messages, and then disconnects.
 
     If an exception leaves the ``async with`` block, closing does not wait during the holds ``channel_flow``,
     ``connection_blocked``, ``disconnected`` and ``refused``. During the holds ``capacity`` and ``transport``, closing
     waits only while the broker still answers. Without any of these six holds, closing waits like `close`. Undelivered
-    messages are logged. The exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
+    messages are logged, and the exception gets a note and the attribute ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several URLs to try one after the other.
@@ -79,7 +79,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             coroutine function runs in the loop. Any other function is called on a separate thread, and may return
             an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try to
             connect fails. The function is called again before the credentials expire, and the broker gets the new
-            credentials (``Connection.UpdateSecret``). With ``None`` the credentials of the URL are used.
+            credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
         manager: can stop and start all of its producers together; by default the one manager of the process.
@@ -174,8 +174,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
             ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ProducerClosed: the producer is closed or was never connected, its loop is closed, or its lost connection is
-                not replaced; the message was not sent.
+            ProducerClosed: the producer was never connected, is closed, or cannot connect again, or its loop is closed;
+                the message was not sent.
             WrongLoop: the producer belongs to another event loop; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but was not written to disk in time, or the disk failed.
@@ -232,9 +232,9 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     ) -> list[AsyncReceipt]:
         """Call `send` for every message, in order.
 
-        If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
-        ``receipts``, a tuple with the receipts of the messages that will be sent. After `NotDurable`, the last receipt
-        belongs to the message that was admitted but is not on disk. No further message was taken from the iterable.
+        If this method or the iterable raises an exception, the attribute ``receipts`` of the exception is a tuple with
+        the receipts of the admitted messages. A `CancelledError` also has this attribute. After `NotDurable`, the last
+        receipt belongs to the message that is not on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -255,7 +255,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         self._engine.check_loop()
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
-                # This module is imported only here, because it imports SQLite.
+                # Import this module only for an outbox, because it loads SQLite.
                 from qflow_client.storing import store_many
 
                 await coroutine(store_many)(
@@ -296,7 +296,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
-            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported these.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
             ProducerClosed: the producer was made before this process was forked, or its loop is closed.
             WrongLoop: the producer belongs to another event loop.
         """
@@ -362,7 +362,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some messages were not delivered, and no earlier call has reported these.
+            UndeliveredMessages: some messages were not delivered, and no earlier call has reported them.
             WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(close_deadline(timeout, self.settings))

@@ -16,7 +16,7 @@ from qflow_client.settings import check_timeout
 __all__ = ["AsyncReceipt", "wake_in_its_loop"]
 
 # Guards the registration of futures, because tasks in the loops of several threads may wait for one receipt. Reentrant,
-# because a finalizer may run on the same thread and register a future.
+# because a finalizer may interrupt a registration and register another future.
 _registering = threading.RLock()
 
 
@@ -30,7 +30,7 @@ after_fork_in_child(_after_fork_in_child)
 
 
 class AsyncReceipt(Receipt):
-    """The receipt of one message that an `AsyncProducer` sent.
+    """The receipt of one message of an `AsyncProducer`.
 
     ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any task of any loop may wait.
     """
@@ -82,7 +82,7 @@ class AsyncReceipt(Receipt):
 
         Raises:
             ConfirmTimeout: the message is not settled yet, but may still be settled later.
-            DeliveryError: the message has any other outcome; each outcome has its own subclass of this error.
+            DeliveryError: the message has another outcome; each outcome has its own subclass of this error.
             TypeError, ValueError: `timeout` is not a number.
         """
         if not await self.wait(timeout):
@@ -113,7 +113,7 @@ class AsyncReceipt(Receipt):
         return future
 
     def _forget(self, future: asyncio.Future[None]) -> None:
-        """Drop a future. It is still pending if the application has closed the waiting coroutine or generator."""
+        """Drop a future, because its task no longer waits. The future may still be pending."""
         with _registering:
             if self._waiter is future:
                 self._waiter = None

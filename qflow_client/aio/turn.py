@@ -26,13 +26,13 @@ _T = TypeVar("_T")
 
 
 def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
-    """Set a future at a deadline, and never earlier, although the loop's clock may be coarser than `time.monotonic`.
+    """Set a future at a deadline, but not earlier. A plain timer of the loop may fire slightly too early.
 
     Args:
         deadline: when to set the future, in seconds of `time.monotonic`.
 
     Returns:
-        The timer, which does nothing if `waiter` is done. So it need not be cancelled.
+        The timer. It does nothing if `waiter` is done, so the caller need not cancel it.
     """
     return loop.call_later(deadline - _monotonic(), _set_at, loop, deadline, waiter)
 
@@ -68,7 +68,7 @@ class Deadlines:
         """Start the time limit of a future.
 
         Args:
-            waiter: the future, which must be removed with `remove` when it is done.
+            waiter: the future. The caller must pass the future to `remove` when it is done.
             now: the present time in seconds of `time.monotonic`, which must not decrease from call to call.
         """
         if self._seconds is None:
@@ -125,7 +125,7 @@ class _Turn(asyncio.Future[None]):
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: its `give_up` withdraws the ticket. To store this bound method would take 80 bytes more for each call.
+        turns: its `give_up` withdraws the ticket. A reference to the bound method would take 80 bytes more per call.
     """
 
     __slots__ = ("_turns", "ticket")
@@ -172,8 +172,8 @@ class Turns:
         self._protocol = protocol
         self._kick = kick
         self._arm_timer = arm_timer
-        # One timer for the notices of all waiting calls of `send`, because a timer for each of a thousand calls would
-        # keep the loop busy. ``None`` while no call waits.
+        # The timer for the notices about all waiting calls of `send`; ``None`` while no call waits. With one timer for
+        # each call, a thousand waiting calls would keep the loop busy.
         self._notice: asyncio.TimerHandle | None = None
 
     async def send(
@@ -217,16 +217,16 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # Inside a step, for example in a finalizer, try again later. If the loop is closed, no `send` waits in it.
+            # This call is inside a step, so try again later. If the loop is closed, no `send` waits in the loop.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        # Write the waiting messages that were admitted because the withdrawal made room.
+        # Without this ticket, later messages in the line may have been admitted. Write them.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
         if LOOPS.try_take(lambda: self._protocol().waiters.forget(waiter)) is NOT_TAKEN:
-            # Inside a step, for example if the garbage collector closes a dropped coroutine, try again later.
+            # This call is inside a step, for example because the garbage collector closes a coroutine. Try again later.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
 

@@ -1,7 +1,7 @@
 """aio-pika with flow control: ``import qflow_client.aio_pika as aio_pika``.
 
-The package has all names of aio-pika. Connections and channels are subclasses of aio-pika's classes, with flow control.
-All other names, including `Exchange` and `Queue`, are those of aio-pika.
+The package has all names of aio-pika, and `wrap`. Its connections and channels are subclasses of aio-pika's, with flow
+control. `Exchange`, `Queue` and most other names stand for aio-pika's own objects.
 """
 
 from __future__ import annotations

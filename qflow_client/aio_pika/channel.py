@@ -1,4 +1,4 @@
-"""`aio_pika.channel`, with flow control: `publish` waits for a limited time while the channel is flowed."""
+"""`aio_pika.channel`, with flow control: `publish` waits for a limited time while the channel is blocked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Channel"]
 class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager` or a full socket. During the wait, all other I/O
-    continues.
+    Reasons for a wait are ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed messages, a rate
+    limit, the `flow_manager` or a full socket. During the wait, all other I/O continues. The channel answers
+    ``Channel.Flow``.
     """
 
     # Attributes of aio-pika's class.
@@ -67,18 +67,18 @@ class Channel(_aio_pika.Channel):
         self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
 
     async def _on_open(self) -> None:
-        # Start flow control here, because the channel has just been opened, and no message has been published on it.
+        # Start flow control here, before any message is published on the new channel.
         self._follow()
         await super()._on_open()
         if self._restores:
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Close the channel like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`.
+        """Close the channel like aio-pika. A `publish` that waits for a hold raises `ChannelInvalidStateError`.
 
-        If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer, or at most 0.3 s if an exception has ended the
-        channel's ``async with`` block.
+        If the broker does not read now, for example because it blocks the connection, the wait for its answer has a
+        limit of `max_producer_flow_control_wait` seconds. The limit is 0.3 s if an exception has ended the channel's
+        ``async with`` block.
         """
         flow = self.flow_control
         flow.left = True
@@ -110,7 +110,7 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback on the event loop with each flow event, in order. Return a function to remove the callback.
+        """Call a callback on the event loop with each flow event, in order. Return a function that removes it.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.

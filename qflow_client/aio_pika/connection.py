@@ -79,7 +79,7 @@ class Connection(TappedConnection):
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """Close the connection like aio-pika. A `publish` that a hold delays raises `ChannelInvalidStateError`."""
+        """Close the connection like aio-pika. A `publish` that waits for a hold raises `ChannelInvalidStateError`."""
         flows = tuple(self.flows)
         for flow in flows:
             flow.left = True
@@ -116,7 +116,7 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
         return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
-    # Raise outside the handler. Inside, the original error, which may contain the password, would be the context.
+    # Raise outside the handler, so that the error has no context: the original error may contain the password.
     raise refused
 
 

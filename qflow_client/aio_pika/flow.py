@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more than this number of bytes are unwritten after I/O, write them before the tasks that are woken publish more.
+# If more bytes than this are unwritten after a read, write them before the woken tasks run and publish messages.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -99,10 +99,10 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # No message is affected, and the call of the refused method raises the error. (Without confirms this is not
-            # certain after a write: the broker may have discarded messages that came after the refused method.)
+            # No message is affected, and the call of the refused method raises the error. (Without confirms, written
+            # messages may be affected: the broker may have discarded those that came after the refused method.)
             self.forget_past()
-        # The messages are settled in `_on_close`, because their error is known only when aiormq has closed its side.
+        # `_on_close` settles the messages, because their error is known only when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
@@ -159,7 +159,7 @@ class ChannelFlow(DropInFlow):
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. If it replaces a lost one, messages wait until `restored` is called.
+        """Start flow control on an open channel. If it replaces a lost channel, messages wait for a call of `restored`.
 
         `underlay` is aio-pika's object with aiormq's channel and its close callback.
         """
@@ -191,8 +191,8 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # In newer versions of aiormq, `closing` is a new future each time, and aiormq ends this future after the
-            # other futures of the channel. So add `ended` to another future of the channel.
+            # In newer versions of aiormq, each read of `closing` returns a new future. aiormq ends it too late, after
+            # all other futures of the channel. So add `ended` to another future of the channel.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -252,7 +252,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control, because aio-pika opens no new channel. If the program opens one, `opened` runs again."""
+        """End flow control, because aio-pika opens no new channel. If the program does, `opened` is called again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -506,7 +506,7 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # Clear the list after all waiters are woken. So an interrupt loses no wake-up, but may cause a second one.
+        # Clear the list after all waiters are woken. So an interrupt loses no wake-up, but may repeat some.
         for waiter in protocol.reports.wake:
             if not waiter.done():
                 waiter.set_result(None)

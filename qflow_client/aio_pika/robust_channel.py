@@ -53,7 +53,7 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
     """aio-pika's `RobustChannel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
     With ``on_disconnect="republish"``, `publish` waits after a lost connection until aio-pika has restored the channel.
-    Holds that the lost channel has caused are lifted. Flow control of the new channel starts before its first message.
+    The loss lifts the holds of the lost channel. On the new channel, flow control starts before the first message.
     """
 
     _restores = True
@@ -72,8 +72,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. If aio-pika's `_on_close` also restored this channel, it could wait
-            # for the connection while it holds a lock that the connection needs.
+            # The connection restores this channel. aio-pika's `_on_close` would restore the channel too, and could wait
+            # for the connection with a lock that the connection needs.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

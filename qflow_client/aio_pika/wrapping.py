@@ -69,7 +69,7 @@ class _Blocked:
 
 
 class _Turn:
-    """An entry of `write_queue`, like a frame of aiormq, but with bytes that are created when they are written."""
+    """An entry of `write_queue`. Unlike a frame of aiormq, it creates its bytes when aiormq writes it."""
 
     should_close = False
     should_drain = True

@@ -327,7 +327,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
 
     def _look(self, number: int, payload: bytes) -> None:
-        """Record what a method of pika says about channel numbers, negotiated limits or the close of the connection."""
+        """Record the channel number, the negotiated limits or the close that a method frame from pika contains."""
         method = payload[:4]
         if method == CHANNEL_OPEN:
             self._pikas.add(number)

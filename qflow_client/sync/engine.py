@@ -106,7 +106,7 @@ class Engine(BaseEngine):
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when all parts of the producer have ended, and in a forked child.
         self._all_ended = Latch()
-        # The deadline of a close on another thread; ``None`` without such a close. The process waits for it at its end.
+        # At its end, the process waits until this deadline for a close on another thread; ``None`` if there is none.
         self._leaves_until: float | None = None
         # The receipts that were unsettled when `end` was first called.
         self._left: tuple[Receipt, ...] = ()
@@ -468,8 +468,8 @@ class Engine(BaseEngine):
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
         if self.storage is None:
-            # Only the I/O thread knows which bytes are written, so only this thread settles the last messages. If it is
-            # stuck, or has stopped because the process is ending, some messages are still unsettled here.
+            # Only the I/O thread knows which bytes are written, so only this thread settles the last messages. If this
+            # thread is stuck, or has stopped because the process is ending, some messages are still unsettled here.
             failures += [receipt for receipt in self._left if not receipt.done]
         return failures, dropped
 

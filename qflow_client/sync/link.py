@@ -416,7 +416,7 @@ class Link(ChannelIO):
             self._forget_next()
             self._upkeep.end()
             self.services.stop()
-        # Abort if no channel is open yet, or if the broker would not read a close: it blocks or reads slowly.
+        # Abort if no channel is open yet. Also abort if the broker does not read, because it would not read a close.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
