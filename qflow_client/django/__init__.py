@@ -90,8 +90,8 @@ def add_many(
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
     """Record in the current transaction that a message is handled. Return True if the message was not handled before.
 
-    Call this function in the transaction that handles the message. If another one handles a copy, the function waits
-    for its end (on SQLite, at most the driver's timeout). Acknowledge after the commit, even if the result is False.
+    Call this function in the transaction that handles the message. While another transaction handles a copy, the call
+    waits (on SQLite, at most the driver's timeout). Acknowledge after the commit, even if the result is False.
 
     Args:
         consumer: name of the consumer. Two consumers of the same messages in one database need different names.
@@ -117,7 +117,7 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
 
 
 def forget(older_than: float, *, using: str = "default") -> int:
-    """Delete the records of old handled messages, and return the number of deleted records.
+    """Delete old records of handled messages, and return their number.
 
     Args:
         older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.

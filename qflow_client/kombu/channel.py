@@ -50,9 +50,9 @@ def refuse(cause: BaseException) -> NoReturn:
 class Channel(pyamqp.Channel):
     """kombu's `Channel` for py-amqp, with flow control.
 
-    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager` or a full socket. While the channel is flowed,
-    `basic_publish` waits for at most `max_producer_flow_control_wait` seconds.
+    The channel answers ``Channel.Flow``. While the channel is blocked (flowed), `basic_publish` waits for at most
+    `max_producer_flow_control_wait` seconds. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    window, a rate limit, the `flow_manager` or a full socket.
     """
 
     # Attributes of py-amqp's class.
@@ -133,7 +133,7 @@ class Channel(pyamqp.Channel):
         connection = self.connection
         super()._on_close(reply_code, reply_text, class_id, method_id)
         if self in connection.left:
-            # Send no Channel.Close, because the broker has closed the channel, and would end the connection.
+            # Send no Channel.Close: the broker has already closed the channel, and would end the connection.
             connection.left.remove(self)
             self.collect()
 

@@ -114,7 +114,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Bell:
-    """A file descriptor that an event loop watches. After `ring`, it is readable until `stop`."""
+    """Wakes an event loop, which watches the descriptor `fd`. After `ring`, `fd` is readable until `stop`."""
 
     def __init__(self) -> None:
         self.fd, self._from = _pipe()
@@ -130,8 +130,8 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # If a child process has a copy of the descriptor, `epoll` watches the pipe even after it is closed here. So
-        # empty it, because otherwise it would wake the loop again and again.
+        # If a child process has a copy of the descriptor, `epoll` watches the pipe even after `close`. So empty the
+        # pipe. Otherwise the pipe would wake the loop again and again.
         self.stop()
         os.close(self.fd)
         os.close(self._from)
@@ -173,7 +173,7 @@ class Wire:
         self._at = 0
         # Maximum seconds of py-amqp's next read.
         self._patience: float | None = None
-        # Locked for writes, because threads of a pool acknowledge on a connection that another thread reads.
+        # Held during each write, because threads of a pool acknowledge on a connection that another thread uses.
         self._writing = threading.RLock()
         # True during a write. Stays True if an exception interrupts the write, because its result is unknown then.
         self._is_torn = False
@@ -195,7 +195,7 @@ class Wire:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
             # By py-amqp's default, Linux ends a connection if the peer accepts no bytes for a second. But a channel may
-            # wait `limit` seconds to write a message, and then this class may wait `limit` seconds to write a method.
+            # wait `limit` seconds to write a message. Then this class may wait as long again to write a method.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
