@@ -1,7 +1,7 @@
 """`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival.
 
-A commit writes all noted messages, so threads can share a commit: a thread that has finished with the file releases
-every waiter whose message is now on disk, and passes its turn on. A *sequence* is a message's number in the outbox.
+A commit writes all noted messages, so threads can share a commit. After its commit, a thread releases every waiter
+whose message is now on disk, and passes its turn on. A *sequence* is a message's number in the outbox.
 
 A plain lock is not enough: when it is released, a thread that has just arrived may get it before the waiters.
 

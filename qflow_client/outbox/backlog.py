@@ -1,9 +1,9 @@
 """The backlog: messages that wait on disk and are not in the window yet. This module does no I/O.
 
-An earlier producer left these messages, or this producer spilled them: while it was flowed, `send` put them on disk and
-returned a receipt (with ``when_flowed="spill"``, or in a callback). These messages are sent before new messages. So a
-hold of the gate stops new messages while there is a backlog. A sequence is the number of a message in the outbox. The
-sequences of the backlog, up to `Backlog.last`, are above those of the messages in the window.
+An earlier producer left these messages, or this producer spilled them. To spill a message, `send` of a flowed producer
+puts it on disk and returns (with ``when_flowed="spill"``, or in a callback). The backlog is sent before new messages.
+So a hold stops new messages while there is a backlog. A sequence is the number of a message in the outbox. The
+sequences of the backlog, up to `Backlog.last`, are above the sequences of the messages in the window.
 
 A message of the backlog passes through three stages:
 
@@ -60,7 +60,7 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of spilled messages' ids. The sequence follows it, because the message has no other number yet.
+        # The prefix of the ids of spilled messages. The sequence follows, because a message has no other number yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
@@ -265,7 +265,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Register waiters whose messages have left the backlog with `Waiters`, or wake them if the window is empty."""
+        """Move a waiter to `Waiters` when its messages have left the backlog. If the window is empty, wake it."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

@@ -16,7 +16,7 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 class OutboxError(QflowError):
     """The outbox cannot be used. The text contains the path of the outbox.
 
-    Of its subclasses, `send` raises `OutboxFull` if the message was not admitted, and `NotDurable` if it was admitted.
+    `send` raises two subclasses: `OutboxFull` if the message was not admitted, and `NotDurable` if it was admitted.
 
     Attributes:
         receipt: the receipt of the admitted message, see `NotDurable`; ``None`` if no message was admitted.

@@ -1,7 +1,7 @@
 """The file of an outbox: its tables, the format of messages in it, and functions that read and write them.
 
-The table of positions (how far each source of messages has been read, E13) is created when the first position is
-written, even in a file of an earlier version of this package. Earlier versions ignore the table.
+A position shows how far a source of messages has been read (E13). The first write of a position creates the table of
+positions, even in a file of an earlier version of this package. Earlier versions ignore the table.
 """
 
 from __future__ import annotations

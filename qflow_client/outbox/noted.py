@@ -8,7 +8,7 @@ to interrupt and to repeat:
 2. The first write after a failure recalculates the counts of messages and bytes.
 
 A position shows how far a source of messages has been read (E13). A position belongs to the message with which it was
-put, and both are written in the same transaction. A position without its message is not valid. The position of a source
+put, and one transaction writes both. A position without its message is not valid. The position of a source
 is the last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes
 the previous position of its source. One previous position is enough, because only the message whose admission was
 interrupted is withdrawn.

@@ -9,15 +9,15 @@ noted changes in one transaction. A producer uses an outbox as follows:
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next `Outbox.commit` deletes them. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
-4. A message may be written to the broker as soon as it is put, unless it has a position (see 6) or is *held* (put with
-   ``permit=False``, for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
-   `Outbox.permit` for the last of these messages, and `commit`, before it writes them to the broker. So after a crash
+4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). So does
+   a *held* message, which was put with ``permit=False`` (spilled). The producer reads held messages with `Outbox.read`.
+   Before it writes them to the broker, it calls `Outbox.permit` for the last of them, and `commit`. So after a crash
    the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
    writes the message and the position. The producer sends the message only after that commit. So after a crash, the
-   broker has no message from beyond the position on disk. Earlier messages get the mark if they are sent again.
+   broker has no message that comes after the position on disk. Earlier messages get the mark if they are sent again.
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
    lists such messages, and `Outbox.drop` removes one. All other messages are sent.
 
@@ -69,7 +69,7 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use an `Outbox`.
 
     Args:
-        path: the path of the file, which is created if it does not exist. Its lock file is never deleted.
+        path: the path of the file. The outbox creates the file if necessary, and never deletes the lock file.
         max_bytes: maximum bytes of all messages; each uses 64 bytes besides its content. The file may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.

@@ -35,7 +35,7 @@ class Requests:
         self.read: ReadRequest | None = None
 
     def request_commit(self, *, ends_wait: bool = False) -> None:
-        """Request a commit of all noted changes. `ends_wait` also ends a wait in `Writer._gather`."""
+        """Request a commit of all noted changes. With `ends_wait`, also end a wait in `Writer._gather`."""
         if not self.commit or ends_wait:
             # Set `commit` after the wake-up: Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)

@@ -41,7 +41,7 @@ class Spilled(Receipt):
 
     @property
     def message(self) -> RoutedMessage:
-        """The message, as in `Receipt.message`. Before it enters the window, each access reads it from the outbox.
+        """The message, as in `Receipt.message`. Until the message enters the window, each access reads it from disk.
 
         Raises:
             OutboxError: the message cannot be read, or another producer has removed it.

@@ -126,8 +126,8 @@ class Storage:
                 raise NotDurable(f"{outbox.path}: {why}", receipt)
             return
         try:
-            # Inside `take`, a `send` of a signal handler or a finalizer on this thread raises an error if it would have
-            # to wait. Otherwise it might wait for the commit that it interrupts.
+            # Inside `take`, `send` in a signal handler or a finalizer raises an error if it would have to wait.
+            # Otherwise this `send` might wait for the commit that it interrupts.
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error

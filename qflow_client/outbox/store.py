@@ -1,12 +1,12 @@
 """`OutboxStore` connects a producer's protocol to its outbox. The class implements `qflow_client.core.store.Store`.
 
-When a message enters the window or is settled, the protocol calls the store, which notes the change in the outbox in
-the same step. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox each
-message has a number, the *sequence*. In the window the protocol gives it another number, in the same order.
+When a message enters the window or is settled, the protocol calls the store. In the same step, the store notes the
+change in the outbox. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox
+each message has a number, the *sequence*. In the window each message has another number, in the same order.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
-could have a message whose position is not on disk. The next process would read the source from the earlier position,
-and would send the message again without the header of a second copy.
+could have a message whose position is not on disk. The next process would read the source from the earlier position.
+It would send the message again, without the header of a second copy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OutboxStore:
         self.outbox = outbox
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Shared with the protocol: the next step of either repairs an interrupted step of the other too (`core.step`).
+        #: Shared with the protocol, so a step of the store repairs an interrupted step of the protocol, and conversely.
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
@@ -204,7 +204,7 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """After a commit, let the messages that waited for it be written, and admit those that waited for room."""
+        """After a commit, let messages with positions be written, and admit messages that waited for room."""
         self.keeps_all_back = False
         self._line.grant(now)
 
@@ -290,8 +290,8 @@ class OutboxStore:
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # At the end of this method, the message is no longer in `_sequences`. `_drop_orphans` withdraws such
-            # messages if their sequences are above `_last_sequence`.
+            # At the end of this method, the message is no longer in `_sequences`. So raise `_last_sequence`, or else
+            # `_drop_orphans` would withdraw the message.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.
@@ -321,7 +321,7 @@ class OutboxStore:
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Let no message wait for the commit of these settled messages, because they are not written any more."""
+        """Forget that these settled messages wait for a commit, because they will not be written to the broker."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)

@@ -2,11 +2,11 @@
 
 The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
 protocol may also request a part of the backlog. Then the thread reads this part and feeds it to the protocol. If the
-part is to be sent, the thread first notes on disk that it may be written to a broker. The thread never changes the
+part is to be sent, the thread first notes on disk that the part may be written. The thread never changes the
 protocol's state itself. It passes a step to `deliver`, which runs the step with the producer's lock or on its loop.
 
 While the thread uses the outbox, it is marked as inside a step (`take`). Otherwise a finalizer on this thread could
-call `send` of this producer, which would wait forever for a lock that this thread holds itself (E2).
+call `send`, and wait forever for a lock that this thread holds itself (E2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PAUSE = 1.0
 # The longest and the shortest time between two searches for messages that are too old, in seconds.
 _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
-# The number of searches for messages that are too old within `outbox_max_age` seconds.
+# The number of searches in `outbox_max_age` seconds for messages that are too old.
 _SEARCHES = 8
 
 #: A step of the store, which is called with the time of `time.monotonic` in seconds.
