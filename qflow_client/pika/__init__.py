@@ -1,7 +1,7 @@
 """pika with flow control: ``import qflow_client.pika as pika``.
 
-The package has all names of pika. Its connections and adapters, their channels and the connection parameters are
-subclasses of pika's classes, with flow control. All other objects are those of pika.
+The package has all names of pika, and `wrap`. Its connections, channels and connection parameters are subclasses of
+pika's classes, with flow control. All other objects are pika's own.
 """
 
 from __future__ import annotations

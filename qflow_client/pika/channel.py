@@ -27,7 +27,7 @@ _BODY_HEAD = Struct(">BHI")
 class _Encoded(local):
     """Passes an encoded message from `Channel._send_method`, which pika's `basic_publish` calls, to `Channel.encode`.
 
-    There is a list for each thread. It is a stack, because a finalizer may publish while a message is being encoded.
+    Each thread has its own list. The list is a stack, because a finalizer may publish during the encoding of a message.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,8 @@ _encoded = _Encoded()
 class Channel(pika.channel.Channel):
     """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
-    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's
-    transport.
+    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    window, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's transport.
     """
 
     # Attributes of pika's class.
@@ -155,7 +154,7 @@ class Channel(pika.channel.Channel):
         self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order, in the connection's I/O loop. Return a function to remove it.
+        """Call a callback with each flow event, in order, in the connection's I/O loop. Return a function to stop this.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.

@@ -21,10 +21,10 @@ class ConnectionParameters(pika.ConnectionParameters):
     """pika's `ConnectionParameters`, which also accept settings of flow control.
 
     Args:
-        keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika
-            itself has options or methods for them, for example ``exchange``, ``routing_key``, ``mandatory``,
-            ``confirms``, ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is pika's option, not the
-            setting of the same name.
+        keywords: keywords of pika, and settings of `ProducerSettings`. Settings for which pika itself has options or
+            methods are not accepted. Examples are ``exchange``, ``routing_key``, ``mandatory``, ``confirms``,
+            ``message_ids``, ``connect_timeout`` and ``url``. ``retry_delay`` is pika's option, not the setting of the
+            same name.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

@@ -108,7 +108,7 @@ class ConnectionFlow:
         self.on_forked: Callable[[BaseException], object] = bool
         # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None
-        # The open channels; the keys are their numbers. If the connection ends, its channels are not removed.
+        # The open channels, by number. Channels that end together with the connection are not removed.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -139,7 +139,7 @@ class ConnectionFlow:
         self.on_forked(reason)
         # Twisted's transports have no `_sock`. Their `fileno` returns the descriptor of the socket, even with TLS.
         replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
-        # The child shares the IOLoop's epoll object with the parent, so it must not change the object any more.
+        # The child shares the IOLoop's epoll object with the parent, so the child must not change this object.
         getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
 
     def _on_blocked(self, _connection: Any, blocked: Any) -> None:
@@ -220,8 +220,8 @@ class ChannelFlow(DropInFlow):
     def take_over(self, ended: ChannelFlow) -> None:
         """Publish the unconfirmed messages of an ended channel, as a producer does after it has reconnected.
 
-        This channel must be in confirm mode and have no unsettled messages. It also gets the `capacity` of the ended
-        channel. Afterwards the ended channel has no messages.
+        This channel must be in confirm mode and have no unsettled messages. It gets the `capacity` of the ended channel
+        too. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
         # The listeners of this channel know the holds of `unused`. So report only where the holds of `protocol` differ.
@@ -312,7 +312,7 @@ class ChannelFlow(DropInFlow):
             self.after()
 
     def _end_interrupted(self) -> None:
-        """End the connection after an interrupted write. pika may have the bytes or not, so later tags are unknown."""
+        """End the connection after an interrupted write: the delivery tags of later messages would be uncertain."""
         connection = self._channel.connection
         if not connection.is_closed:
             error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")

@@ -1,6 +1,6 @@
 """Makes the modules of `qflow_client.pika`, the drop-in, behave like pika's modules with the same names.
 
-If a module of the drop-in does not have a name, the name is read from pika's module (`passed_on`). An assignment to
+If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to
 such a name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # `unittest.mock.patch` undoes an assignment by deleting a name that was not in the module's `__dict__`.
+            # To undo an assignment, `unittest.mock.patch` deletes a name that was not in the module's `__dict__`.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module of the drop-in behave like pika's, except names in its ``__all__``. The module calls this last."""
+    """Make a module behave like pika's, except for the names in the module's ``__all__``. Modules call this last."""
     ours = sys.modules[name]
     own = list(ours.__all__)
     public = getattr(theirs, "__all__", None) or [each for each in vars(theirs) if not each.startswith("_")]

@@ -27,9 +27,8 @@ def wrap(channel: Any) -> Any:
 
     - A wrapped channel does not know whether the broker had stopped the channel or blocked the connection before this
       call. So wrap a channel as soon as it is open.
-    - After an error, a message may still be sent, even if no byte of it was written when the error was raised. The
-      state of the socket is known only after a write. If the socket accepts no bytes, `basic_publish` raises
-      `ConfirmTimeout`, not `FlowControlTimeout`.
+    - A wrapped channel knows the state of the socket only after a write. So if the socket accepts no bytes,
+      `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may still be sent later.
     - While the broker blocks the connection, `BlockingConnection.close` has no time limit, unless you set pika's
       ``blocked_connection_timeout``. `close` of the channel has a time limit.
     - The settings come from the environment, unless the connection parameters are those of `qflow_client.pika`.

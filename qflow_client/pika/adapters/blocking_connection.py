@@ -1,4 +1,4 @@
-"""`pika.adapters.blocking_connection`, with flow control: `basic_publish` waits while the channel is flowed."""
+"""`pika.adapters.blocking_connection`, with flow control: `basic_publish` waits while the channel is blocked."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class _Connection(SelectConnection):
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
 
-# pika's errors show the name of the class.
+# pika's errors show the name of the class, so use pika's name.
 _Connection.__name__ = SelectConnection.__name__
 
 
@@ -270,8 +270,8 @@ class BlockingConnection(_pika.BlockingConnection):
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
         """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
-        The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. If the broker has not answered
-        the close after the same time, and blocks the connection or takes no bytes, the connection is aborted.
+        The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. The wait for the answer to the
+        close has the same limit if the broker does not read. Then the connection is aborted.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
@@ -313,7 +313,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if it is stuck `max_producer_flow_control_wait` seconds after the ``with`` block began."""
+    """In the ``with`` block, wait at most `max_producer_flow_control_wait` seconds for a broker that does not read."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -362,7 +362,7 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Replaces pika's record of the broker's answer, because this package matches answers by their delivery tags."""
+    """Replaces pika's record of the broker's answer, because this package matches answers by delivery tags."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
@@ -371,10 +371,9 @@ class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
 class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit, the `flow_manager` or a full socket. While `basic_publish` waits, all I/O continues, such as
-    heartbeats and acks. The application's callbacks are called later, in `BlockingConnection.process_data_events`, as
-    with pika.
+    heartbeats and acks. As with pika, `BlockingConnection.process_data_events` calls the application's callbacks later.
     """
 
     # Attributes of pika's class.

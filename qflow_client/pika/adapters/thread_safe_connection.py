@@ -1,7 +1,7 @@
 """`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: `basic_publish` waits for a limited time.
 
-pika runs the connection on a separate thread, the IOLoop's thread. Only this thread controls the flow of a channel, so
-no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If there is
+pika runs the connection on a separate thread, the IOLoop's thread. Only this thread changes a channel's holds, so no
+lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If there is
 certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread waits until
 the message is written or rejected.
 """
@@ -58,7 +58,7 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """A call of `basic_publish` on another thread than the IOLoop's. The other thread calls `accept` and `wait`.
+    """A call of `basic_publish` on a thread that is not the IOLoop's. This thread calls `accept` and `wait`.
 
     The IOLoop's thread calls all other methods. The object is the waiter of its `SendTicket`. The step that admits the
     message also writes it and calls `set`. So `on_publish` is called before the broker's answer can be read.
@@ -73,7 +73,7 @@ class _Publishing:
         # admitted, and done when it is written or rejected. To withdraw the message, the waiting thread cancels the
         # future.
         self._future: Future[None] | None = None
-        # The `SendTicket` of the message; ``None`` before it gets a ticket, and if it is sent without one.
+        # The `SendTicket` of the message; ``None`` while the message has no ticket.
         self._ticket: Any = None
 
     def accept(self) -> bool:
@@ -209,9 +209,8 @@ class _Publishing:
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. It is flowed because of ``Channel.Flow``, ``Connection.Blocked``, a full
-    window of unconfirmed messages, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's
-    transport.
+    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    window, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's transport.
     """
 
     connection: Connection
@@ -235,8 +234,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     ) -> None:
         """Publish a message like pika. If the channel is blocked (flowed), wait first (J7 A4).
 
-        In a callback of a consumer this method waits at most half of ``work_queue_put_timeout``, because pika reads
-        nothing while its queue of callbacks is full.
+        In a consumer's callback, this method waits at most half of ``work_queue_put_timeout``: pika reads nothing while
+        its queue of callbacks is full.
 
         Raises:
             FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
@@ -244,7 +243,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
             ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
                 message was not sent.
             ConnectionClosed, …: the connection has ended; the same error as pika's.
-            ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself logs this error.
+            ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself would only log the error.
         """
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
