@@ -232,8 +232,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     ) -> list[AsyncReceipt]:
         """Call `send` for every message, in order.
 
-        If this method or the iterable raises an exception, the attribute ``receipts`` of the exception is a tuple with
-        the receipts of the admitted messages. A `CancelledError` also has this attribute. After `NotDurable`, the last
+        An exception of this method or of the iterable has an attribute ``receipts``: a tuple with the receipts of the
+        admitted messages. A `CancelledError` also has this attribute. After `NotDurable`, the last
         receipt belongs to the message that is not on disk. No further message was taken from the iterable.
 
         Args:

@@ -1,6 +1,6 @@
 """Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and `qflow_client.aio_pika`.
 
-`Turns` drives these calls. The waiter of a call is a future. The code that takes `Reports.wake` sets this future.
+`Turns` drives these calls. The waiter of a call is a future. The engine or `ChannelFlow` sets it (`Reports.wake`).
 """
 
 from __future__ import annotations

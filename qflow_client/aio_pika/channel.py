@@ -21,7 +21,7 @@ __all__ = ["Channel"]
 class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    Reasons for a wait are ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed messages, a rate
+    Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed messages, a rate
     limit, the `flow_manager` or a full socket. During the wait, all other I/O continues. The channel answers
     ``Channel.Flow``.
     """
@@ -76,9 +76,8 @@ class Channel(_aio_pika.Channel):
     async def close(self, exc: Any = None) -> None:
         """Close the channel like aio-pika. A `publish` that waits for a hold raises `ChannelInvalidStateError`.
 
-        If the broker does not read now, for example because it blocks the connection, the wait for its answer has a
-        limit of `max_producer_flow_control_wait` seconds. The limit is 0.3 s if an exception has ended the channel's
-        ``async with`` block.
+        If the broker does not read now, the wait for its answer has a limit of `max_producer_flow_control_wait`
+        seconds. The limit is 0.3 s if an exception has ended the channel's ``async with`` block.
         """
         flow = self.flow_control
         flow.left = True

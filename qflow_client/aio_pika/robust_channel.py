@@ -73,7 +73,7 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
             # The connection restores this channel. aio-pika's `_on_close` would restore the channel too, and could wait
-            # for the connection with a lock that the connection needs.
+            # for the connection while it holds a lock that the connection needs.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

@@ -51,7 +51,7 @@ class Channel(pyamqp.Channel):
     """kombu's `Channel` for py-amqp, with flow control.
 
     The channel answers ``Channel.Flow``. While the channel is blocked (flowed), `basic_publish` waits for at most
-    `max_producer_flow_control_wait` seconds. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    `max_producer_flow_control_wait` seconds. Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit, the `flow_manager` or a full socket.
     """
 

@@ -9,9 +9,9 @@ noted changes in one transaction. A producer uses an outbox as follows:
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next `Outbox.commit` deletes them. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
-4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). So does
-   a *held* message, which was put with ``permit=False`` (spilled). The producer reads held messages with `Outbox.read`.
-   Before it writes them to the broker, it calls `Outbox.permit` for the last of them, and `commit`. So after a crash
+4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A
+   *held* message waits too: it was put with ``permit=False``, because it was spilled. The producer reads held messages
+   with `Outbox.read`. Before it writes them, it calls `Outbox.permit` for the last one, and `commit`. So after a crash
    the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.

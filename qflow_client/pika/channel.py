@@ -40,7 +40,7 @@ _encoded = _Encoded()
 class Channel(pika.channel.Channel):
     """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
-    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's transport.
     """
 

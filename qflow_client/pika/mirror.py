@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module behave like pika's, except for the names in the module's ``__all__``. Modules call this last."""
+    """Make a module behave like pika's, except for the names in its ``__all__``. Call this at the module's end."""
     ours = sys.modules[name]
     own = list(ours.__all__)
     public = getattr(theirs, "__all__", None) or [each for each in vars(theirs) if not each.startswith("_")]

@@ -24,7 +24,7 @@ class ChannelIO(ABC):
     """Attaches the channel to the `Tap`, runs the timer of the protocol, and schedules calls on the I/O thread.
 
     Args:
-        after: called after every event that may have changed the protocol, without `lock`, usually on the I/O thread.
+        after: called without `lock` after every event that may have changed the protocol, usually on the I/O thread.
     """
 
     #: pika's I/O services. The I/O thread runs the loop of these services.
@@ -55,7 +55,7 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread call `on_timer` of the protocol, which first repairs an interrupted step."""
+        """Make the I/O thread call the protocol's `on_timer`. The call also repairs an interrupted step."""
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:

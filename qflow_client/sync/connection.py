@@ -81,7 +81,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Called by pika's transport when all of its data is written, and by `Carrier` for the carrier's own socket."""
+        """Same as pika's method, and call `drained`. pika's transport calls this when all of its data is written."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -226,7 +226,7 @@ class Carrier:
             link.after_io()
 
     def _beat(self) -> None:
-        """Send a heartbeat for pika, which may be busy. Abort after four checks without data from the broker."""
+        """Send a heartbeat for pika, which may be busy. Abort after four successive checks without received data."""
         if self.ended is not None:
             return
         self._silent = 0 if self.services.heard else self._silent + 1

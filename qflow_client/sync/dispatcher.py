@@ -46,7 +46,7 @@ class Dispatcher:
         if self._thread is not None:
             return
         thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-        # CPython runs no other code between this check and the assignment.
+        # CPython runs no other code between this check and the assignment, so only one call starts its thread.
         if self._thread is None:
             self._thread = thread
         if self._thread is thread:

@@ -245,7 +245,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.clear()
 
     def _on_woken(self) -> None:
-        # Read before the calls are made, so that a call that is requested during these calls wakes the loop again.
+        # Read first. Then a call that is requested while the following calls run wakes the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
@@ -295,7 +295,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         while not tapped.full and not tapped.broken:
             # pika and the producers write in turns. Otherwise producers could fill the socket every time, and delay
             # pika's heartbeats and acks forever. If pika has data to write, and has written nothing since a producer
-            # last wrote, only the present frame is completed here. Then pika writes about one chunk.
+            # last wrote, complete only the present frame here. Then pika writes about one chunk.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)

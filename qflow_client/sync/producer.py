@@ -226,8 +226,8 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        If this method or the iterable raises an exception, the attribute ``receipts`` of the exception is a tuple with
-        the receipts of the admitted messages. After `NotDurable`, the last receipt belongs to the message that is not
+        An exception of this method or of the iterable has an attribute ``receipts``: a tuple with the receipts of the
+        admitted messages. After `NotDurable`, the last receipt belongs to the message that is not
         on disk. No further message was taken from the iterable.
 
         Args:

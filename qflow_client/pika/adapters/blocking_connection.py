@@ -313,7 +313,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """In the ``with`` block, wait at most `max_producer_flow_control_wait` seconds for a broker that does not read."""
+    """After `max_producer_flow_control_wait` seconds in the block, abort the connection if the broker reads nothing."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -371,7 +371,7 @@ class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
 class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit, the `flow_manager` or a full socket. While `basic_publish` waits, all I/O continues, such as
     heartbeats and acks. As with pika, `BlockingConnection.process_data_events` calls the application's callbacks later.
     """

@@ -209,7 +209,7 @@ class _Publishing:
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the channel is blocked (flowed), `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``. The causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    The channel answers ``Channel.Flow``. Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
     window, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's transport.
     """
 
