@@ -363,7 +363,7 @@ class TapTransport(asyncio.Transport):
         """In a forked child, close the copies of the socket. The event loop belongs to the parent."""
         self._broken = True
         self._socket.close()
-        # Keep the descriptor valid, because the loop's transport closes the descriptor when the transport is deleted.
+        # Do not close this descriptor here, because asyncio's transport closes it when the transport is deleted.
         replace_copy(self._raw.get_extra_info("socket").fileno())
 
     # The library calls the methods below, which are asyncio's interface for transports.

@@ -135,7 +135,7 @@ def address_of(url: object, parameters: Mapping[str, object]) -> URL:
         return address.with_query(known).update_query(parameters)  # type: ignore[arg-type]  # as just checked
     except (TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Raise outside the handler, so that the context is not the original error, which may contain the password.
+    # Raise outside the handler, so that the error has no context: the original error may contain the password.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 

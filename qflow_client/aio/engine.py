@@ -457,7 +457,7 @@ class Engine(BaseEngine):
 
         Args:
             patience: the longest wait for the broker's answer in seconds.
-            end_at: when the outbox must end, in seconds of `time.monotonic`; at the earliest after `BRIEF` seconds.
+            end_at: when the outbox must be closed, in seconds of `time.monotonic`; the close may take `BRIEF` seconds.
         """
         self.detach()
         try:

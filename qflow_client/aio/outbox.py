@@ -1,4 +1,4 @@
-"""The receipts of an `AsyncProducer` with an outbox, and its waits for the disk."""
+"""Receipts for an `AsyncProducer` with an outbox, and `Commits`, which lets tasks wait for the disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Commits:
         self._waits: deque[_Wait] = deque()
         # Whether a request for a commit is scheduled.
         self._is_due = False
-        # One timer, for the earliest deadline, because deadlines are rarely reached; ``None`` without a deadline.
+        # The timer for the earliest deadline; ``None`` without a deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 

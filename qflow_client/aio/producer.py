@@ -72,7 +72,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         connection: a connection from `connect_async` for the producer's channel; ``None`` for its own connection.
         on_delivery: called on the loop with every settled receipt. `flush` and `close` do not report these receipts
             again. A message that the callback sends with `send_nowait` goes before waiting messages.
-        on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
+        on_flow: called with every flow event, even while connecting. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
@@ -82,7 +82,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
-        manager: can stop and start all of its producers together; by default the one manager of the process.
+        manager: can stop and start all of its producers together; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
@@ -159,8 +159,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
-            routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, or the setting for other messages.
+            routing_key: the routing key; by default the key of a `RoutedMessage`, or the setting for other messages.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer, because it waits
                 until the message is on disk.
@@ -344,7 +344,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         events = FlowEvents(self.name, self.settings.max_flow_events, self._engine.check_loop)
         self._add_events(events, kinds)
         if self._engine.loop is not None and self._engine.loop.is_closed():
-            # The closed loop makes no more events, and no call of `close` can end the iteration.
+            # In a closed loop there are no more events, and `close` cannot end the iteration.
             events.put(None)
         return events
 

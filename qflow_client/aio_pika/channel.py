@@ -21,8 +21,8 @@ __all__ = ["Channel"]
 class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed messages, a rate
-    limit, the `flow_manager` or a full socket. During the wait, all other I/O continues. The channel answers
+    Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full window, a rate limit, the `flow_manager`
+    or a full socket. During the wait, all other I/O continues. The channel answers
     ``Channel.Flow``.
     """
 

@@ -248,7 +248,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def _comes_back(self) -> bool:
-        """Whether aio-pika will open a new channel of aiormq when this one is lost."""
+        """Whether aio-pika will open a new channel of aiormq when the present channel is lost."""
         return self._restores and not self.left
 
     def ended(self) -> None:

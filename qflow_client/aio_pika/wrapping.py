@@ -304,9 +304,8 @@ def wrap(target: Any) -> Any:
     robust connection has restored the channel. If you wrap a connection, only the channels that it opens later get flow
     control. So wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
-    - After an error, a message may still be sent, even if no byte of it was written when the error was raised. If the
-      socket accepts no bytes, asyncio buffers 64 KiB or more. For a buffered message, `publish` raises
-      `ConfirmTimeout`, not `FlowControlTimeout`.
+    - If the socket accepts no bytes, asyncio buffers 64 KiB or more. For a buffered message, `publish` raises
+      `ConfirmTimeout`, not `FlowControlTimeout`, and the message may still be sent later.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
     - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has a limit.
     - The settings come from the environment, not from the connection's URL.

@@ -184,7 +184,7 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Read, as py-amqp does. But a wait for the answer to a method is limited while the broker reads nothing."""
+        """Read, as py-amqp does. While the broker reads nothing, a wait for the answer to a method has a limit."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)

@@ -92,7 +92,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # No message may be admitted while earlier bytes wait. So lift the hold `transport` only when all are written.
+        # No message may be admitted while earlier bytes wait. So lift the hold `transport` only when these are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -128,7 +128,7 @@ class ChannelFlow(DropInFlow):
         # Unwritten bytes need no limit, because no message is admitted while the socket accepts no bytes.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         self.channel = channel
-        #: Whether the last publish that had to wait was not sent, for example because of a timeout.
+        #: Whether the last publish that had to wait has failed, for example because of a timeout.
         self.has_given_up = False
         self._number = number
         self._wire = wire

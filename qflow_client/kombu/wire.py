@@ -295,7 +295,7 @@ class Wire:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a function in `later`, or py-amqp's next frame is not a delivery."""
+        """Whether py-amqp has work before the next delivery: a function in `later`, or another frame."""
         if self.later:
             return True
         at, frames = self._at, self._frames

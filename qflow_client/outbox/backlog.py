@@ -70,7 +70,7 @@ class Backlog:
         self.ready: deque[StoredMessage] = deque()
         #: The sequence of the message that is moving from the backlog into the window; 0 if there is none.
         self.admitting = 0
-        #: The receipts of spilled messages that are not in the window yet, by sequence, as long as other code has them.
+        #: The receipts of spilled messages that are not in the window yet, by sequence. The references are weak.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
         # The sequence, receipt and outcome of a message to be settled without sending it; ``None`` if there is none.
         self._failing: tuple[int, Receipt, Outcome] | None = None
@@ -142,7 +142,7 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read, and the errors of damaged messages that it has set aside.
+        """Handle the messages that the writer has read, and the damaged messages that the writer has set aside.
 
         If `request.sends` is True, the writer has noted on disk that the messages of `batch` may be sent to a broker.
         """

@@ -124,13 +124,13 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
 
 
 def state(file: Database) -> tuple[int, int]:
-    """Return the last assigned sequence, and the sequence up to which held messages may be written."""
+    """Return the last assigned sequence, and the sequence up to which held messages may be sent."""
     ((last, permitted),) = file.rows("SELECT last, permitted FROM state")
     return max(last, file.one("SELECT max(sequence) FROM message") or 0), permitted
 
 
 def write_state(file: Database, last: int, permitted: int) -> None:
-    """Write the last assigned sequence, and the sequence up to which held messages may be written."""
+    """Write the last assigned sequence, and the sequence up to which held messages may be sent."""
     file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
 
 

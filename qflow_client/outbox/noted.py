@@ -50,7 +50,7 @@ class Noted:
     def __init__(self, file: Database) -> None:
         # Guards the attributes that several threads use. The other attributes belong to the thread that writes.
         self.lock = threading.Lock()
-        #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
+        #: The sequence of the last message that was put, and the sequence up to which held messages may be sent.
         self.last, self._permitted = outboxfile.state(file)
         # The value of `_permitted` that is on disk.
         self.permitted_durable = self._permitted

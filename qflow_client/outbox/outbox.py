@@ -3,7 +3,7 @@
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes the
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. The producer calls `Outbox.put` under its own lock, in the order of admission, to note a message and its sequence.
+1. Under its own lock, the producer calls `Outbox.put`. This call notes a message and returns its *sequence*, a number.
 2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
    disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
@@ -118,7 +118,7 @@ class Outbox:
         last = self._noted.last
         self._access = FileAccess(self._file, last)
         # The last sequence and the last permitted sequence at the opening. An earlier process may have sent messages up
-        # to these sequences, so they may be second copies.
+        # to these sequences, so these messages may be second copies.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
         # The sequence of each message that is set aside, and the reason.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")

@@ -16,7 +16,7 @@ class ReadRequest(NamedTuple):
     after: int
     #: The last sequence of the backlog.
     upto: int
-    #: True to send the messages. False to settle those that are too old, and to leave the others on disk.
+    #: True to send the messages. False to settle only the messages that are too old.
     sends: bool
 
 

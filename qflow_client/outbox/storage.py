@@ -100,7 +100,7 @@ class Storage:
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of spilled messages that wait on disk, as long as other code refers to them."""
+        """The receipts of spilled messages that wait on disk, if other code still refers to these receipts."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def begin_searches(self) -> None:

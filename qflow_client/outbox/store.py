@@ -85,7 +85,7 @@ class OutboxStore:
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
-        #: Limits admission by the room on disk; ``None`` if a message without room is rejected instead.
+        #: Limits admission by the room in the outbox; ``None`` if the store rejects a message without room.
         self.limiter = _Room(outbox, self.requests) if self._blocks else None
         # Messages of the backlog have their room on disk already, so only the other limits apply to them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
@@ -362,8 +362,8 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # For a spilled message, `on_delivery` was already called with *stored*, and `close` reports by itself only
-            # messages of the window. So add the spilled message to the failures that `close` reports.
+            # For a spilled message, `on_delivery` was already called with *stored*. `close` by itself reports only
+            # messages of the window, so add the spilled message to the failures that `close` reports.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:

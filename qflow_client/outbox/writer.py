@@ -30,7 +30,7 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds for which the thread waits before a commit, so that the commit deletes more settled messages at once.
 _GATHER = 0.05
-# The same time while messages wait for the commit before they are sent. A long wait would fill the window.
+# The same, while messages cannot be sent before this commit. A long wait would fill the window.
 _GATHER_WAITED_FOR = 0.002
 # Maximum number of messages, and maximum bytes, that are read from the backlog at once.
 _BATCH = 500
@@ -43,7 +43,7 @@ _SEARCH_MIN = 0.05
 # The number of searches in `outbox_max_age` seconds for messages that are too old.
 _SEARCHES = 8
 
-#: A step of the store, which is called with the time of `time.monotonic` in seconds.
+#: A step of the store. The argument is the time of `time.monotonic` in seconds.
 StoreStep = Callable[[float], None]
 
 

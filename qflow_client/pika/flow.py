@@ -156,7 +156,7 @@ class ConnectionFlow:
 
 
 class ChannelFlow(DropInFlow):
-    """Flow control for one `Channel` of pika, possibly the one that a `BlockingChannel` contains."""
+    """Flow control for one `Channel` of pika. A `BlockingChannel` contains such a `Channel`."""
 
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
@@ -240,7 +240,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # After an interrupt before this line, `ended` has the messages; after a later interrupt, `self` has them.
+        # An interrupt before this line leaves the messages in `ended`. A later interrupt leaves them in `self`.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()

@@ -65,7 +65,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Make the submodules of pika that the drop-in does not replace importable from the drop-in's package."""
+    """Make pika's submodules importable from the drop-in's package, unless the drop-in replaces them."""
     package = sys.modules[name]
     ours = set() if package is theirs else {module.name for module in iter_modules(package.__path__)}
     for module in iter_modules(theirs.__path__):

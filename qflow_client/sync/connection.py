@@ -124,7 +124,7 @@ class Carrier:
         self._transport: Any = None
         # pika's object that establishes the connection; ``None`` while no connection is being established.
         self._connecting: Any = None
-        # Called with ``None`` when the connection is established, with the error when it has failed.
+        # Called with ``None`` when the connection is established, or with the error.
         self._on_done: Callable[[BaseException | None], None]
         # Why the connection is about to end, if the carrier knows the reason; otherwise ``None``.
         self._why: str | None = None

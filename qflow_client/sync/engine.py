@@ -430,7 +430,7 @@ class Engine(BaseEngine):
         """End the connection, the callback thread and the outbox. If Ctrl-C interrupts `end`, `close` calls it again.
 
         Args:
-            patience: the longest wait for the connection, and the longest wait for the callback thread, in seconds.
+            patience: the longest wait in seconds, once for the connection, and once for the callback thread.
             deadline: when the waits for `on_delivery` and the outbox end, in seconds of `time.monotonic`. ``None`` to
                 wait `patience` seconds for `on_delivery` and `BRIEF` seconds for the outbox.
             take: executes the final steps; `_take_last` by default.

@@ -74,7 +74,7 @@ class Producer(BaseProducer[SyncReceipt]):
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
             stops the producer. A `send` in the callback waits neither for other senders nor for other callbacks.
-        on_flow: called with every flow event from the beginning. The method `on_flow` adds further callbacks.
+        on_flow: called with every flow event, even while connecting. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
@@ -83,7 +83,7 @@ class Producer(BaseProducer[SyncReceipt]):
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
-        manager: can stop and start all of its producers together; by default the one manager of the process.
+        manager: can stop and start all of its producers together; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
@@ -155,8 +155,8 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`; for any other message the setting.
-            routing_key: the routing key; by default that of a `RoutedMessage`; for any other message the setting.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, or the setting for other messages.
+            routing_key: the routing key; by default the key of a `RoutedMessage`, or the setting for other messages.
             timeout: the longest wait in seconds; ``None`` for no limit, 0 for no wait. The default is the setting
                 `max_producer_flow_control_wait`. With an outbox, the call can take up to 0.5 s longer. If the
                 disk hangs and the timeout is 10 s or more, the call waits until the disk answers.

@@ -56,7 +56,7 @@ class _Services(SelectorIOServicesAdapter):
     _poll: Any = None
     # Whether the loop waits until the socket accepts bytes.
     _watches = False
-    # Whether pika has called `remove_writer` since the last eager `set_writer`, because all its output is written.
+    # Whether pika has called `remove_writer` since the last eager `set_writer`. If so, all its output is written.
     _is_done = False
     # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
@@ -271,7 +271,7 @@ class BlockingConnection(_pika.BlockingConnection):
         """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
         The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. The wait for the answer to the
-        close has the same limit if the broker does not read. Then the connection is aborted.
+        close has the same limit if the broker does not read. At the limit, the connection is aborted.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
