@@ -33,7 +33,7 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# If more than this number of the library's bytes are unwritten, the library waits until a quarter of it is left.
+# If more of the library's bytes than this are unwritten, the library must wait until at most a quarter is left.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)

@@ -233,8 +233,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Call `send` for every message, in order.
 
         An exception of this method or of the iterable has an attribute ``receipts``: a tuple with the receipts of the
-        admitted messages. A `CancelledError` also has this attribute. After `NotDurable`, the last
-        receipt belongs to the message that is not on disk. No further message was taken from the iterable.
+        admitted messages. A `CancelledError` also has this attribute. After `NotDurable`, the last receipt belongs to
+        the message that is not on disk. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.

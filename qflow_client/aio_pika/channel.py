@@ -21,9 +21,8 @@ __all__ = ["Channel"]
 class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the channel is blocked (flowed), `publish` waits for a limited time.
 
-    Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full window, a rate limit, the `flow_manager`
-    or a full socket. During the wait, all other I/O continues. The channel answers
-    ``Channel.Flow``.
+    The channel answers ``Channel.Flow``. Causes of a block are ``Channel.Flow``, ``Connection.Blocked``, a full
+    window, a rate limit, the `flow_manager` or a full socket. During the wait, all other I/O continues.
     """
 
     # Attributes of aio-pika's class.
@@ -74,7 +73,7 @@ class Channel(_aio_pika.Channel):
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Close the channel like aio-pika. A `publish` that waits for a hold raises `ChannelInvalidStateError`.
+        """Close the channel like aio-pika. A `publish` that waits while flowed raises `ChannelInvalidStateError`.
 
         If the broker does not read now, the wait for its answer has a limit of `max_producer_flow_control_wait`
         seconds. The limit is 0.3 s if an exception has ended the channel's ``async with`` block.

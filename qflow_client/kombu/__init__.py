@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "Connection", "SSLTransport", "Transport"]
 
 # kombu has no entry point for transports, so this package uses the entry point for serializers. This object is
-# registered as a serializer. It is never used to encode or decode, because no message has this content type.
+# registered as a serializer, but never encodes or decodes, because no message has this content type.
 NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"

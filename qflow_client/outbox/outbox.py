@@ -110,7 +110,7 @@ class Outbox:
         with ExitStack() as after_error:
             after_error.callback(self._lock_file.release)
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            # After an error the file is closed here and not by the garbage collector, so that it is free immediately.
+            # After an error, close the file here, so that it is free at once, and not only after a garbage collection.
             after_error.callback(self._file.close)
             self._noted = Noted(self._file)
             aside = outboxfile.aside(self._file)
@@ -307,7 +307,7 @@ class Outbox:
         Damaged messages are not returned, but set aside (see `damaged`).
 
         Args:
-            after: messages with a sequence above this one are returned.
+            after: only messages with a higher sequence are returned.
             limit: maximum number of messages to return.
             max_bytes: maximum bytes of all returned messages; ``None`` for no limit. A single message may be larger.
 
@@ -427,7 +427,7 @@ class Outbox:
         Damaged messages are left out, see `look_damaged`.
 
         Args:
-            after: messages with a sequence above this one are returned.
+            after: only messages with a higher sequence are returned.
             limit: maximum number of messages to return.
 
         Raises:

@@ -108,7 +108,7 @@ class OutboxStore:
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         size = _size(payload)
-        # With ``outbox_full="block"``, reject only a message that never fits, because all later ones would wait for it.
+        # With ``outbox_full="block"``, reject only a message that never fits: all later messages would wait behind it.
         if not self.outbox.has_room(size, if_empty=self._blocks):
             raise self.outbox.full_error(size, payload, exchange, routing_key)
 
@@ -155,7 +155,7 @@ class OutboxStore:
             backlog.append(receipt, now)
             if ticket is not None:
                 ticket.receipt = receipt
-            # After this line the message is spilled, even if an exception follows, such as that of Ctrl-C.
+            # After this line the message is spilled, even if an exception such as KeyboardInterrupt follows.
             self._last_sequence = receipt._sequence
             if self._admission.observer is not None:
                 self._admission.observer.spilled(payload, receipt)
