@@ -457,7 +457,7 @@ class Engine(BaseEngine):
 
         Args:
             patience: the longest wait for the broker's answer in seconds.
-            end_at: the deadline for closing the outbox, in seconds of `time.monotonic`. It allows at least `BRIEF` s.
+            end_at: when the outbox must be closed, in seconds of `time.monotonic`, but at least `BRIEF` s from now.
         """
         self.detach()
         try:

@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# A thread that runs an event loop of kombu stores its process id in ``pid``. In a forked child, this id is wrong.
+# A thread that runs an event loop of kombu stores its process id in ``pid``. In a forked child, the id does not match.
 _loops = threading.local()
 
 _connections: WeakSet[Connection] = WeakSet()

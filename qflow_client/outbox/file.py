@@ -23,7 +23,7 @@ from qflow_client.outbox.errors import OutboxError
 _APPLICATION_ID = 0x714F7574
 _VERSION = 1
 _TABLES = (
-    # Small columns that are read most often come before large ones.
+    # Small columns that are read most often come first, because SQLite reads a row from its beginning.
     """CREATE TABLE message (
         sequence INTEGER PRIMARY KEY,
         size INTEGER NOT NULL,

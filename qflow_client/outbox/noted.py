@@ -119,18 +119,18 @@ class Noted:
             raise
 
     def permit(self, sequence: int) -> None:
-        """Note that held messages up to a sequence may be written to a broker."""
+        """Record that held messages up to a sequence may be written to a broker."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that a range of messages was put by mistake. A write deletes these messages and their positions."""
+        """Record that a range of messages was put by mistake. A write deletes these messages and their positions."""
         with self.lock:
             # This is a single operation, so Ctrl-C cannot interrupt it halfway.
             self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
-        """Note that a range of messages is settled."""
+        """Record that a range of messages is settled."""
         with self.lock:
             runs = self._settled
             if runs and runs[-1][1] == first - 1:

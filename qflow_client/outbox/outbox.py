@@ -7,7 +7,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
 2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
    disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
-3. `Outbox.settle` notes that messages are settled, in any order. The next `Outbox.commit` deletes them. If the process
+3. `Outbox.settle` records settled messages, in any order. The next `Outbox.commit` deletes them. If the process
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A
    *held* message waits too: it was put with ``permit=False``, because it was spilled. The producer reads held messages
@@ -66,7 +66,7 @@ def _deadline(timeout: float | None) -> float:
 
 
 class Outbox:
-    """Messages on disk, in a file of SQLite. Any number of threads of one process may use an `Outbox`.
+    """Messages on disk, in an SQLite file. Any number of threads of one process may use an `Outbox`.
 
     Args:
         path: the path of the file. The outbox creates the file if necessary, and never deletes the lock file.
@@ -211,11 +211,11 @@ class Outbox:
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Note that messages `first` to `last` (``None``: only `first`) are settled. The next `commit` deletes them."""
+        """Settle messages `first` to `last` (``None``: only `first`). The next `commit` deletes these messages."""
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that messages were put by mistake. The next commit deletes them, and restores the previous positions.
+        """Withdraw messages put by mistake. The next commit deletes them, and restores the previous positions.
 
         Messages after the sequence `last` must not have positions of the same sources.
         """

@@ -100,7 +100,7 @@ class OutboxStore:
         self._is_ended = False
         # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
-        # No message up to this sequence has to be withdrawn by `_drop_orphans`.
+        # `_drop_orphans` need not withdraw any message up to this sequence.
         self._last_sequence = outbox.last
         if self.has_backlog:
             self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)

@@ -91,7 +91,7 @@ class Writer:
         self._wake.acquire()
         # The last read request that the thread has tried to serve.
         self._tried: ReadRequest | None = None
-        # Whether a caller has requested a commit that it waits for.
+        # Whether a caller waits for a requested commit.
         self._is_urgent = False
         self._end = threading.Event()
         # Failures before this time are not logged.

@@ -154,7 +154,7 @@ class Channel(pika.channel.Channel):
         self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event, in order, in the connection's I/O loop. Return a function to stop this.
+        """Call a callback with each flow event, in order, in the connection's I/O loop. Return a function to remove it.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.
