@@ -155,7 +155,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         """Admit a message. Wait while the producer is blocked (flowed) (J7 A4 D1).
 
         If the call is cancelled before the message is admitted, the message will not be sent. If the message was
-        admitted before the cancel, it will be sent. A failed delivery is reported by `on_delivery`, `flush` or `close`.
+        admitted before the cancel, it will be sent. `on_delivery`, `flush` or `close` reports a failed delivery.
 
         Args:
             message: the body, or a `Message` with properties.

@@ -63,7 +63,7 @@ class Noted:
         self._deleting: list[tuple[int, int]] = []
         #: The number of messages in `_settled`. A message that is settled twice may count twice.
         self.settled_count = 0
-        #: The number and bytes of all messages in the file (even if settled), `rows` and `inserting`.
+        #: The number and bytes of all messages in the file (even if settled), in `rows`, and in `inserting`.
         self.count, self.size = outboxfile.totals(file)
         # Whether `count` and `size` may be wrong after a failure or an interrupt.
         self._is_unsure = False

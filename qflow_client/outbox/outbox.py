@@ -140,7 +140,7 @@ class Outbox:
 
     @property
     def left(self) -> int:
-        """Number of unsettled messages, without damaged ones; inexact while other threads use the outbox."""
+        """Number of unsettled messages that are not damaged; inexact while other threads use the outbox."""
         left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 

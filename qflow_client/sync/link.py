@@ -361,7 +361,7 @@ class Link(ChannelIO):
             self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        # `open` waits only for the first channel. If `open` has stopped waiting, do not use this channel.
+        # `open` waits only for the first channel. If `open` has given up, do not use this channel.
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
