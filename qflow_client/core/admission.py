@@ -3,13 +3,13 @@
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
 message to `unsent`. If an interrupt comes before that, the message is not admitted, and `heal` undoes the preparations.
-Admission is limited by the windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes.
+The windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes limit admission.
 
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
-is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and
-its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
-function. So `send_at_once` admits nothing on other interpreters (PyPy, builds without the GIL), and nothing if a
-tracer in Python, or a tool of `sys.monitoring`, was active when the producer was made.
+is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and its
+last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
+function. Other interpreters (PyPy, builds without the GIL), tracers in Python and tools of `sys.monitoring` may run
+other code there. If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For
@@ -41,8 +41,8 @@ __all__ = ["Admission", "is_undisturbed"]
 def is_undisturbed() -> bool:
     """Whether no other code runs between two instructions that call no function.
 
-    This is true in CPython with its GIL. But a trace or profile function in Python, or a tool of `sys.monitoring`, runs
-    between all instructions, and a thread switch can come while it runs.
+    This is true in CPython with its GIL, except in two cases: there is a trace or profile function in Python, or a tool
+    of `sys.monitoring`. Such code may run between any two instructions, and a thread switch may come while it runs.
     """
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
@@ -127,8 +127,8 @@ class Admission:
         """Use the encoder of another channel from now on. Most messages have the given exchange and routing key."""
         self.encoder = encoder
         self._mark = encoder.mark
-        # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain
-        # message always contain an id.
+        # The longest body of a plain message. The frames of plain messages always contain an id. So without message
+        # ids, no message counts as plain (-1).
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
         # The exchange and routing key that were last passed to `route`, and their route. The next message usually has
         # the same exchange and routing key.
@@ -149,7 +149,7 @@ class Admission:
     # Sending.
 
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
-        """Admit a message in the usual case: room in the window, no other limit, no hold, and no waiting message.
+        """Admit a message in the usual case: there is room, no hold, no waiting message, and no limit but the window.
 
         This method is not a step. Any thread may call it, even while a step runs (E2). If it returns ``None``, nothing
         was admitted, and the caller must call `send` instead.
@@ -211,7 +211,7 @@ class Admission:
         return True
 
     def close(self, reason: str) -> None:
-        # `shut` also stops `send_at_once`, which checks the gate and not `closed`.
+        # Shut the gate too, because `send_at_once` checks the gate and not `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
@@ -219,7 +219,7 @@ class Admission:
     # Admitting.
 
     def admit(self, receipt: Receipt, cost: int, since: float, now: float) -> None:
-        """Admit a message. The caller has checked the limits, and has counted the message in them.
+        """Admit a message. The caller has checked the limits, and has counted the message against them.
 
         Args:
             cost: the size of the message's frames in bytes.

@@ -1,7 +1,7 @@
 """Moves and settles messages when a channel opens or ends.
 
-If at least one byte of a message was written before its channel ended, the message may have arrived at the broker. With
-the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. With the
+If at least one byte of a message was written before its channel ended, the message counts as possibly arrived. With
+the setting ``on_disconnect="republish"``, these messages are sent again on the next channel, as second copies. With the
 setting ``"fail"``, and at the end of the producer, every message is settled.
 """
 
@@ -28,10 +28,10 @@ __all__ = ["INTERRUPTED", "Channel"]
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-#: The reported reason for the end of a channel or a producer, if an interrupted step did not keep the real reason.
+#: The reported reason for the end of a channel or a producer, if an interrupt has lost the real reason.
 INTERRUPTED = "the connection is lost"
 
-# If a producer with an outbox ends, messages that would get these outcomes are *stored*. The next producer sends them.
+# If a producer with an outbox ends, messages with these outcomes become *stored* instead. The next producer sends them.
 _SENT_BY_NEXT_PRODUCER = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
@@ -86,7 +86,7 @@ class Channel:
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Forget the messages on the wire, and use a new encoder. `number` is 0 if there is no channel."""
+        """Forget the messages on the wire, and make a new encoder. `number` is 0 if there is no channel."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)
@@ -163,14 +163,14 @@ class Channel:
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause. Without confirms, look only if just one was begun.
+        # Any begun message that was not returned may be the cause. Without confirms, so may a settled message.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # A message is known to be the cause only if it was alone in flight, and no other message was abandoned on this
-        # channel. If ``Channel.Close`` contains no method, an operator may have closed the channel. So without a
-        # method, the message must also be a suspect of an earlier channel.
+        # A message is certainly the cause only if it was alone in flight. Messages that were settled without an answer
+        # (`has_abandoned`) may be the cause too. If ``Channel.Close`` names no method, an operator may have closed the
+        # channel. So without a method, the message must also be a suspect of an earlier channel.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []
@@ -194,8 +194,8 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # The text may name the suspects that are meant, so keep only these. But keep all if a suspect was also
-                # written on an earlier channel, because the text of that channel's end may have been misleading.
+                # The text may name the exchange of the wrong message. Then keep only suspects with this exchange. But
+                # keep all if one was written on an earlier channel too, because that channel's text may have misled.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
@@ -252,7 +252,7 @@ class Channel:
     def settle_all(
         self, reason: str, now: float, culprits: Collection[Receipt] = (), reply: Reply | None = None
     ) -> None:
-        """Settle `culprits` as *rejected*, and every other unsettled message with the outcome that is known now."""
+        """Settle `culprits` as *rejected*, and every other unsettled message as `_outcome_at_end` says."""
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
         begun = {receipt._number for receipt in self._unconfirmed.begun()}
         receipts = [receipt for receipt in self.unsettled() if receipt._outcome is None]
@@ -264,7 +264,7 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Stop sending unsettled messages, and settle them with the outcomes that are known now.
+        """Stop sending unsettled messages, and settle them as `_outcome_at_end` says.
 
         Before this call, the caller must take back the frames of all messages without a written byte.
         """
@@ -324,7 +324,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # Here and below, repeat the end of the channel, which the interrupt may have left incomplete.
+            # The interrupt may have come at the end of the channel. So repeat this end, here and below.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

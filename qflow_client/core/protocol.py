@@ -2,8 +2,8 @@
 
 A *skin* is the code with I/O around the protocol: a producer's engine or a drop-in for another library. The *owner* is
 the thread or event loop on which the skin does I/O. The owner reports events to `ProducerProtocol`: a channel opened,
-the broker acked, the socket accepted bytes, time passed. In return, the owner gets the bytes to write. The skin calls
-one step (see `step`) at a time, and passes the time in monotonic seconds.
+the broker acked, the socket accepted bytes, time passed. The owner gets from it the bytes to write. The skin calls one
+step (see `step`) at a time, and passes the time in monotonic seconds.
 
 The protocol has these parts:
 
@@ -22,31 +22,30 @@ From its admission until it is settled, a message is in exactly one of three col
 * `resending.again`: the message was written before, and will be sent again. It gets the header `REPUBLISHED`, because
   the first copy may have arrived. Even if the broker refused that copy, one of several queues may have accepted it.
 
-A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). A message can
-leave `flight` unsettled when the channel ends, when the broker has no room and refuses the message, or when
-`Writing.take_back` removes its unwritten frames, for example because the broker stops the channel. Then the message
-moves to `again` if it was ever written, and otherwise to `unsent`. `unsent` and `again` are always in the order of
-admission, and all messages of `again` are sent before those of `unsent`. So first copies are always sent in the order
-of admission.
+A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). An unsettled
+message leaves `flight` if the channel ends, or if the broker has no room and refuses the message. If the broker stops
+the channel, messages without a written byte also leave `flight` (`Writing.take_back`). Then a message moves to `again`
+if it was ever written, and otherwise to `unsent`. Both collections are always in the order of admission, and `again` is
+sent before `unsent`. So first copies are always sent in the order of admission.
 
 Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
 broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
-3. The next channel lifts the hold ``disconnected``, and restarts the clock. Properties are encoded for this channel.
+3. When the next channel opens, the hold is lifted, the clock continues, and the message is encoded for this channel.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
-5. When the pause is over, frames of the message are made, and it moves into `flight` as a probe. No other message is
-   sent before the broker's answer.
+5. When the pause is over, the message gets frames, and moves into `flight` as a probe. No other message is sent before
+   the broker answers the probe.
 6. The confirm of the probe lifts the hold ``refused``. Then the rest of `again` is sent, and finally `unsent`.
 
-If the connection is lost while the probe is in flight, the message moves back into `again`. If the clock then reaches
-`retry_for` before the next copy is sent, the message is settled as *unknown* and not as *nacked*, because the probe may
-have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
+If the connection is lost while the probe is in flight, the message moves back into `again`. Then the clock may reach
+`retry_for` before the next copy is sent. In this case the message is settled as *unknown* and not as *nacked*, because
+the probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
 
 The owner calls no other method between `data_to_write` and `advance`, and ends a channel before it opens another.
-If an exception, such as ``KeyboardInterrupt``, ends a method early, the owner does not report the same event again. If
-the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
+If an exception, such as ``KeyboardInterrupt``, interrupts a method, the owner does not report the same event again. If
+this method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
 as E1, C6 and J7 name lines of the sources in ``docs/sources.md``.
@@ -136,7 +135,7 @@ class ProducerProtocol:
 
     @property
     def has_output(self) -> bool:
-        """Whether there are unwritten bytes that need not wait for the outbox's disk. Holds may still delay them."""
+        """Whether there are unwritten bytes that do not wait for the outbox's disk. Holds may still delay them."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -209,11 +208,11 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an admitted message silently as *failed*. Return False if one of its bytes was written before."""
+        """Settle a never-written message as *failed*, and report nothing to the application. False for other ones."""
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
-            # If an interrupted call has already withdrawn the message, return True again.
+            # An interrupted call may have withdrawn the message already. If so, return True.
             return receipt._outcome is Outcome.FAILED
         cost = self.admission.cost(receipt)
         self._settling.settle_silently(receipt, Outcome.FAILED, now)
@@ -259,7 +258,7 @@ class ProducerProtocol:
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        # This call may lift the hold ``disconnected``. Check the gate before `proceed`, which may raise other holds.
+        # `review_holds` may lift the hold ``disconnected``. Check the gate before `proceed` raises other holds.
         self.consequences.review_holds(now)
         if not self.channel.was_open and self.gate.is_open:
             # The time before the first connection does not count as flow control.
@@ -285,7 +284,7 @@ class ProducerProtocol:
         self.channel.disconnect(reason, now)
         no_room = self.channel.closed_by_broker(code, text, method, now)
         if no_room is not None:
-            # If a probe was in flight, the end of the channel is the broker's answer to it. So a new pause begins.
+            # If a probe was in flight, the broker has refused it by closing the channel. So a new pause begins.
             self._settling.hold_refused(no_room, now, new_pause=True)
         self.consequences.update(now)
 
@@ -299,7 +298,7 @@ class ProducerProtocol:
 
         Args:
             reconnects: whether the owner will connect again if this method returns True.
-            shared: whether other publishers use the connection too. If so, no message of this producer is suspected.
+            shared: whether other publishers use the connection too. If so, no message of this producer is a suspect.
 
         Returns:
             Whether another connection is needed, see `wants_channel`.
@@ -317,7 +316,7 @@ class ProducerProtocol:
 
     @step
     def on_flow(self, active: bool, now: float) -> None:
-        """Handle ``Channel.Flow``. The reply is written as soon as no message is partly written (J7)."""
+        """Handle ``Channel.Flow``. The reply is written after the message that is partly written, if any (J7)."""
         if self.channel.number is None:
             # The channel has ended, so no reply is needed.
             return
@@ -370,7 +369,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame, such as a check that the broker is alive, after the frames that are already made."""
+        """Add a control frame, such as a probe of a silent broker, after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.
@@ -410,7 +409,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return the next bytes to write, and record that they are written. Repeat the call until the result is empty.
 
-        For owners that can write any number of bytes, this takes half the time of `data_to_write` and `advance`.
+        Owners that can write any number of bytes use this method. It takes half the time of the two other methods.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -434,12 +433,12 @@ class ProducerProtocol:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no further message can begin now, for example because of the hold ``channel_flow``."""
+        """Whether no further message may be written now, for example because of the hold ``channel_flow``."""
         return self._unconfirmed.outbound.stopped
 
     @property
     def has_answer(self) -> bool:
-        """Whether frames are made and not written, such as a reply. `is_stopped` does not delay such frames."""
+        """Whether made frames are not written yet, such as a reply. They are written even if `is_stopped` is True."""
         return not self._unconfirmed.outbound.is_empty
 
     @step
@@ -462,11 +461,11 @@ class ProducerProtocol:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether the passing of time may change the state. If so, the owner has to call `on_timer` at `next_timer`."""
+        """Whether time alone may change the state. If so, the owner has to call `on_timer` at `next_timer`."""
         return self.settings.rate is not None or self._expiry is not None or self.parts.resending.needs_timer
 
     @step
     def on_timer(self, now: float) -> None:
-        """Settle expired messages, and do everything else that time alone allows."""
+        """Settle expired messages, review the holds, and admit waiting messages."""
         self.consequences.expire(now)
         self.consequences.proceed(now)

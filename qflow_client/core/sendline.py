@@ -97,7 +97,7 @@ class SendLine:
         """
         if self._admission.closed is not None:
             raise ProducerClosed(self._admission.closed, payload, exchange=exchange, routing_key=routing_key)
-        # Encode names and properties here, so that an invalid one raises an error before the wait, not after it.
+        # Encode names and properties here, so that invalid values raise an error before the wait, not after it.
         self._admission.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
             properties(payload.__dict__)
@@ -179,7 +179,7 @@ class SendLine:
     def count_flowed_error(self) -> tuple[Hold, ...]:
         """Count a call of `send` that fails because it may not wait longer. Return the holds, for its error."""
         holds = self._gate.holds
-        # Without a hold, the message waits only because other messages are before it.
+        # Without a hold, the message waits only because other messages are before it in the line.
         kind = holds[0].kind if holds else "line"
         self.flowed_errors[kind] = self.flowed_errors.get(kind, 0) + 1
         return self._reports.holds
@@ -194,7 +194,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # Cancel the ticket here, because `leave_line` cancels no ticket that an interrupt kept out of the line.
+        # Cancel the ticket here. `leave_line` does not do this if an interrupt has kept the ticket out of the line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
@@ -204,13 +204,13 @@ class SendLine:
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Withdraw all waiting messages. Separate withdrawals would call `grant`, which admits other waiting messages.
+        """Withdraw all waiting messages together. A single withdrawal calls `grant`, which may admit the others.
 
         Args:
             reason: the text of the `ProducerClosed` error that the senders get.
         """
         self.close(reason)
-        # If no message waits any more, `grant` lifts the hold of the limiter.
+        # No message waits any more, so `grant` lifts the holds of the windows and the rate if there is room.
         self.grant(now)
 
     def close(self, reason: str) -> None:

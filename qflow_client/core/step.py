@@ -1,14 +1,14 @@
 """Keeps a producer's state correct, even if ``KeyboardInterrupt`` interrupts a change of the state.
 
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
-a signal may interrupt a step on the main thread, for example in an asyncio loop. Any other exception that ends a step
-early has the same effect. The changes before the interrupt are not undone. `Steps.is_unfinished` stays set. The next
-step of the same producer first repairs the state (`Consequences._heal`). Two rules make the repair possible:
+Ctrl-C may interrupt a step on the main thread, for example in an asyncio loop. Any other exception that ends a step
+early has the same effect: the changes before it stay, and `Steps.is_unfinished` stays set. The next step of the same
+producer first repairs the state (`Consequences._heal`). Two rules make the repair possible:
 
 1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move
    can be repeated.
-2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a value completely
-   before it adds the value to such a count. Otherwise a change of the count by another thread could be lost.
+2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a number completely
+   before it adds the number to one of these counts. Otherwise a change of the count by another thread could be lost.
 
 A step never calls another step. Code that several steps need is in plain methods. The decorator `step` costs 0.2 µs for
 each call, which is too much for the most frequent steps. These steps set `Steps.is_unfinished` themselves, and call
@@ -36,7 +36,7 @@ class Steps:
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")
 
-    # Set by `Consequences`. The method `resume` says what both functions do.
+    # `Consequences` sets both functions. `resume` calls them.
     heal: Callable[[], None]
     follow_up: Callable[[], None]
 

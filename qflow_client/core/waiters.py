@@ -1,4 +1,4 @@
-"""Callers that wait for settled messages or for an open gate. Callers of `send` wait in `sendline` instead."""
+"""The calls that wait for settled messages or for an open gate. Calls of `send` wait in `sendline` instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of the calls in `calls`, except `send`. Woken waiters are added to `Reports.wake`."""
+    """The waiters of the calls in `calls`, except `send`. To wake a waiter, this class adds it to `Reports.wake`."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 
@@ -24,7 +24,7 @@ class Waiters:
         self._gate = limits.controller.gate
         self._admission = admission
         self.steps = steps
-        #: Waiters, each with a message number. A waiter is woken when all messages up to its number are settled.
+        #: Waiters, each with a message number. A waiter is woken when all messages up to this number are settled.
         self.settled: list[tuple[int, Any]] = []
         #: Waiters for an open gate, each with the source of the holds that the waiter ignores; "" for none.
         self.unflowed: list[tuple[str, Any]] = []
