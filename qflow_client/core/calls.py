@@ -2,8 +2,8 @@
 
 Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
 time at which it must be resumed. A `deadline` is the latest time at which the wait ends, in seconds. A *driver* runs
-such a generator. There are several drivers: one blocks a thread, one suspends an asyncio task, and one processes the
-connection's I/O while the call waits. A driver does the following:
+such a generator. While the call waits, a driver blocks its thread, suspends an asyncio task, or processes the I/O of
+the connection. A driver does the following:
 
 1. It calls `resume` where steps are allowed: under the producer's lock, or on the thread or loop of the connection.
 2. It waits until the call's waiter is set, or until the yielded time.
@@ -11,7 +11,7 @@ connection's I/O while the call waits. A driver does the following:
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
    forgets the waiter.
 
-A generator does not undo its call in a ``finally`` block. The garbage collector could run that block on any thread.
+The generator has no ``finally`` block for this, because the garbage collector could run the block on any thread.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def send(
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
-        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. An error
-            is passed only for a message of a callback. The ticket of this message has a timeout of 0, and goes to the
-            front of the line.
+        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. Only the
+            message of a callback has such an error. Its ticket has a timeout of 0, and goes to the front of the line.
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
 
     Raises:
@@ -146,10 +145,10 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
 def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     """Return whether `drain` should stop waiting.
 
-    A fast producer has the holds ``capacity`` and ``transport`` most of the time, and answers and writes soon lift
-    them. So ``capacity`` and ``transport`` end the wait only if no message was settled since the last check. The holds
-    ``disconnected`` and ``refused``, and a stop by the broker, delay all messages, so each of these ends the wait. The
-    holds ``paused``, ``rate`` and ``outbox`` do not delay admitted messages.
+    A fast producer has the holds ``capacity`` and ``transport`` most of the time, and soon loses them again. So these
+    two holds end the wait only if no message was settled since the last check. The holds ``disconnected`` and
+    ``refused``, and a stop by the broker, delay all messages, so each of these ends the wait. The holds ``paused``,
+    ``rate`` and ``outbox`` do not delay admitted messages.
 
     Args:
         before: how many messages were unsettled at the last check; -1 at the first check.

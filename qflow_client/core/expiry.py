@@ -1,9 +1,9 @@
 """Finds the messages that are unsettled for longer than `delivery_timeout`. `Consequences` settles them.
 
-To keep admission fast, a message does not store its time of admission. Instead, a *mark* is set at intervals. A mark
-stores a time, and the number that the next message had at that time. All messages with lower numbers were admitted
-before that time. When a mark is as old as `delivery_timeout`, all messages with lower numbers have expired. So no
-message expires too early. A message expires at most one interval too late, if `expired_before` is called at `next_at`.
+To keep admission fast, a message does not store its time of admission. Instead, `expired_before` sets a *mark* at
+intervals: the present time, and the number of the next message. All messages with lower numbers were admitted before
+that time. When the mark is as old as `delivery_timeout`, all messages with lower numbers have expired. So no message
+expires too early. A message expires at most one interval too late, if `expired_before` is called at `next_at`.
 """
 
 from __future__ import annotations

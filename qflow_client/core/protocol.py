@@ -208,7 +208,7 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle a never-written message as *failed*, and report nothing to the application. False for other ones."""
+        """Settle an unsent message as *failed*, without a report to the application. Return False for any other."""
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:

@@ -6,11 +6,11 @@ sent until the broker answers the probe. If the broker refuses the probe, the ne
 the pauses grow up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
-while no retry is possible: while there is no channel, or while the broker blocks the connection or stops the channel
-(E5). A pause before a probe continues while the clock is stopped.
+while no retry is possible (E5): there is no channel, or the broker blocks the connection or stops the channel. A pause
+before a probe continues while the clock is stopped.
 
-When the time for retries is over, a message is settled as *nacked* if the broker has refused the last copy that was
-written. The message is settled as *unknown* if the channel of its last copy ended before the broker answered.
+When the time for retries is over, the message is settled. If the broker has refused its last copy, the message is
+*nacked*. If the channel ended before the broker answered the last copy, the message is *unknown*.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_ROOM = re.compile(r"\b(disk|memory|space|full|resources?)\b", re.IGNORECASE)
 
 
 def means_no_room(code: int, text: str) -> bool:
-    """Return whether the reply in ``Channel.Close`` counts as missing room, and not as an error of a message."""
+    """Return whether a reply in ``Channel.Close`` means that the broker has no room, not that a message is wrong."""
     return code in (311, 506) or (code == 406 and _NO_ROOM.search(text) is not None)
 
 
@@ -136,13 +136,13 @@ class Refusals:
         return Outcome.UNKNOWN if receipt._number in self._unanswered else Outcome.NACKED
 
     def is_over(self, receipt: Receipt, now: float) -> bool:
-        """Whether a message is not sent again, because its time is over or it was returned."""
+        """Whether a message is not sent again, because its time for retries is over or the broker has returned it."""
         since = self._first_refused.get(receipt._number, math.inf)
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return the next time at which retries end, for messages other than the probe; a list of at most one time."""
-        # The dict is in the order of the first refusals. An entry of a settled message only causes a needless check.
+        """Return the next time at which the retries of a message other than the probe end; an empty list if none."""
+        # The dict is in the order of the first refusals. If it has a settled message, the caller checks once too often.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)
         ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)
@@ -176,7 +176,7 @@ class Refusals:
         return is_first
 
     def may_probe(self, now: float) -> bool:
-        """Whether a message can be sent, because the broker has room or because it is time for a probe."""
+        """Whether a message can be sent: the broker has room, or it is time for a probe."""
         return self.probe_at is None or (self.probe is None and now >= self.probe_at)
 
     def note_sent(self, receipt: Receipt) -> None:

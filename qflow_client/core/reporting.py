@@ -55,8 +55,8 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the object that was passed to `send`. What is attached to it, such as a span, must end now: to send
-                the message, the outbox makes a new object from disk.
+            payload: the object that was passed to `send`. If it has a span, the span must end now, because the outbox
+                later sends another object, which it reads from disk.
         """
 
     def record(self, *, now: float) -> None:
@@ -70,7 +70,7 @@ class Reports:
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
-        max_events: how many flow events are kept (the newest ones) when twice as many have accumulated.
+        max_events: when twice as many flow events wait for the skin, this number of them is kept, the newest ones.
     """
 
     __slots__ = (
@@ -126,7 +126,7 @@ class Reports:
         self.failures: deque[Receipt] = deque()
         #: How many unseen failed receipts were dropped since the last call of `take_dropped`.
         self.dropped = 0
-        #: True when nothing is admitted any more. Then only unsettled messages can fail, so all failures are kept.
+        #: True when nothing is admitted any more. Then only the unsettled messages can fail, so all failures are kept.
         self.is_ending = False
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
@@ -173,7 +173,7 @@ class Reports:
         self.failures += failures
 
     def _sweep(self) -> None:
-        """Forget the receipts that the application has seen. Otherwise a producer without flushes would keep them.
+        """Forget the receipts that the application has seen. A producer that never flushes would keep them otherwise.
 
         The next sweep comes when the number of failures has doubled, so the average cost of a failure stays constant.
         """
@@ -326,7 +326,7 @@ class Reports:
         )
         if len(self.events) >= 2 * self._max_events:
             # The skin has not taken the events, for example because the event loop does not run. Half of the events are
-            # dropped together, so the average cost of an event stays constant.
+            # dropped at once, so the average cost of an event stays constant.
             for old in self.events[: self._max_events]:
                 hold_kind = None if old.hold is None else old.hold.kind
                 self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
@@ -352,7 +352,7 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 def is_logged(level: int) -> bool:
     """Return whether the logger is enabled for a level.
 
-    `logging.Logger.isEnabledFor` would take the lock of `logging`. Another thread may have this lock, and run a signal
+    `logging.Logger.isEnabledFor` would take the lock of `logging`. The thread with this lock may run a signal
     handler or a finalizer that waits for the present step.
     """
     return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()

@@ -1,7 +1,7 @@
 """Finds the message that a ``Basic.Return`` refers to.
 
-A return has no delivery tag, so the message is found by its message id, exchange and routing key. Ids that the producer
-has assigned contain the message's number.
+A return has no delivery tag, so the message is found by its message id, exchange and routing key. An id that the
+producer has assigned contains the message's number.
 """
 
 from __future__ import annotations

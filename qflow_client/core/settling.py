@@ -66,8 +66,8 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # The batch that is being settled; ``None`` if there is none. The batch has the receipts, one outcome for all or
-        # one for each, the reply for receipts without a reply, and the time.
+        # The batch that is being settled, and its time; ``None`` if there is none. It has one outcome for all receipts,
+        # or one for each. The reply is stored in receipts without a reply.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
         # The next stage of `_finish`: 0 sets outcomes, 1 adds to the reports, 2 calls the observer, 3 does the rest.
         self._stage = 0
@@ -129,8 +129,7 @@ class Settling:
         if self._stage == 1:
             if not all_confirmed or reports.settled is not None:
                 reports.add_settled(receipts)
-            # No function is called between the last change in `add_settled` and this line, so no interrupt comes in
-            # between.
+            # After its last change, `add_settled` calls no function. So no interrupt comes before the next line.
             self._stage = 2
         if self._stage == 2:
             self._stage = 3
@@ -143,7 +142,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Set the outcomes of confirmed messages. Return True if there was no ``Basic.Return`` for any of them."""
+        """Set the outcomes of confirmed messages. Return True if none of them was returned by the broker before."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
@@ -161,7 +160,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # If a message without a reply stays in the outbox, its reply text names the outcome that was replaced.
+                # If *stored* replaces the outcome of a message without a reply, its reply text names this outcome.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -197,7 +196,7 @@ class Settling:
         The result is that of one call of `answer` for each ack, but acks with consecutive tags are handled together.
         """
         written = self._unconfirmed.outbound.finished
-        # All tags up to this tag are confirmed, but this loop has not settled them yet. 0 if there is no such tag.
+        # The highest tag up to which all messages are confirmed but not settled by this loop yet; 0 if there is none.
         confirmed = 0
         for tag, count in acks:
             last = tag + count - 1
@@ -220,13 +219,13 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record a return in the receipt. The ack settles the message later; after a nack, `give_up_refused` does."""
+        """Record a return in the receipt. The ack that follows settles it; after a nack, `give_up_refused` does."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Without confirms, the message is settled already, so make another receipt, for `flush` or `close`.
+            # Without confirms, the message is settled already. So make another receipt, which `flush` reports.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
@@ -266,7 +265,7 @@ class Settling:
                     is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
             # A refused probe shows that the broker has no room, even if the probe is not sent again. But if the broker
-            # has also returned the probe, the cause may be a missing queue.
+            # has returned the probe too, the cause may be a missing queue.
             has_no_room = not is_over or (was_probe and receipt._reply is None)
             if is_over:
                 resending.forget_sent(receipt)

@@ -41,7 +41,7 @@ class Store(Protocol):
 
     @property
     def keeps_all_back(self) -> bool:
-        """True if no message can be written before the next commit. Then a new message need not wake the I/O thread."""
+        """Whether no message can be written before the next commit. If so, new messages do not wake the I/O thread."""
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         """Return how many of the first messages of `Admission.unsent` can be written now.

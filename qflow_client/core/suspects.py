@@ -2,15 +2,15 @@
 
 If a broker closes a channel because of a message, the broker does not identify the message. So all messages that were
 in flight become *suspects*. Suspects are sent *alone*: one at a time, with no other message on the wire. If the broker
-then closes the channel again, the cause is known, and the message is settled as *rejected*. If the reply text contains
-the exchange of some of these messages, usually only those messages are suspects, see `narrow_down`.
+then closes the channel again, the cause is known, and the message is settled as *rejected*. If the reply text names an
+exchange, usually only the messages to this exchange become suspects, see `narrow_down`.
 
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
-proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
-losses, the messages in flight become suspects. If the connection is then lost while a single message is in flight, this
-message becomes the *candidate*. The candidate is sent only after a new channel has stayed open for a while. So losses
-while the broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate
-was sent, the candidate is settled as *unknown*.
+proves nothing, so `PoisonDetector` counts the losses since a message was last settled. After `_SUSPICIOUS` losses, the
+messages in flight become suspects. If the connection is then lost while a single message is in flight, this message
+becomes the *candidate*. The candidate is sent only after a new channel has stayed open for a while. So losses while the
+broker is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was sent,
+the candidate is settled as *unknown*.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _PROOF = 5
 
 
 def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
-    """Return the suspects whose exchange and routing key are in the reply text, in single quotes.
+    """Return the suspects whose exchange and routing key the reply text contains in single quotes.
 
-    If there are none, return the suspects whose exchange is in the text. If no exchange is in the text, return all
-    suspects.
+    If there are none, return the suspects whose exchange the text contains. If there are none either, return all.
     """
     named = set(_QUOTED.findall(text))
     there = [each for each in suspects if (each.exchange or _DEFAULT_EXCHANGE) in named]
@@ -86,9 +85,9 @@ class PoisonDetector:
 
     def __init__(self, hold_time: float) -> None:
         self._hold_time = hold_time
-        # How many connections were lost in a row with messages in flight.
+        # How many connections with messages in flight were lost since a message was last settled.
         self._losses = 0
-        # How many messages were settled before the losses that `_losses` counts.
+        # How many messages were settled before these losses.
         self._settled = -1
         #: The message number of the candidate; 0 if there is none.
         self.candidate = 0
@@ -112,7 +111,7 @@ class PoisonDetector:
         """Record that the connection is lost.
 
         Args:
-            in_flight: the messages that may have arrived and have no answer.
+            in_flight: the messages that may have arrived, and that the broker has not answered.
             settled: the number of messages that were settled so far.
 
         Returns:

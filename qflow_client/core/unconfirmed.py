@@ -85,7 +85,7 @@ class Unconfirmed:
         flight = self.flight
         if not flight:
             return None
-        # Usually numbers and tags both increase by 1 from message to message, so the tag can be computed.
+        # Usually numbers and tags both increase by 1 from message to message. So compute the tag, and check it.
         oldest = self.oldest
         receipt = flight.get(oldest + number - flight[oldest]._number)
         if receipt is not None and receipt._number == number:
@@ -161,7 +161,7 @@ class Unconfirmed:
         size = route.cost + length
         count = min(most, limit // size) or 1
         for each in (source[min(1, count - 1)], source[count - 1]):
-            # If the messages differ, this check usually finds that before the lists below are made.
+            # Usually this check finds differing messages before the lists below are made.
             if each.size != length or each._route is not route:
                 return False
         # Do not iterate over `source` itself, because other threads may append to it.
@@ -179,7 +179,7 @@ class Unconfirmed:
             receipt._tag = tag
         parts: list[bytes] = []
         while bodies:
-            # Make the frames of the next messages whose numbers differ only in the last two hexadecimal digits.
+            # Make the frames of the next messages, up to 256, whose numbers differ only in the last two digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
             head, middle, tail = encoder.plain(length, number)
             frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
@@ -271,8 +271,8 @@ class Unconfirmed:
                 not put into `outbound`. In this case `outbound` must be empty.
 
         Returns:
-            The frames of the message. Empty, and nothing is done, in three cases: the message is plain (as in
-            `core/admission.py`), needs several body frames, or has a route of another encoder.
+            The frames of the message; empty if nothing was done. Nothing is done for a plain message (see `admission`),
+            a message with several body frames, or a message with a route of another encoder.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared
@@ -319,7 +319,7 @@ class Unconfirmed:
         """Repair the state after an unfinished step. Afterwards each message is in exactly one collection."""
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
         for source in (again, unsent):
-            # `make` has put the frames of these messages into `outbound`, and was interrupted before `popleft`.
+            # An interrupt may have come after `make` put the frames into `outbound`, and before `popleft`.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
         # The messages that remain in `again` and `unsent` are not on the wire. If an interrupted move has left such a
