@@ -113,9 +113,9 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     """Encode a field table.
 
     Args:
-        table: a mapping with values of the types ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes,
-            ``datetime`` (local time if it is naive), ``None``, and lists, tuples and mappings of these types.
-        name: name of the table, for error texts. These texts also contain the path of keys to the invalid value.
+        table: a mapping. The values are ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
+            time if it is naive) or ``None``. Lists, tuples and mappings of these types are allowed too.
+        name: name of the table, for error texts. The texts also contain the keys that lead to the invalid value.
 
     Raises:
         TypeError: a key is not a ``str``, or a value has another type.

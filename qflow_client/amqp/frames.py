@@ -1,8 +1,8 @@
 """Splits received data into AMQP 0-9-1 frames, and encodes the frames of published messages.
 
 A message with a body has at least three frames: method, content header and body. Plain messages have no properties of
-their own. If two plain messages have the same exchange, routing key and length, their frames differ only in the message
-id and the body. The other bytes are cached.
+their own. The frames of plain messages with the same exchange, routing key and length differ only in the message id and
+the body. The other bytes are cached.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class FrameSplitter:
     """Finds the frames in a stream of bytes, which arrives in parts of any length.
 
     Args:
-        frame_max: maximum size of a frame in bytes, with head and end; 0 for no limit. Client and broker agree on the
-            size after the first frames, so the attribute `frame_max` can be set between two calls of `feed`.
+        frame_max: maximum size of a frame in bytes, with head and end; 0 for no limit. Client and broker negotiate this
+            size in the first frames. So the attribute `frame_max` can be set between two calls of `feed`.
     """
 
     __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")
@@ -269,8 +269,8 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: A message's property flags, the values before and after the place of an assigned message id, and the size of the
-#: assigned id in bytes; 0 if none is assigned. An id that the application has set is the first value after that place.
+#: A message's property flags, the values before the assigned message id, the values after it, and the size of this id
+#: in bytes (0 if the producer assigns none). An id that the application has set is the first of the values after it.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -298,7 +298,7 @@ class Route:
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-#: The last two digits of a message id. The index is the last byte of the message's number. To format the digits for
+#: The last two digits of a message id. The index is the last byte of the message's number. Formatting the digits for
 #: each message would add 0.2 µs to the 3.3 µs that a message takes.
 LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
@@ -378,9 +378,9 @@ class PublishEncoder:
             number: number in the message id, below 2**48.
 
         Returns:
-            The bytes between `Route.method` and the flags, the bytes from the flags to the last two digits of the
-            message id, and the bytes between these digits and the body. The parts are the same for all numbers that
-            differ only in the last two digits. The caller adds the body and a frame end.
+            Three parts: from `Route.method` to the flags, from the flags to the last two digits of the message id, and
+            from these digits to the body. The parts are the same for all numbers that differ only in the last two
+            digits. The caller adds these digits, the body and a frame end.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
@@ -396,7 +396,7 @@ class PublishEncoder:
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame, so the caller's frame end is that of the header frame.
+        # Without a body there is no body frame. Then the frame end that the caller adds ends the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()

@@ -1,9 +1,9 @@
 """The bytes to write on one channel, and how many of them are already written.
 
 Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages and the ends
-of its frames. Another channel can write at the end of a frame. A message of a batch can be withdrawn if none of its
-bytes is written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the
-reply is written, and no further message begins.
+of its frames. Between two frames, another channel can write. A message of a batch can be withdrawn if none of its bytes
+is written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed. Then the reply
+is written, and no further message.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Outbound:
     @property
     def is_empty(self) -> bool:
         """Whether all bytes are written."""
-        # Here and below, compare as in `_has_rest`, because a call would take longer.
+        # `_has_rest` is inlined here and below, because a call would take longer.
         return not (self._data or self._taken < len(self._rest) or self._controls)
 
     @property
@@ -101,7 +101,7 @@ class Outbound:
 
     @property
     def given(self) -> int:
-        """The number of messages that were added so far, without those that `discard_unbegun` has removed."""
+        """The number of messages that were added so far, without the messages that `discard_unbegun` has removed."""
         is_open = self._taken < len(self._rest) or (bool(self._data) and self._has_open_end)
         return self._done + len(self._ends) + is_open
 

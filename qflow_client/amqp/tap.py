@@ -1,11 +1,11 @@
 """The tap between the socket and the library that owns the connection, without I/O.
 
 The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS, authentication, heartbeats, topology
-and consuming. The tap removes the frames of publishing channels (confirms, returned messages, flow) from the received
-bytes, and passes the other frames to the library. The tap also handles close and blocked frames itself, before it
-passes them on. The tap adds capabilities to ``Connection.Start``, because some brokers confirm messages but do not
-announce confirms in the form that libraries expect. In the other direction, the tap merges the channels' bytes with the
-library's bytes at frame boundaries. The tap knows publishing channels only by the interface `TapChannel`.
+and consuming. The tap removes the confirms, returned messages and flow frames of publishing channels from the received
+bytes. The other frames go to the library. The tap handles close and blocked frames too, before it passes them on. The
+tap adds capabilities to ``Connection.Start``, because some brokers confirm messages but do not announce confirms in the
+form that libraries expect. In the other direction, the tap merges the channels' bytes with the library's bytes at frame
+boundaries. The tap knows publishing channels only by the interface `TapChannel`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# A Basic.Ack frame: the part that is the same for all acks of a channel, the delivery tag, and one of two ends.
+# The parts of a Basic.Ack frame: a head (the same for all acks of a channel), the delivery tag, and one of two ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
 # If a read has at most this size, the tap reports its acks one by one with `on_ack`.
@@ -58,8 +58,8 @@ _ENDS_MULTIPLE = b"\1\xce"
 # The reason for a new secret, as a short string, for the broker's log.
 _REASON = b"\x13the old one expires"
 
-# Maximum size of a frame before the peers have negotiated the size. The standard requires only 4,096 bytes, but
-# this is the usual negotiated size.
+# Maximum size of a frame before the peers have negotiated the size. The standard requires only 4,096 bytes. 128 KiB is
+# the size that peers usually negotiate.
 _FIRST_FRAME_MAX = 1 << 17
 
 
@@ -148,7 +148,7 @@ class _Returned:
     __slots__ = ("body", "channel", "header", "left", "method")
 
     def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
-        # The channel that receives the message; ``None`` if the channel is detached. Then the content is dropped.
+        # The channel that published the message; ``None`` if it is detached. Then the content is dropped.
         self.channel = channel
         self.method = method
         # The header; empty until it is received.
@@ -234,7 +234,7 @@ class Tap:
     def detach(self, number: int) -> None:
         """Report no more frames to a channel. A partly written frame is still completed.
 
-        Until the channel is closed, its frames about publishing are dropped, and the library does not see these frames.
+        Until the channel is closed, the tap drops its frames about publishing, so the library does not see them.
         """
         if number in self._channels:
             self._left.add(number)
@@ -248,7 +248,7 @@ class Tap:
         message before the library closes the channel.
         """
         channel = self._writers.pop(number, None)
-        # Let the channel record that its present frame is written. Otherwise it would reject the answer to the message.
+        # Let the channel record that its present frame is written. Otherwise it would ignore the answer to the message.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 
@@ -264,7 +264,7 @@ class Tap:
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Return a frame for a channel in confirm mode. The answer to this frame shows that the broker is alive.
+        """Return a frame that a living broker answers. The channel must be in confirm mode.
 
         The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """
@@ -291,7 +291,7 @@ class Tap:
         self._expected.pop(number, None)
         self._probed.discard(number)
         if number in self._returns:
-            # The library must not see a part of the content, so drop the rest too.
+            # The library must not see only a part of the returned message, so drop the rest too.
             self._returns[number].channel = None
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
@@ -324,8 +324,8 @@ class Tap:
             The complete frames for the library, or empty bytes. If `error` is set now, the next call raises the error.
 
         Raises:
-            FrameError: the data has an invalid AMQP frame, or a method frame of a publishing channel cannot be decoded;
-                or an exception has interrupted an earlier call, so received data may be lost.
+            FrameError: a frame is invalid or cannot be decoded, or received data may be lost, because an exception has
+                interrupted an earlier call.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
@@ -546,14 +546,14 @@ class Tap:
     def data_to_write(self, limit: int) -> bytes:
         """Return the channels' next bytes, approximately up to `limit`; empty if there are none.
 
-        The caller must write these bytes, or a first part of them, and then call `advance` before any other method.
+        The caller writes these bytes, or only the first of them, and then calls `advance` before any other method.
         """
         if self._remains:
             return self._remains
         channels = self._writers
         if self._writer is not None:
-            # If each write of this channel ended in the middle of a frame, no other channel could ever write. So write
-            # only up to the next frame boundary.
+            # If each write of this channel ended in the middle of a frame, no other channel could ever write. So, if
+            # there are other channels, write only up to the next frame boundary.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._last_writer, each))

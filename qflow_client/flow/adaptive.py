@@ -14,9 +14,9 @@ Four rules change the window:
     queue, or the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the
     window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in
     proportion. If the latency exceeds `_bound` (the longest without a queue), the window stops doubling, or shrinks.
-    Rule 1 would not shrink it: if other producers use the same queue, a larger window always adds some throughput.
-3. *Are answers delayed?* If a measurement takes longer than four times `_bound` plus 0.1 s, the window is halved when
-    the next elements leave, before further elements enter.
+    Rule 1 alone would not shrink it, because among several producers of a queue a larger window gets more throughput.
+3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
+    halved when the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window, the epoch changes nothing.
 """
 
@@ -35,21 +35,21 @@ _INITIAL = 32
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
-# The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, and 0 if it has no
-# effect. Up to the first value the window shrinks. Above the second value it may double. In between it grows.
+# The result of a trial is d(log rate) / d(log capacity): 1 if only the window limits throughput, 0 if it has no effect.
+# Up to the first of these values the window shrinks. Above the second value it may double. In between it grows.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same if elements wait in a queue, but up to the second value the window stays.
+# If elements wait in a queue: up to the first value the window shrinks, and up to the second value it stays.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
-# A small step after a trial multiplies the window by at most the first factor, or divides it by the second one.
+# After a trial that does not double it, the window grows at most by the first factor, or shrinks by the second one.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of useless doublings in a row. One proves nothing if the broker commits in groups.
+# Doubling ends after this number of useless doublings in a row. If the broker commits in groups, one proves nothing.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
-# If the window was not allowed to grow, this many full epochs come before the next trial.
+# If a trial was useful but the window could not grow, this number of full epochs comes before the next trial.
 _EPOCHS_WITHOUT_TRIAL = 8
 # A latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
 _JITTER = 0.25
@@ -85,8 +85,8 @@ class AdaptiveWindow(WindowLimiter):
     """A window with a capacity from 8 elements to a maximum. The capacity adapts to the size that throughput needs.
 
     The window starts small and doubles while throughput grows. Later the window shrinks if a smaller window costs
-    almost no throughput, if the latency is much longer than without a queue, or after a long time without answers.
-    While no element waits for room, the size does not change.
+    almost no throughput. It also shrinks if the latency shows a queue, or after a long time without answers. While no
+    element waits for room, the size does not change.
 
     This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
 
@@ -160,7 +160,7 @@ class AdaptiveWindow(WindowLimiter):
         self._before = 0
         # When elements left most recently. Many elements leave at the same time, because one read has many answers.
         self._instant = -inf
-        # When an element was first refused after the time `_instant`; ``None`` if none was refused.
+        # When an element was first refused after the time `_instant`; ``None`` if no element was refused since then.
         self._refused_at: float | None = None
 
         self._epoch = _Epoch.GROWTH
@@ -267,7 +267,7 @@ class AdaptiveWindow(WindowLimiter):
         """Forget the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
-        # Nothing was measured for a while, so do not let `way` expire now.
+        # Nothing was measured for a while. So measure `way` again only after another `_WAY_KEEPS` seconds.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)

@@ -9,8 +9,8 @@ The elements come from *sources*. There are two kinds of sources:
     gate is closed, the controller blocks the source.
 
 This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. There may be
-room after `release`, at the time that `ready_at` returns, after a hold of the gate was lifted, and after a change of a
-capacity, a rate or thresholds. Then the caller calls `grant` until the result is ``None``, and `resume`.
+room after `release`, after a hold is lifted, after a capacity, rate or threshold is changed, and at the time of
+`ready_at`. At each of these times, the caller calls `grant` until the result is ``None``, and then `resume`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FifoLine:
 
     def __init__(self) -> None:
         self._tickets: deque[Ticket] = deque()
-        # At this length the cancelled tickets are removed. Cancelled tickets can accumulate behind a waiting ticket.
+        # At this length, `push` removes the cancelled tickets. They can accumulate behind a ticket that waits long.
         self._sweep_at = _SWEEP_FROM
 
     def push(self, ticket: Ticket) -> None:
@@ -213,7 +213,7 @@ class FlowSource:
         self.name = name
         #: The controllers that block this source, as keys, oldest first.
         self.blocked_by: dict[FlowController, None] = {}
-        # The room that forwarded elements still occupy upstream, as (controller, blocker, size); see `forward`.
+        # The room that forwarded elements still occupy in the resources they left, as (controller, blocker, size).
         self._reserved: list[tuple[FlowController, FlowController, int]] = []
 
     @property
@@ -261,7 +261,7 @@ class FlowSource:
             downstream: controller of the next resource.
             now: seconds.
             held: controller of the resource that the element leaves, if it occupies room there. If `downstream` blocks
-                this source now, the room is released when `downstream` unblocks it (F3), otherwise immediately.
+                this source now, the room is released when `downstream` unblocks the source (F3), otherwise now.
 
         Returns:
             True if `downstream` blocks this source now.
@@ -517,8 +517,8 @@ class FlowController:
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
         """Accept an element immediately. Block its source if the limit is exceeded (F3 J3) or the gate is closed.
 
-        Even a closed gate admits an offered element, because the source cannot keep it. The source stays blocked until
-        the limiter lets sources continue, and the gate has no hold except the limiter's.
+        The element enters even if the gate is closed, because its source cannot keep it. A blocked source stays blocked
+        until the limiter lets sources continue, and the gate has no hold except the limiter's.
 
         Returns:
             Whether this controller blocks the source now.
@@ -541,7 +541,7 @@ class FlowController:
         """Unblock the sources that can continue, oldest first. Call this after any change that may make room.
 
         Args:
-            now: seconds; ``None`` if the time is unknown. Then sources that wait for a certain time stay blocked.
+            now: seconds; ``None`` if the time is unknown. Then sources that wait until a certain time stay blocked.
         """
         if not self._blocked or not self._may_go_on(now):
             # Each `release` calls this method, so do not list all sources if none of them can continue.

@@ -1,4 +1,4 @@
-"""Limiters limit how many admitted elements are not yet released, or how many are admitted per second (F2).
+"""Limiters limit how many elements are inside (admitted and not yet released), or how many enter per second (F2).
 
 A limiter counts elements or their sizes. The controller decides which source to block and which element is next. Sizes
 are 0 or more, in a unit that the caller chooses (usually bytes). Times are in seconds of the caller's monotonic clock.
@@ -86,7 +86,7 @@ class Limiter(ABC):
         """Return the time at which an element can enter if nothing else happens.
 
         Returns:
-            Seconds; `now` if the element can enter immediately; ``None`` if it cannot enter before something happens.
+            Seconds; `now` if the element can enter immediately; ``None`` if time alone does not make room for it.
         """
 
 
@@ -187,12 +187,12 @@ class RateLimiter(Limiter):
     """Limits elements to `rate` per second on average, and to `burst` elements without a pause (F2 F6).
 
     The limiter works like a bucket that fills at `rate`, up to `burst`. Each element takes its cost out of the bucket.
-    As in the generic cell rate algorithm (ITU-T I.371), only the time at which the bucket will be full is stored. If an
-    element passes too early (F3), the missing part of its cost is a debt. Its source can continue when the debt is 0.
+    The limiter stores the time when the bucket will be full, as the generic cell rate algorithm does (ITU-T I.371). If
+    an element passes too early (F3), the missing part of its cost is a debt. Its source can go on when the debt is 0.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: number (or total size if `by_size`) of elements that pass without a pause after an idle time; at least 1.
+        burst: number of elements (or total size if `by_size`) that pass without a pause after an idle time; at least 1.
         by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
             `burst` passes when the bucket is full, and leaves a debt.
         kind: kind of the hold while the bucket has too little for the next element.
@@ -270,7 +270,7 @@ class RateLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = now < self._passes_at(size)
-        # `now` can be earlier than in the previous call, if the caller has read the clock before that call.
+        # `now` can be earlier than in the previous call, if this caller read the clock before that call.
         if now > self._at:
             self._at = now
         full_at = self._full_at

@@ -84,7 +84,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on each resource, and on each that registers before `start_all`.
+        """Stop all producers (D5): raise a hold on each resource, and on resources that register before `start_all`.
 
         Args:
             reason: text for people, used as the detail of the hold.
@@ -120,7 +120,7 @@ class FlowManager:
         errors = []
         resources = tuple(self._resources)
         for resource in resources:
-            # Skip a resource that was unregistered because another resource was stopped or started.
+            # The calls of `do` for other resources may have unregistered this one. If so, skip it.
             if resource not in self._resources:
                 continue
             try:

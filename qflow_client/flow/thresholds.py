@@ -50,8 +50,8 @@ class StopResume:
         resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a threshold is negative, a resume threshold is above its stop threshold, or a resume threshold is 0
-            and its stop threshold is not 0. The text contains the invalid values.
+        ValueError: a threshold is negative, a resume threshold is above its stop threshold, or only the resume
+            threshold is 0. The text contains the invalid values.
     """
 
     stop_count: int = 0
@@ -147,7 +147,7 @@ class Capacity:
 
     Attributes:
         capacity: depth in body bytes above which the state is ON; 0 for no limit.
-        resume: depth in body bytes at or below which the state is OFF (``flowResumeCapacity``); ``None``: `capacity`.
+        resume: depth in body bytes at or below which the state is OFF (``flowResumeCapacity``). Default: `capacity`.
 
     Raises:
         ValueError: `resume` is above `capacity`, or a value is negative. The text contains the invalid values.
