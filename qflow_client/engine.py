@@ -123,7 +123,7 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Execute a step for a call of the application. The arguments and the result are as for `Guard.try_take`."""
+        """Execute a step for a call of the application. `Guard.try_take` describes the deadline and the result."""
         try:
             result = self.lock.try_take(lambda: step(self.protocol), deadline)
             if result is not NOT_TAKEN:
@@ -187,7 +187,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def recheck(self) -> None:
-        """Request an empty step. If an exception has interrupted a step, the empty step repairs the state."""
+        """Request a step that changes nothing. If an exception has interrupted a step, this step repairs the state."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
@@ -221,8 +221,8 @@ class BaseEngine(ABC):
 
         Args:
             deadline: as for `Guard.try_take`.
-            spills: whether the outbox may take the message while the producer is flowed. The outbox takes it if
-                `when_flowed` is ``"spill"``, or in a callback, because other senders may wait for the callback.
+            spills: whether the outbox may take the message while the producer is flowed. The outbox does so if
+                `when_flowed` is ``"spill"``. In a callback it always does, because senders may wait for the callback.
 
         Returns:
             The receipt; ``None`` if the message was not admitted. With an outbox the message may not be on disk yet.
@@ -290,8 +290,8 @@ class BaseEngine(ABC):
 
         Args:
             failures, dropped: the result of `take_failures`.
-            left: receipts that were unsettled before the end of the channel, and settled receipts that `after` has not
-                taken. If there is an `on_delivery`, the error also contains the failed receipts of `left`.
+            left: receipts that the end of the channel has settled, and settled receipts that `after` has not taken. If
+                there is an `on_delivery`, the error also contains the failed receipts of `left`.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)

@@ -1,8 +1,8 @@
 """The errors of qflow_client.
 
-`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about admitted
-messages is a `DeliveryError` or `UndeliveredMessages` (the outcomes are final), a `ConfirmTimeout` (not known yet), or
-the outbox's `NotDurable`.
+`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. `DeliveryError` and
+`UndeliveredMessages` report final outcomes of admitted messages. At a `ConfirmTimeout` or the outbox's `NotDurable`,
+the outcomes of admitted messages are not known yet.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    Such places are a signal handler or finalizer that has interrupted a step (a change of a producer's state), the I/O
-    thread of a connection, and code with a lock for which a step waits, such as the lock of a log handler.
+    A call cannot wait on a connection's I/O thread, or in a signal handler or finalizer that has interrupted a step (a
+    change of a producer's state). Nor can code that has a lock for which a step waits, such as a log handler's lock.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class OutcomeUnknown(DeliveryError):
 class MessageStored(DeliveryError):
     """The message is still in the outbox. The next producer with this outbox sends the message, unless it is damaged.
 
-    The text contains the reason: the producer was closed, or the message was not delivered and
-    ``outbox_keep_undelivered`` is on, or the message is damaged. ``qflow outbox drop`` removes a damaged message.
+    The text contains the reason: the producer was closed, ``outbox_keep_undelivered`` keeps the undelivered message, or
+    the message is damaged. ``qflow outbox drop`` removes a damaged message.
     """
 
 

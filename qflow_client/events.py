@@ -27,7 +27,7 @@ class HoldKind(StrEnum):
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, messages of an earlier connection must be sent first, or no reconnect has succeeded.
+    #: There is no connection, the producer could not reconnect, or messages of an earlier connection are sent first.
     DISCONNECTED = "disconnected"
     #: The producer has sent as many messages as the setting `rate` allows now.
     RATE = "rate"

@@ -73,7 +73,7 @@ _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 class _Headers:
     """The attribute `headers` of a message. Each access creates a read-only table.
 
-    The message itself keeps a `dict`. Before Python 3.14, the garbage collector tracks no `dict` without containers.
+    The message keeps a plain `dict`, because before Python 3.14 the garbage collector skips dicts without containers.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
@@ -128,9 +128,9 @@ class Message:
         body: the content. A ``str`` is encoded as UTF-8.
         content_type: MIME type.
         content_encoding: MIME content encoding.
-        headers: field table. The keys have at most 255 bytes. The values are ``str``, ``bool``, ``int`` of 64 bits,
-            ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive), ``None``, and lists,
-            tuples and mappings of these types. The message keeps an immutable copy, so a program may reuse its table.
+        headers: field table. Keys have at most 255 bytes. Values are ``str``, ``bool``, ``int`` of 64 bits, ``float``,
+            ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive) or ``None``. Lists, tuples and
+            mappings of these are allowed too. The message keeps an immutable copy, so a program may reuse its table.
         delivery_mode: delivery mode. The default is 2, persistent.
         priority: priority. The AMQP standard allows 0 to 9. Brokers accept values up to 255.
         correlation_id: id of the request that this message answers.
@@ -331,7 +331,7 @@ def copy_position(source: bytes | Message, target: Message) -> None:
 
 
 def give_back(error: BaseException) -> None:
-    """If the message in an error was made by `with_position`, replace it by the payload of the application."""
+    """If `with_position` made the message in an error, replace this message by the payload of the application."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # `getattr` has found the attribute

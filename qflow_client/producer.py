@@ -77,7 +77,7 @@ def split(
 class BaseProducer(ABC, Generic[_Receipt]):
     """The part of a producer that does not wait for the broker."""
 
-    # Executes the *steps*, which change the protocol's state. Of all changes, only `send_at_once` is not a step.
+    # Executes the *steps*, which change the protocol's state. Only one change is not a step: `send_at_once`.
     _engine: BaseEngine
     # Makes spans; ``None`` without tracing, and before the producer is connected.
     _tracer: Tracer | None = None
@@ -110,7 +110,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         finalizer = weakref.finalize(self, engine.abandon)
         # At the end of the process, `BaseEngine.forgotten` is called instead.
         finalizer.atexit = False
-        # After a close, the engine detaches the finalizer, which keeps the engine and its callbacks alive.
+        # After a close, the engine detaches the finalizer, because it would keep the engine and its callbacks alive.
         engine.detach = finalizer.detach
 
     @property
@@ -146,7 +146,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             ProducerFlowed: the producer is flowed; the message was not sent and never will be.
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
             ProducerClosed: the producer or its loop is closed, or there is no connection; the message was not sent.
-            WrongLoop: an `AsyncProducer` belongs to another event loop, which does not run; the message was not sent.
+            WrongLoop: the `AsyncProducer` belongs to another event loop that is not running; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
             TypeError: the message is of another type.
             ValueError: the message cannot be encoded.
@@ -276,7 +276,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
     def position(self, source: str) -> int | str | None:
         """Return the position of the last admitted message of a source (E13).
 
-        After a restart, this is the position of the last message on disk. The program can continue to read after it.
+        After a restart, this is the position of the last message on disk. The program can continue after this position.
 
         Args:
             source: name of the source.
@@ -293,7 +293,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If an exception has interrupted a `send`, this step undoes the `send`, unless no step is possible now.
+        # If an exception has interrupted a `send`, this step undoes the `send`. If no step is possible now, go on.
         self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 

@@ -44,8 +44,8 @@ class Outcome(StrEnum):
     REJECTED = "rejected"
     #: The message was never written.
     FAILED = "failed"
-    #: At least a part was written, and the broker's answer is missing: the connection or the channel has ended, or
-    #: `delivery_timeout` has passed. Also in a forked child, because only the parent gets the answers.
+    #: At least a part was written. Before the answer, the connection or channel ended, or `delivery_timeout` passed.
+    #: In a forked child, all unsettled messages get this outcome, because only the parent gets the answers.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because its producer was closed, or did not deliver the message
     #: (``outbox_keep_undelivered``). The next producer with this outbox sends the message, unless it is damaged.
@@ -83,7 +83,7 @@ class Receipt:
         self._route = route
         # First part of the message ids that the producer assigns; ``None`` if it assigns none.
         self._id_prefix = id_prefix
-        # The number that the message gets in the window. Before that, 0 or (if spilled) its sequence number on disk.
+        # The message's number in the order of admission. Before the admission, 0 or (if spilled) its number on disk.
         self._number = 0
         # The delivery tag with which the message was last sent; 0 if it has not been sent.
         self._tag = 0
@@ -94,7 +94,7 @@ class Receipt:
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
-        # Encoded properties (`PublishEncoder.prepare`); ``None`` for the first copy of a short body without properties.
+        # Encoded properties (`PublishEncoder.prepare`); ``None`` for the first copy of a plain message (`Admission`).
         self._prepared: Prepared | None = None
         # The object with which the producer wakes a caller that waits for the outcome; ``None`` if no caller waits.
         self._waiter: Any = None
@@ -130,8 +130,8 @@ class Receipt:
     def failure(self) -> Outcome | None:
         """The outcome of a message that was not delivered, even if the message stays in the outbox.
 
-        ``None`` if the message is unsettled, was delivered, or stays in the outbox for no other reason than the close
-        of the producer. Reading a failure marks it as seen, see `error`.
+        ``None`` if the message is unsettled or delivered, or stays in the outbox only because its producer was closed.
+        Reading a failure marks it as seen, see `error`.
         """
         self._look()
         return self._outcome if self._outcome in UNDELIVERED else self._undelivered

@@ -1,7 +1,7 @@
 """The settings of producers: their names and allowed values, and the sources of a value.
 
-The first of these sources that has a value is used: a keyword argument, a `ProducerSettings`, a query parameter of the
-URL, an environment variable (``QFLOW_`` and the name in capitals), the default.
+A value comes from the first source that has one: a keyword argument, a `ProducerSettings`, a query parameter of the
+URL, an environment variable, the default. The name of the variable is ``QFLOW_`` and the setting's name in capitals.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WhenFlowed(StrEnum):
 class OnDisconnect(StrEnum):
     """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: Send the messages again in order, before new ones. Those that may have arrived get ``x-qflow-republished``.
+    #: Send them again in order, before new ones. Messages that may have arrived get the header ``x-qflow-republished``.
     REPUBLISH = "republish"
     #: Settle the messages: as *unknown* if they were written at least in part, and otherwise as *failed*.
     FAIL = "fail"
@@ -265,8 +265,8 @@ class ProducerSettings:
         capacity_max: maximum window of ``capacity="auto"`` (C6). This setting has no effect on a fixed capacity.
         capacity_bytes: maximum body bytes of unsettled messages. A message above this limit is admitted only while no
             other message is unsettled. ``None`` for no limit.
-        max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed;
-            ``None`` for no limit, 0 to raise an error immediately (A4).
+        max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed (A4).
+            ``None`` for no limit, 0 to raise an error immediately.
         when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). With
             ``"spill"``, `send` puts the message into the `outbox`, from which it is sent later, in order.
         confirms: whether to use publisher confirms. Without confirms, a written message has the outcome ``sent``.
@@ -274,8 +274,8 @@ class ProducerSettings:
             Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
         message_ids: whether to assign a message id to each message without an id.
         rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: number of messages that, after an idle time, may be sent without a pause. ``None`` for the number of
-            messages in 50 ms at the setting `rate`, so that a sender that wakes up late can catch up.
+        rate_burst: number of messages that may be sent without a pause after an idle time. The default is the number of
+            messages that `rate` allows in 50 ms. So a sender that wakes up late can catch up.
         max_unwritten_bytes: maximum bytes of admitted, unwritten messages; above it there is the hold ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
             application has not seen them. Each receipt counts as the size of its body plus 512 bytes. Above this limit
@@ -295,9 +295,9 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause losses is sent again only on a channel open this long.
+            pauses continue to grow. A message that may cause losses is sent only after a channel was open this long.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
-            none. So clients do not all reconnect at the same time. No pause exceeds its maximum.
+            none. The jitter prevents all clients from reconnecting at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what a producer with several hosts does while the broker blocks its connection
             (``Connection.Blocked``): ``"wait"`` or ``"failover"`` (E15).
@@ -320,11 +320,11 @@ class ProducerSettings:
         outbox_max_bytes: maximum bytes of messages in the outbox.
         outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
         outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
-        outbox_synchronous: whether messages in the outbox survive only a crash or kill of the process (``"normal"``),
-            or also a crash of the machine (``"full"``). With ``"full"``, each commit waits for the disk.
-        outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
-            The outcome of the message is then ``stored``, with the reason. The next producer with this outbox sends the
-            message again, unless it is still too old. If the setting is off, such a message is deleted.
+        outbox_synchronous: with ``"normal"``, messages in the outbox survive a crash or kill of the process. With
+            ``"full"``, they also survive a crash of the machine, and each commit waits for the disk.
+        outbox_keep_undelivered: whether to keep undelivered messages in the outbox, for example refused or too old
+            ones. Their outcome is then ``stored``, with the reason. The next producer with this outbox sends them
+            again, unless they are still too old. If the setting is off, undelivered messages are deleted.
         tracing: whether to create an OpenTelemetry span for each message, and to add the span's context to the
             message's headers. Metrics need no setting.
         name: name of the producer in flow events, in logs and in the broker's management.
@@ -454,8 +454,8 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, a setting counts as explicitly given if it is changed, or was explicitly given in the original. In
-        contrast, in a copy by `dataclasses.replace` all settings count as explicitly given, because it passes all.
+        In the copy, a setting counts as explicitly given if it is changed, or was explicitly given in the original.
+        `dataclasses.replace` passes all settings. So in its copy, all settings count as explicitly given.
 
         Args:
             changes: name and new value of each changed setting.
@@ -511,7 +511,7 @@ class ProducerSettings:
 
         Args:
             url: value of the setting ``url``; ``None`` if it is not given.
-            settings: its explicitly given settings are used if `keywords` does not contain them; ``None`` for none.
+            settings: the source of settings that `keywords` does not contain. Only explicitly given settings are used.
             environ: environment variables. The default is the environment of the process.
             keywords: name and value of each setting, except ``url``.
 
@@ -610,7 +610,7 @@ def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
-    # Raise the error outside the handler: its context would be an error of `int` or `urlsplit` with the value in it.
+    # Raise the error outside the handler, so that it has no context. The text of the context would show the value.
     with suppress(ValueError):
         value = metadata["parse"](text)
         if metadata["check"](value):
@@ -648,8 +648,8 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def _is_url(url: str) -> bool:
     try:
-        # Read the port, because urlsplit parses it only on access. A # would begin a fragment, which has no
-        # meaning here, so usually it belongs to a password. An @ in the path usually ends a password that contains a /.
+        # Read the port, because urlsplit checks it only on access. A # would begin a fragment, which has no meaning
+        # here. So it is probably a part of a password. An @ in the path probably ends a password that contains a /.
         is_amqp = url.lower().startswith(("amqp://", "amqps://"))
         return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url) and not _lacking(url)
     except ValueError:
