@@ -25,12 +25,12 @@ __all__ = ["BUSY", "Database", "LockFile"]
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
-# Seconds of each wait of SQLite for a lock, and of the pause after it. The deadline is checked before the pause.
+# Seconds that SQLite waits for a lock, and seconds of the pause after this wait. Then the statement is repeated.
 _BUSY_SLICE = 0.04
 _PAUSE = 0.01
 # SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
-# The allowed content of a lock file: the id of the last process with the lock, or zeros after a crash of the machine.
+# The content of a lock file: the id of the last process with the lock, or zero bytes after a crash of the machine.
 _LOCK = re.compile(rb"\d*\s*|\0*")
 
 

@@ -199,9 +199,9 @@ class Deduplicator:
     """Remembers the ids of handled messages, so that a consumer handles each message once. Thread-safe.
 
     Use ``with deduplicator.first_time(message_id) as first:``, and in this block handle the message if ``first`` is
-    True. At the end of the block, the id is stored. If an exception leaves the block, or the process ends in the block,
-    the id is not stored, and the message is handled when the broker delivers it again. Acknowledge the message after
-    the block. While a block handles the first copy, other blocks of this object for the same id wait before they start.
+    True. The end of the block stores the id. If an exception leaves the block, or the process ends in it, the id is not
+    stored. Then a redelivered copy is handled again. Acknowledge the message after the block. While a block handles the
+    first copy, other blocks of this object for the same id wait before they start.
 
     The handling of a message and the storing of its id are not one transaction. If the process ends between the two,
     the message is handled twice. To prevent this, write the id in the same transaction as your results.
@@ -211,7 +211,7 @@ class Deduplicator:
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
             in memory (about 200 bytes each).
         max_count: maximum number of ids. The oldest ids are forgotten first. Choose more than the number of messages
-            that can come between two copies: all unconfirmed messages of the producer, and messages of other producers.
+            that can come between two copies. The messages may be the producer's unconfirmed ones, or other producers'.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
@@ -239,8 +239,8 @@ class Deduplicator:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
             look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is
                 remembered. With ``look_up=may_be_second_copy(headers, redelivered)``, only few messages are looked up.
-                But if the copy that was sent first arrives last, the message is handled twice, because neither the
-                headers nor the flag of this copy show that there is a second copy.
+                But if the second copy arrives before the first, the message is handled twice: neither the headers nor
+                the flag of the first copy show that there are two.
 
         Returns:
             A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has

@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that drop-ins reject: the library or the program does this itself. Robust aio-pika accepts `on_disconnect`.
+#: Settings that drop-ins reject, because the library or the program does this. Robust aio-pika takes `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -224,7 +224,7 @@ class _ReadyFrames(PublishEncoder):
 
     def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
         # Return all frames of the message as one element. Between two elements, the library may write a method on the
-        # same channel, and the broker would end the connection, because a message must not be interrupted.
+        # same channel. Then the broker would end the connection, because a method interrupts the message.
         return [prepared]
 
 

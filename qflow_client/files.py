@@ -27,8 +27,8 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Locked from the creation of a file to its close. On POSIX, this close removes all record locks of this process on the
-# file, so SQLite must open the file after it. Reentrant, because a signal handler may create another file meanwhile.
+# Held from the creation of a file to its close. On POSIX, this close removes all record locks of this process on the
+# file, so SQLite must open the file later. Reentrant, because a signal handler may create another file meanwhile.
 _making = threading.RLock()
 
 

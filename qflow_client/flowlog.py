@@ -66,12 +66,12 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # For each kind and source of a hold: the time of its start, and the time up to which lines cover the hold.
+        # By kind and source of each present hold: the time of its start, and the time up to which lines cover it.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None
-        # The time at which the producer last became unflowed (at first, the start of the observation), the kind of the
-        # hold that had made it flowed, and the number of messages admitted by that time; -1 if unknown.
+        # When the producer last became unflowed; at first, the start of the observation. The kind of the hold that had
+        # made it flowed. The number of messages that were admitted until it became unflowed; -1 if unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -366,7 +366,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Each event adds at most one line, hence the factor 2. The limit ends the loop even if other threads add items.
+        # Each event adds at most one line, so the limit is 2 × items. It ends the loop even if other threads add items.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:

@@ -1,15 +1,15 @@
 """Ensures that steps of a producer run one at a time, and never inside another step (E2).
 
-A step is a change of a producer's state. While a thread executes a step, Python may run other code on the thread
-between any two instructions: a signal handler that sends a message, or a finalizer whose log record is sent as a
-message. If this *foreign code* waited for the lock of the interrupted step, it would wait for itself. If it took the
-lock of another producer, two threads could wait for each other. So a thread is marked before it waits for a lock, until
-it has released the lock. If code on a marked thread needs a step, it gets an error, or the I/O thread gets the step.
-If the window has room and there is no outbox, `send` needs no step (`send_at_once`). So even foreign code can send.
+A step is a change of a producer's state. While a thread executes a step, Python may run *foreign code* on the thread
+between any two instructions: a signal handler, or a finalizer. Foreign code may send a message. If it waited for the
+lock of the interrupted step, it would wait for itself. If it took the lock of another producer, two threads could wait
+for each other. So a thread is marked before it waits for a lock, until it has released the lock. If code on a marked
+thread needs a step, it gets an error, or the I/O thread executes the step later. In the usual case, `send` needs no
+step (`send_at_once`). So even foreign code can send.
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the end of the step. So a call of the application waits for another
-step only until a deadline (`Guard.try_take`). Then the call gets an error, or the I/O thread gets the step.
+step only until a deadline (`Guard.try_take`). Then the call gets an error, or the I/O thread executes the step later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 PATIENCE = 1.0
 # Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A wait has at least this number of pieces, so that a suspension of the process uses up only one of them.
+# A wait has at least this number of pieces. If the process is suspended, this uses up only one of them.
 _WAIT_PIECES = 10
 
 
@@ -156,7 +156,7 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all asyncio producers, because several may share a connection. In one loop, none waits for another.
+#: The guard of all asyncio producers, because several may share a connection. In one loop, steps never overlap.
 LOOPS = Guard()
 
 

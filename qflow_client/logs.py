@@ -79,8 +79,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # Wait with a queue, not with a `threading.Event`: if Ctrl-C interrupts the wait for an event, the event's lock
-        # may stay locked, and the writing thread would wait for this lock.
+        # Wait with a queue, not with a `threading.Event`. If Ctrl-C interrupts the wait for an event, the event's lock
+        # may stay locked. Then the writing thread would wait for this lock.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:

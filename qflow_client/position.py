@@ -22,7 +22,7 @@ class Position:
 
     Attributes:
         source: name of the source, such as a path or a topic. Each source has its own position.
-        value: the place in the source: an ``int`` of at most 64 bits, such as an offset, or a ``str``, such as a key.
+        value: the place in the source, such as an offset or a key. An ``int`` has at most 64 bits.
 
     Raises:
         TypeError: `source` is not a ``str``, or `value` is neither ``int`` nor ``str``.

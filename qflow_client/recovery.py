@@ -21,8 +21,8 @@ __all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_f
 
 _T = TypeVar("_T")
 
-# The broker's reply codes for a client that it will never accept: wrong name or password (403), virtual host without
-# access (530), or missing virtual host (530, and 402 or 404 in older brokers).
+# The broker's reply codes for a client that it will never accept. 403: wrong name or password. 530: no access to the
+# virtual host, or no such virtual host (402 or 404 in older brokers).
 _REFUSALS = (402, 403, 404, 530)
 
 # Number of checks of `Watch` within the shorter of `liveness` and `failover_delay`.
@@ -99,7 +99,7 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 class Reconnection:
     """Decides after the loss of a connection when each host is tried, and when the producer stops trying.
 
-    After a pause, the host of the lost connection (after `move_on`, the next host) and then each other host is tried.
+    After a pause, the producer tries the host of the lost connection (after `move_on`, the next host), then the others.
 
     Args:
         hosts: URLs of the hosts, in order.
@@ -223,8 +223,8 @@ class Watch:
     ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
     blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
-    If all hosts block the producer, the producer changes between the hosts at growing intervals: the delay before a
-    failover is doubled each time all other hosts were tried (at most five times), until a message is settled.
+    If all hosts block the producer, the delay before a failover grows: it is doubled each time all other hosts were
+    tried, at most five times. When a message is settled, the delay is `failover_delay` again.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -293,8 +293,8 @@ class Return:
     """Decides whether a producer that uses another host returns to the first host (E15).
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
-    has answered all probes for `return_to_first` seconds, the producer returns. If this connection to the first host
-    fails, or is lost within `return_to_first` seconds, the next wait is twice as long (at most 32 times the setting).
+    has answered all probes for `return_to_first` seconds, the producer returns. If this connection fails, or is lost
+    within `return_to_first` seconds, the next wait is twice as long. The longest wait is 32 times the setting.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

@@ -110,7 +110,7 @@ def _censor(text: str) -> _Censored:
     # Search with `find`, because a regular expression would need quadratic time for a long text.
     colon_at = text.find(":/")
     begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
-    # There is no URL, or it was converted to a path, so that one slash is left.
+    # There is no URL, or `Path` has changed the // of the URL to /.
     if colon_at < 0 or (begin - colon_at == 2 and "@" in text):
         return _Censored(_hide_credentials(text), (), ":" not in text)
     scheme_at = len(text[:colon_at].rstrip(_SCHEME_LETTERS))

@@ -1,7 +1,7 @@
 """Code outside the protocol that `Producer`, `AsyncProducer` and the drop-ins have in common.
 
-The module contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and
-receipts to the application. No function of this module uses a socket or waits.
+The module checks arguments, computes deadlines, makes the texts of errors and logs, and passes flow events and receipts
+to the application. No function of this module uses a socket or waits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker
 # stops the channel. Above 128 KiB, the C library would request the memory of each chunk from the kernel, which is slow.
-# With TLS, a chunk is one record, because a write cannot be withdrawn after it has begun.
+# With TLS, a chunk is at most one record, because a record that has begun cannot be withdrawn.
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
@@ -430,7 +430,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # Set the count to 0 first: between these two lines, `undelivered` may return a passed receipt, but misses none.
+        # Set the count to 0 first. Between these two lines, `undelivered` may return a passed receipt, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)

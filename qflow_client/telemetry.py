@@ -123,7 +123,7 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest duration since the last report, by destination and outcome; and the time of that report.
+        # The longest duration since the last report, by destination and outcome. Then the time of this report.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
@@ -150,7 +150,7 @@ class Observer:
         return attributes
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Record receipts that were settled together, in the order of admission."""
+        """Record receipts that were settled together, usually in the order of admission."""
         forget = self.began.pop
         first = receipts[0]
         route, outcome = first._route, first._outcome
@@ -189,7 +189,7 @@ class Observer:
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
-        """Count receipts with the same destination and outcome. `first` is the oldest of these receipts."""
+        """Count receipts with the same destination and outcome. `first` is one of them, usually the oldest."""
         # Count the failure of an undelivered message even if the message stays in the outbox, so that alerts see it.
         outcome = first._undelivered or first._outcome
         assert outcome is not None

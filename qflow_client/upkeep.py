@@ -1,8 +1,8 @@
 """Supervises the open connection of a producer.
 
 `Upkeep` probes a silent broker (`Watch`) and the first host (`Returner`), and replaces credentials before they expire
-(`Renewer`). `Upkeep` ends the connection if the broker is silent or blocks the connection for too long, if the first
-host answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
+(`Renewer`). `Upkeep` ends the connection if the broker is silent or blocks it for too long. It also ends the connection
+if the first host answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
 """
 
 from __future__ import annotations
