@@ -239,8 +239,8 @@ class Deduplicator:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
             look_up: whether to look up the id. With ``False`` the message counts as the first copy, and its id is
                 remembered. With ``look_up=may_be_second_copy(headers, redelivered)``, only few messages are looked up.
-                But if the second copy arrives before the first, the message is handled twice: neither the headers nor
-                the flag of the first copy show that there are two.
+                But if the second copy arrives before the first, the message is handled twice. Neither the headers nor
+                the flag of the first copy show that there are two copies.
 
         Returns:
             A context manager for ``with`` and ``async with``. The variable after ``as`` is ``True`` if the message has

@@ -127,8 +127,8 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    A call cannot wait on a connection's I/O thread, or in a signal handler or finalizer that has interrupted a step (a
-    change of a producer's state). Nor can code that has a lock for which a step waits, such as a log handler's lock.
+    No call can wait on the I/O thread of a connection, or in a signal handler or finalizer that interrupts a step. (A
+    step changes a producer's state.) Nor can code wait that has a lock which a step needs, such as a log handler's.
     """
 
     def __init__(

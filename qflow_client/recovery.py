@@ -223,8 +223,8 @@ class Watch:
     ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
     blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
-    If all hosts block the producer, the delay before a failover grows: it is doubled each time all other hosts were
-    tried, at most five times. When a message is settled, the delay is `failover_delay` again.
+    Each time all other hosts were tried in vain, the delay before a failover is doubled (at most five times). When a
+    message is settled, the delay is `failover_delay` again.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

@@ -1,7 +1,7 @@
 """The settings of producers: their names and allowed values, and the sources of a value.
 
-A value comes from the first source that has one: a keyword argument, a `ProducerSettings`, a query parameter of the
-URL, an environment variable, the default. The name of the variable is ``QFLOW_`` and the setting's name in capitals.
+A setting may be given as a keyword argument, in a `ProducerSettings`, in the query of the URL, or as an environment
+variable (``QFLOW_`` and the name in capitals). The first of these sources that has the setting is used.
 """
 
 from __future__ import annotations

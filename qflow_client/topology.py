@@ -15,8 +15,8 @@ __all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
 
 # ``PRECONDITION_FAILED``: the object exists with other properties.
 _EXISTS_OTHERWISE = 406
-# The broker's reply codes for a declaration that it will never accept. 403: access refused. 404: not found. 406: other
-# properties. 503: command invalid, such as an unknown type of exchange. 530: not allowed.
+# The broker's reply codes for a declaration that it will never accept: 403 access refused, 404 not found, 406 other
+# properties, 503 command invalid (such as an unknown type of exchange), 530 not allowed.
 _FINAL = (403, 404, 406, 503, 530)
 
 

@@ -269,8 +269,8 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: A message's property flags, the values before the assigned message id, the values after it, and the size of this id
-#: in bytes (0 if the producer assigns none). An id that the application has set is the first of the values after it.
+#: The property flags of a message, the values before and after its assigned id, and the size of this id in bytes. If
+#: the producer assigns no id, the size is 0, and the application's id (if any) is the first value of the third element.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -378,9 +378,9 @@ class PublishEncoder:
             number: number in the message id, below 2**48.
 
         Returns:
-            Three parts: from `Route.method` to the flags, from the flags to the last two digits of the message id, and
-            from these digits to the body. The parts are the same for all numbers that differ only in the last two
-            digits. The caller adds these digits, the body and a frame end.
+            Three parts. The flags begin the second part. The last two digits of the message id are missing between the
+            second and the third part. All numbers that differ only in these digits have the same parts. The caller adds
+            the digits, the body and a frame end.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)

@@ -47,7 +47,7 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# The parts of a Basic.Ack frame: a head (the same for all acks of a channel), the delivery tag, and one of two ends.
+# A Basic.Ack frame: a head, which is the same for all acks of a channel, the delivery tag, and one of two ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
 # If a read has at most this size, the tap reports its acks one by one with `on_ack`.

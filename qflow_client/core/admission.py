@@ -41,8 +41,8 @@ __all__ = ["Admission", "is_undisturbed"]
 def is_undisturbed() -> bool:
     """Whether no other code runs between two instructions that call no function.
 
-    This is true in CPython with its GIL, except in two cases: there is a trace or profile function in Python, or a tool
-    of `sys.monitoring`. Such code may run between any two instructions, and a thread switch may come while it runs.
+    This is true in CPython with its GIL. But a trace or profile function in Python, or a tool of `sys.monitoring`, may
+    run between any two instructions. While it runs, CPython may switch to another thread.
     """
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False

@@ -6,8 +6,8 @@ sent until the broker answers the probe. If the broker refuses the probe, the ne
 the pauses grow up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
-while no retry is possible (E5): there is no channel, or the broker blocks the connection or stops the channel. A pause
-before a probe continues while the clock is stopped.
+while no retry is possible (E5). So it stops without a channel, and while the broker blocks the connection or stops the
+channel. A pause before a probe continues while the clock is stopped.
 
 When the time for retries is over, the message is settled. If the broker has refused its last copy, the message is
 *nacked*. If the channel ended before the broker answered the last copy, the message is *unknown*.

@@ -271,8 +271,8 @@ class Unconfirmed:
                 not put into `outbound`. In this case `outbound` must be empty.
 
         Returns:
-            The frames of the message; empty if nothing was done. Nothing is done for a plain message (see `admission`),
-            a message with several body frames, or a message with a route of another encoder.
+            The frames of the message; empty if nothing was done. This method does nothing if the message is plain (see
+            `admission`), has several body frames, or has a route of another encoder.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared

@@ -35,14 +35,14 @@ _INITIAL = 32
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
-# The result of a trial is d(log rate) / d(log capacity): 1 if only the window limits throughput, 0 if it has no effect.
+# The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, 0 if it does not.
 # Up to the first of these values the window shrinks. Above the second value it may double. In between it grows.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
 # If elements wait in a queue: up to the first value the window shrinks, and up to the second value it stays.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
-# After a trial that does not double it, the window grows at most by the first factor, or shrinks by the second one.
+# After a trial without doubling, the window grows at most by the first factor, or shrinks by the second factor.
 _GROW = 1.25
 _SHRINK = 1.1
 # Doubling ends after this number of useless doublings in a row. If the broker commits in groups, one proves nothing.

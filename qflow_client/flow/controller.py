@@ -9,8 +9,8 @@ The elements come from *sources*. There are two kinds of sources:
     gate is closed, the controller blocks the source.
 
 This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. There may be
-room after `release`, after a hold is lifted, after a capacity, rate or threshold is changed, and at the time of
-`ready_at`. At each of these times, the caller calls `grant` until the result is ``None``, and then `resume`.
+room after `release`, at the time of `ready_at`, or when a hold is lifted or a limit is changed. At each of these times,
+the caller calls `grant` until the result is ``None``, and then `resume`.
 """
 
 from __future__ import annotations
