@@ -48,7 +48,7 @@ class _InProcess:
         self._max_count = max_count
         self._max_age = max_age
         self.clock = time.monotonic
-        # The time at which each message was handled, oldest first. A plain dict is slow if first entries are removed.
+        # The time at which each message was handled, oldest first. A plain dict is slow if first entries are deleted.
         self._times: OrderedDict[str, float] = OrderedDict()
 
     def _prune(self) -> None:
@@ -211,7 +211,7 @@ class Deduplicator:
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
             in memory (about 200 bytes each).
         max_count: maximum number of ids. The oldest ids are forgotten first. Choose more than the number of messages
-            that can come between two copies. The messages may be the producer's unconfirmed ones, or other producers'.
+            that can come between two copies: the producer's unconfirmed messages, and those of other producers.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:

@@ -187,7 +187,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def recheck(self) -> None:
-        """Request a step that changes nothing. If an exception has interrupted a step, this step repairs the state."""
+        """Request another step, because an exception may have interrupted a step. Each step first repairs the state."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:

@@ -127,8 +127,8 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    No call can wait on the I/O thread of a connection, or in a signal handler or finalizer that interrupts a step. (A
-    step changes a producer's state.) Nor can code wait that has a lock which a step needs, such as a log handler's.
+    A call cannot wait on the I/O thread of a connection. A signal handler or finalizer cannot wait inside a step (a
+    change of a producer's state). Code with a lock that a step needs (such as a log handler's lock) cannot wait either.
     """
 
     def __init__(

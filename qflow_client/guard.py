@@ -162,7 +162,7 @@ LOOPS = Guard()
 
 def _after_fork_in_child() -> None:
     LOOPS.__init__()  # type: ignore[misc]  # another thread may have had the lock
-    # The child has only this thread. It stays marked, because it may have forked inside a step, which it will complete.
+    # The child has only this thread. A marked thread stays marked, because it will complete the step that it is inside.
     me = get_ident()
     _inside.intersection_update({me})
     _serving.intersection_update({me})

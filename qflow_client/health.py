@@ -11,7 +11,7 @@ from qflow_client.events import FlowState, HoldKind
 
 __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 
-# Kinds of holds that each burst of messages may raise and lift. So these holds do not change the health.
+# Each burst of messages may raise and lift holds of these kinds. So they do not change the health.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
 # Value of the header Retry-After in seconds.

@@ -129,8 +129,8 @@ class Message:
         content_type: MIME type.
         content_encoding: MIME content encoding.
         headers: field table. Keys have at most 255 bytes. Values are ``str``, ``bool``, ``int`` of 64 bits, ``float``,
-            ``Decimal`` of 32 bits, bytes, ``datetime`` or ``None``, or lists, tuples or mappings of these. A naive
-            ``datetime`` is local time. The message keeps an immutable copy, so a program may reuse its table.
+            ``Decimal`` of 32 bits, bytes, ``datetime`` (naive for local time) or ``None``. Lists, tuples and mappings
+            of these are allowed too. The message keeps an immutable copy, so a program may reuse its table.
         delivery_mode: delivery mode. The default is 2, persistent.
         priority: priority. The AMQP standard allows 0 to 9. Brokers accept values up to 255.
         correlation_id: id of the request that this message answers.

@@ -21,8 +21,8 @@ __all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_f
 
 _T = TypeVar("_T")
 
-# The broker's reply codes for a client that it will never accept. 403: wrong name or password. 530: no access to the
-# virtual host, or no such virtual host (402 or 404 in older brokers).
+# The broker's reply codes for a client that it will never accept. The name or password is wrong (403). Or the virtual
+# host does not exist (530, in older brokers 402 or 404), or the user has no access to it (530).
 _REFUSALS = (402, 403, 404, 530)
 
 # Number of checks of `Watch` within the shorter of `liveness` and `failover_delay`.

@@ -1,8 +1,8 @@
 """Removes passwords from values that errors, reprs and logs show.
 
 Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions hide each part of a URL that
-may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. `shown` shows only the type
-of a value of an unknown type. Errors of libraries about URLs pass through `words_of`, because they may repeat secrets.
+may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. For a value of an unknown
+type, `shown` shows only the type. Errors of libraries about URLs pass through `words_of`, as they may show secrets.
 
 A text that looks neither like a URL nor like credentials is shown. So the secret in ``name="s3cr3t"`` is not hidden.
 """
@@ -227,7 +227,7 @@ def _text_of(value: object, depth: int) -> str:
 
 
 def shown_of_unknown(value: object) -> str:
-    """Return a text for the value of an argument whose name is unknown, and may be ``password``."""
+    """Return a text for the value of an argument with an unknown name. Values that may be passwords are hidden."""
     return repr(value) if value is None or isinstance(value, bool) else _HIDDEN
 
 

@@ -1,7 +1,7 @@
 """The settings of producers: their names and allowed values, and the sources of a value.
 
-A setting may be given as a keyword argument, in a `ProducerSettings`, in the query of the URL, or as an environment
-variable (``QFLOW_`` and the name in capitals). The first of these sources that has the setting is used.
+A setting may be a keyword argument, or come from a `ProducerSettings`, the query of the URL, or the environment. The
+first of these sources that has the setting is used. In the environment, its name is in capitals, after ``QFLOW_``.
 """
 
 from __future__ import annotations
@@ -476,7 +476,7 @@ class ProducerSettings:
 
     @property
     def burst(self) -> int:
-        """Number of messages that, after an idle time, may be sent without a pause, if there is a `rate`."""
+        """Number of messages that may be sent without a pause after an idle time, if there is a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property
@@ -511,7 +511,7 @@ class ProducerSettings:
 
         Args:
             url: value of the setting ``url``; ``None`` if it is not given.
-            settings: the source of settings that `keywords` does not contain. Only explicitly given settings are used.
+            settings: a source of settings. Its explicitly given settings are used unless `keywords` contains them.
             environ: environment variables. The default is the environment of the process.
             keywords: name and value of each setting, except ``url``.
 

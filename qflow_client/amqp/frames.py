@@ -82,7 +82,7 @@ CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
 CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
-# The next two methods are extensions of RabbitMQ, like the two above.
+# Extensions of RabbitMQ, like the two methods above.
 CONNECTION_UPDATE_SECRET = bytes((0, 10, 0, 70))
 CONNECTION_UPDATE_SECRET_OK = bytes((0, 10, 0, 71))
 CHANNEL_OPEN = bytes((0, 20, 0, 10))
@@ -270,7 +270,7 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
 
 
 #: The property flags of a message, the values before and after its assigned id, and the size of this id in bytes. If
-#: the producer assigns no id, the size is 0, and the application's id (if any) is the first value of the third element.
+#: the producer assigns no id, the size is 0. An id of the application is the first value of the third element.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -378,9 +378,9 @@ class PublishEncoder:
             number: number in the message id, below 2**48.
 
         Returns:
-            Three parts. The flags begin the second part. The last two digits of the message id are missing between the
-            second and the third part. All numbers that differ only in these digits have the same parts. The caller adds
-            the digits, the body and a frame end.
+            Three parts. The second part begins with the flags. Between the second and the third part, the last two
+            digits of the message id are missing. Numbers that differ only in these digits have the same parts. The
+            caller adds these digits, the body and a frame end.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)

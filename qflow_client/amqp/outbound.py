@@ -138,7 +138,7 @@ class Outbound:
         """Return the next bytes to write; empty if everything is written.
 
         Args:
-            limit: approximate maximum number of bytes. The limit applies only to the further frames of a long message.
+            limit: approximate maximum number of bytes. A batch is not divided. So the limit applies only to `rest`.
         """
         if self._at:
             self._end_if_written()

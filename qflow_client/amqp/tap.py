@@ -264,7 +264,7 @@ class Tap:
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Return a frame that a living broker answers. The channel must be in confirm mode.
+        """Return a frame that the broker answers if it is alive. The channel must be in confirm mode.
 
         The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """

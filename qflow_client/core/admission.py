@@ -2,14 +2,14 @@
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
-message to `unsent`. If an interrupt comes before that, the message is not admitted, and `heal` undoes the preparations.
+message to `unsent`. If an interrupt comes before this, the message is not admitted, and `heal` undoes the preparations.
 The windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes limit admission.
 
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
 is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and its
 last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
 function. Other interpreters (PyPy, builds without the GIL), tracers in Python and tools of `sys.monitoring` may run
-other code there. If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
+other code in between. If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For

@@ -2,7 +2,7 @@
 
 A *skin* is the code with I/O around the protocol: a producer's engine or a drop-in for another library. The *owner* is
 the thread or event loop on which the skin does I/O. The owner reports events to `ProducerProtocol`: a channel opened,
-the broker acked, the socket accepted bytes, time passed. The owner gets from it the bytes to write. The skin calls one
+the broker acked, the socket accepted bytes, time passed. Then the owner asks for the bytes to write. The skin calls one
 step (see `step`) at a time, and passes the time in monotonic seconds.
 
 The protocol has these parts:
@@ -24,9 +24,9 @@ From its admission until it is settled, a message is in exactly one of three col
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). An unsettled
 message leaves `flight` if the channel ends, or if the broker has no room and refuses the message. If the broker stops
-the channel, messages without a written byte also leave `flight` (`Writing.take_back`). Then a message moves to `again`
-if it was ever written, and otherwise to `unsent`. Both collections are always in the order of admission, and `again` is
-sent before `unsent`. So first copies are always sent in the order of admission.
+the channel, messages without a written byte also leave `flight` (`Writing.take_back`). In these three cases a message
+moves to `again` if it was ever written, and otherwise to `unsent`. `again` and `unsent` are always in the order of
+admission, and `again` is sent first. So first copies are always sent in the order of admission.
 
 Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
 broker stops the new channel (``Channel.Flow``).
@@ -409,7 +409,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return the next bytes to write, and record that they are written. Repeat the call until the result is empty.
 
-        Owners that can write any number of bytes use this method. It takes half the time of the two other methods.
+        Owners that can write any number of bytes use this. It takes half the time of `data_to_write` and `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:

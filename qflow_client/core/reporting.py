@@ -70,7 +70,7 @@ class Reports:
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
-        max_events: when twice as many flow events wait for the skin, this number of them is kept, the newest ones.
+        max_events: if twice this number of flow events wait for the skin, only the newest `max_events` are kept.
     """
 
     __slots__ = (

@@ -35,8 +35,8 @@ class Resending:
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
         #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message has
-        #: frames now, they are a second copy. Some of these messages may be settled by now.
+        #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message is
+        #: on the wire now, it is a second copy. Some of these messages may be settled by now.
         self.written_before: set[int] = set()
         self.suspects = Suspects()
         self.poison = PoisonDetector(hold_time)

@@ -66,8 +66,8 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # The batch that is being settled, and its time; ``None`` if there is none. It has one outcome for all receipts,
-        # or one for each. The reply is stored in receipts without a reply.
+        # The batch that is being settled; ``None`` if there is none. A single outcome is for all receipts. The reply is
+        # for receipts without a reply. The last element is the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
         # The next stage of `_finish`: 0 sets outcomes, 1 adds to the reports, 2 calls the observer, 3 does the rest.
         self._stage = 0
@@ -219,7 +219,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record a return in the receipt. The ack that follows settles it; after a nack, `give_up_refused` does."""
+        """Record a return in the receipt. The next ack settles the message; after a nack, `give_up_refused` does."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:

@@ -14,7 +14,7 @@ Four rules change the window:
     queue, or the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the
     window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in
     proportion. If the latency exceeds `_bound` (the longest without a queue), the window stops doubling, or shrinks.
-    Rule 1 alone would not shrink it, because among several producers of a queue a larger window gets more throughput.
+    Rule 1 alone would not shrink it: if a queue has several producers, a larger window always gets more throughput.
 3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
     halved when the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window, the epoch changes nothing.
@@ -35,17 +35,17 @@ _INITIAL = 32
 _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
-# The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, 0 if it does not.
-# Up to the first of these values the window shrinks. Above the second value it may double. In between it grows.
+# The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, and 0 if it has no
+# effect. Up to `_WORTH_HAVING` the window shrinks. Above `_WORTH_DOUBLING` it may double. In between it grows.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# If elements wait in a queue: up to the first value the window shrinks, and up to the second value it stays.
+# If elements wait in a queue, the window shrinks up to `_WORTH_KEEPING`, and grows only above `_WORTH_ADDING`.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
-# After a trial without doubling, the window grows at most by the first factor, or shrinks by the second factor.
+# After a trial without doubling, the window grows at most by the factor `_GROW`, or shrinks by the factor `_SHRINK`.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of useless doublings in a row. If the broker commits in groups, one proves nothing.
+# Doubling ends after this number of useless doublings in a row. With group commits, a single one proves nothing.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
