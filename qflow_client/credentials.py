@@ -64,7 +64,7 @@ class Expiry:
     would refuse messages with an error that seems to concern the messages and not the credentials.
 
     Args:
-        settings: settings of the producer. The settings ``reconnect_…`` define the pauses between requests too.
+        settings: settings of the producer. The pauses between requests are those of the settings ``reconnect_…``.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:

@@ -91,7 +91,7 @@ class _Writer:
 
     def _run(self) -> None:
         while True:
-            # Do not keep the record in a variable while the thread waits, because its traceback keeps objects alive.
+            # Do not keep the record in a variable while the thread waits, because the record keeps objects alive.
             self._take(self._records.get())
 
     def _take(self, record: Any) -> None:

@@ -66,7 +66,7 @@ __all__ = [
 
 
 class _Default:
-    """The default of `timeout` arguments: use a setting. The default is not ``None``, which means no limit."""
+    """The default of `timeout` arguments, which stands for the value of a setting. ``None`` means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"

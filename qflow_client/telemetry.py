@@ -45,7 +45,7 @@ __all__ = [
     "watch",
 ]
 
-#: The version of the semantic conventions for names and attributes. The conventions for messaging are in development.
+#: The version of the semantic conventions for names and attributes. The conventions for messaging may still change.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
 #: Maximum number of destinations of a producer that are counted separately. Further destinations are counted together,

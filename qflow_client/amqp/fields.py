@@ -28,7 +28,7 @@ __all__ = [
     "encode_timestamp",
 ]
 
-#: Maximum depth of nested tables and arrays. Most decoders are recursive and have an undocumented limit.
+#: Maximum depth of nested tables and arrays. Most decoders are recursive, so they fail at some depth.
 MAX_DEPTH = 100
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

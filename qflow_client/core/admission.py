@@ -289,7 +289,7 @@ class Admission:
     def count_unwritten(
         self, others: Callable[[], Iterable[Receipt]], written_to: Callable[[], int], now: float
     ) -> None:
-        """Recount the unwritten bytes, and raise or lift the hold ``transport`` accordingly.
+        """Recount the unwritten bytes, and raise or lift the hold ``transport`` if necessary.
 
         Args:
             others: returns the messages to be sent again.

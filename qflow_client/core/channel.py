@@ -1,8 +1,8 @@
 """Moves and settles messages when a channel opens or ends.
 
-If at least one byte of a message was written before its channel ended, the message counts as possibly arrived. With
-the setting ``on_disconnect="republish"``, these messages are sent again on the next channel, as second copies. With the
-setting ``"fail"``, and at the end of the producer, every message is settled.
+If at least one byte of a message was written before its channel ended, this module assumes that the message may have
+arrived. With the setting ``on_disconnect="republish"``, these messages are sent again on the next channel, as second
+copies. With the setting ``"fail"``, and at the end of the producer, every message is settled.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Limits:
         self.controller.release(size, len(receipts))
 
     def give_back(self, size: int) -> None:
-        """Free the room of a message that is not admitted after all."""
+        """Free the room of a message that was counted, but is not admitted."""
         self.window.used -= 1
         if self.byte_window is not None:
             self.byte_window.used -= size

@@ -51,7 +51,7 @@ class Returns:
                     del self.by_id[payload.message_id]
 
     def heal(self) -> None:
-        """Forget messages that were not admitted after all, or are settled."""
+        """Forget messages that are settled, or that an interrupt has prevented from being admitted."""
         for message_id, own in tuple(self.by_id.items()):
             own[:] = [receipt for receipt in own if receipt._number and receipt._outcome is None]
             if not own:

@@ -25,7 +25,7 @@ class Store(Protocol):
 
     @property
     def limiter(self) -> Limiter | None:
-        """Limits admission by the room on disk; ``None`` if messages are rejected when there is no room."""
+        """Limits admission by the room on disk. ``None`` if the store rejects messages for which there is no room."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         """Reject a message if there is no room and the message cannot wait.

@@ -49,7 +49,7 @@ class Suspects:
     def __init__(self) -> None:
         #: Numbers of messages that may have caused the end of an earlier channel. Some of them may be settled by now.
         self.numbers: set[int] = set()
-        #: The last suspect that was sent on this channel and not taken back, or ``None``. It may be settled by now.
+        #: The last suspect that was sent on this channel and not taken back, or ``None``. It may be settled already.
         self.alone: Receipt | None = None
 
     @property

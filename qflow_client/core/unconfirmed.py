@@ -45,8 +45,8 @@ class Unconfirmed:
         self.flight: dict[int, Receipt] = {}
         #: The bytes to be written.
         self.outbound = Outbound()
-        #: Whether a partly or completely written message was settled before the broker answered it. The broker may
-        #: still close the channel because of this message.
+        #: Whether a message was settled after its first byte was written and before the broker answered it. The broker
+        #: may still close the channel because of this message.
         self.has_abandoned = False
         # No message in `flight` has a lower tag than this one.
         self._low = 1

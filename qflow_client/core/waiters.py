@@ -14,7 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of the calls in `calls`, except `send`. To wake a waiter, this class adds it to `Reports.wake`."""
+    """The waiters of the calls in `calls`, except `send`. A waiter is an object with which the skin wakes one call."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 

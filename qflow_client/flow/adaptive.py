@@ -1,19 +1,19 @@
 """A window that finds its best size, which is the smallest size with maximum throughput.
 
-The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
-between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
+The only inputs are the number of elements that leave, the time, and whether an element was refused since elements last
+left. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
 *trip*: the time from the entrance of an element until it leaves. The result of an epoch is a rate and a latency. The
 latency is the shortest trip of the epoch. Only a few elements are timed.
 
 Four rules change the window:
 
-1. *Are the last 30 % of the window useful?* About every second epoch uses only the other 70 %. If throughput stays the
-    same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
-2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the latency of
-    an epoch is longer by more than 25 % plus 10 ms, there are two possible causes. Either elements always wait in a
-    queue, or the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the
-    window are kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in
-    proportion. If the latency exceeds `_bound` (the longest without a queue), the window stops doubling, or shrinks.
+1. *Are the last 30 % of the window useful?* About every second epoch uses only 70 % of the window. If this does not
+    reduce throughput, the window shrinks. Otherwise the window grows. While it is far too small, it doubles.
+2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. The latency of an
+    epoch may be longer by more than 25 % plus 10 ms, for one of two reasons. Either elements always wait in a queue, or
+    the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the window are
+    kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in proportion.
+    If the latency exceeds `_bound` (the longest latency without a queue), the window stops doubling, or shrinks.
     Rule 1 alone would not shrink it: if a queue has several producers, a larger window always gets more throughput.
 3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
     halved when the next elements leave, before further elements enter.
