@@ -139,7 +139,7 @@ class Message:
         message_id: message id. If a message has no id, the producer assigns one (setting ``message_ids``).
         timestamp: seconds since 1970, or a ``datetime`` (local time if it is naive).
         type: kind of the message, as a name that the application chooses.
-        user_id: user name. The broker accepts only the user of the connection.
+        user_id: user name. RabbitMQ accepts only the user of the connection.
         app_id: name of the publishing application.
         cluster_id: cluster id, which is deprecated in the standard, but is still sent.
 

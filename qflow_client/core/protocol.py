@@ -359,7 +359,7 @@ class ProducerProtocol:
 
     @step
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        """Handle ``Basic.Return``: no queue took a mandatory message. Its ack follows, or its nack has already come.
+        """Handle ``Basic.Return``: no queue took the message. With confirms, its ack follows, or its nack came before.
 
         Args:
             header: the payload of the content header frame.
@@ -443,7 +443,7 @@ class ProducerProtocol:
 
     @step
     def end_writing(self) -> bool:
-        """Write no further message on this channel. Return True if no message is partly written."""
+        """Write no further message on this channel. Return True if no message or control frame is partly written."""
         self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()
