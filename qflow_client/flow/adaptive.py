@@ -14,7 +14,7 @@ Four rules change the window:
     the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the window are
     kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in proportion.
     If the latency exceeds `_bound` (the longest latency without a queue), the window stops doubling, or shrinks.
-    Rule 1 alone would not shrink it: if a queue has several producers, a larger window always gets more throughput.
+    Rule 1 alone would not shrink it: if a queue has several producers, a larger window gets more throughput.
 3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
     halved when the next elements leave, before further elements enter.
 4. *Was the window the limit?* If the application was too slow to fill the window, the epoch changes nothing.
