@@ -324,8 +324,7 @@ class Tap:
             The complete frames for the library, or empty bytes. If `error` is set now, the next call raises the error.
 
         Raises:
-            FrameError: a frame is invalid or cannot be decoded, or received data may be lost, because an exception has
-                interrupted an earlier call.
+            FrameError: a frame is invalid, or an exception has interrupted an earlier call, so data may be lost.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")

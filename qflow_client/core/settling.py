@@ -142,7 +142,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Set the outcomes of confirmed messages. Return True if none of them was returned by the broker before."""
+        """Set the outcomes of confirmed messages. Return True if the broker has returned none of them."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
@@ -225,7 +225,7 @@ class Settling:
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Without confirms, the message is settled already. So make another receipt, which `flush` reports.
+            # Without confirms, the message is settled already. So make another receipt, for `flush` or `close`.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
