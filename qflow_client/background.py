@@ -30,7 +30,7 @@ class BackgroundCall(Generic[_Answer]):
         """Begin a call of the function, or use the result of the running call. Return without waiting for the result.
 
         Args:
-            done: called with the result, on any thread. A later call of `ask`, before the result, replaces this `done`.
+            done: called with the result, on any thread. If `ask` is called again before that, its `done` replaces this.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done

@@ -71,7 +71,7 @@ class Expiry:
         self._backoff = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         self._shortest = settings.reconnect_delay
         self._limit = settings.connect_timeout
-        # The times at which the present credentials should be replaced, and at which they expire; perhaps infinite.
+        # When the present credentials should be replaced, and when they expire; infinite for never.
         self._due_at = self._expires_at = math.inf
         #: The name of the logged-in user.
         self.username = ""

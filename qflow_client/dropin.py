@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# Settings with a fixed value, because the library itself decides these things, mostly by arguments of its methods.
+# Settings with a fixed value, because the library decides these things, mostly by arguments of its methods.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",
@@ -96,7 +96,7 @@ class DropIn:
 
     Attributes:
         library: name of the library, for errors.
-        theirs: settings whose names the library uses for its own parameters. Users put ``qflow_`` before these.
+        theirs: settings whose names the library uses for its own parameters. Users put ``qflow_`` before these names.
         not_taken: settings, in addition to `_PRODUCERS_ONLY`, that are not accepted, each with the reason.
     """
 
@@ -247,7 +247,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """Settle every message with the outcome that is known now, because the channel has ended.
+        """Settle every message, because the channel has ended.
 
         This object can be used again: `channel_opened` starts the next channel.
         """
@@ -257,7 +257,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all messages are settled and no call waits in line. Then an end of the channel affects no message."""
+        """Whether all messages are settled and no call waits in line. If so, the channel's end affects no message."""
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:

@@ -255,7 +255,7 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # Subscribe before reading the present holds, to miss no event. If both report a hold, `_raised` ignores one.
+        # Subscribe before reading the present holds, to miss no event. `_raised` ignores a hold that is reported twice.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:

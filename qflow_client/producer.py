@@ -170,7 +170,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 receipt = engine.protocol.admission.send_at_once(payload, exchange, routing_key)
                 if receipt is not None:
                     link = engine.link
-                    # Before `connect` has set the link, another thread may send. Then `connect` wakes the writer.
+                    # Another thread may send before `connect` has set the link. Then `connect` wakes the writer later.
                     if link is not None and not link.writer.awake:
                         link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class

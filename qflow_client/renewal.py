@@ -1,7 +1,7 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
 The application's function may block or hang. So it runs on a separate thread (or as a task, see `AsyncAsker`), one call
-at a time. While a call hangs, each try to connect waits for its result, and fails after `connect_timeout`.
+at a time. While a call hangs, each try to connect waits for the call, and fails after `connect_timeout`.
 
 The text of an exception of this function is hidden (except for `SettingsError`), because it may contain a secret.
 """
@@ -118,7 +118,7 @@ class Renewer:
         return self._taker is not None
 
     def log_in(self, done: Callable[[Answer], object]) -> None:
-        """Request credentials for a new connection. Pass the answer to `done`, unless `end` is called before."""
+        """Request credentials for a new connection. Pass the answer to `done`, unless `end` is called first."""
 
         def take(answer: Answer) -> None:
             if isinstance(answer, Credentials):

@@ -71,7 +71,7 @@ class Returner:
         self._leave = leave
         probe = partial(answers, reconnection.first_url, settings.connect_timeout)
         self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
-        # The timer of the next probe, or of the running one; ``None`` if no probe was planned on this connection.
+        # The timer of the latest probe; ``None`` if no probe was planned on this connection.
         self._timer: Timer | None = None
         self._is_open = False
 

@@ -74,9 +74,9 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# Maximum seconds of each of two waits of `close`: for the broker's answer to the close, and for running callbacks.
+# `close` waits at most this number of seconds for the broker's answer, and then as long for running callbacks.
 GOOD_BYE = 3.0
-# Maximum seconds of each of these waits after the timeout of `close` has expired, or if an error ends the producer.
+# Maximum seconds of both waits if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker

@@ -1,8 +1,8 @@
 """`send_many` of a producer with an outbox. The producer waits for the disk once for many messages.
 
-`store_many` is a generator, so that the same code serves threads and asyncio. The generator passes each call that may
-wait to the function `run`, which the producer has passed. `run` returns an iterator. For a `Producer`, the iterator
-blocks the thread and yields nothing. For an `AsyncProducer`, it yields everything that the call's coroutine yields.
+`store_many` is a generator, so that the same code serves threads and asyncio. The producer passes a function `run`. For
+each call that may wait, `run` returns an iterator. For a `Producer`, the iterator blocks the thread and yields nothing.
+For an `AsyncProducer`, the iterator yields everything that the call's coroutine yields.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def store_many(
                 yield from run(wait_durable, receipts[-1], deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # The messages before the error are admitted, so wait until they are on disk, but not again after `NotDurable`.
-        # If this wait raises a `NotDurable`, suppress it, because the caller needs the first error.
+        # The messages before the error are admitted, so wait for the disk, unless such a wait has just failed. If this
+        # wait raises a `NotDurable`, suppress it, because the caller needs the first error.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 yield from run(wait_durable, receipts[-1], time.monotonic())

@@ -309,7 +309,7 @@ class Tracer:
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
-                # In the error, replace the message with a span by the message that the application has passed.
+                # Let the error contain the application's message, and not the message with the span.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():
                 _fail_span(span, type(error).__name__, str(error))

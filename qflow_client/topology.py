@@ -77,7 +77,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class _Declared:
-    """Defines how to pickle declared objects, because pickle refuses a `mappingproxy`."""
+    """Defines how to pickle declared objects, because a `mappingproxy` cannot be pickled."""
 
     __slots__ = ()
 

@@ -13,8 +13,8 @@ __all__ = ["delay"]
 _MIN_IN_FLIGHT = 256
 # The delay of the next read in seconds.
 _DELAY = 0.001
-# If a read gets more bytes than this, the next read is not delayed. Acks are small, so a large read probably contains
-# messages that the broker returns. Such messages would soon fill the buffer of the socket.
+# Acks are small. So if a read gets more bytes than this, it probably contains returned messages, which would soon fill
+# the buffer of the socket. Then the next read is not delayed.
 _LARGE_READ = 1 << 13
 
 

@@ -16,7 +16,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds until the next check if a message is due to be sent again, but earlier bytes wait for the socket.
+# Seconds until the next check, if a message is due but cannot be sent because earlier bytes wait for the socket.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -35,7 +35,7 @@ class Consequences:
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do the actions that follow when messages were settled or have left `Unconfirmed.flight`."""
+        """Do the actions that become possible when messages are settled or leave `Unconfirmed.flight`."""
         if self._unreported.count and self._reports.settled:
             # Raise the hold for unreported receipts before `proceed` admits waiting messages.
             self.hold_unreported(now)

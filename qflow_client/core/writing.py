@@ -82,7 +82,7 @@ class Writing:
     def move_back(self) -> None:
         """Move messages back to the collections that they came from, if their frames were removed from `outbound`."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
-        # `beyond` returns the last message first, so each message belongs before the messages moved so far.
+        # `beyond` returns the last message first. So put each message in front of those that were moved before.
         while (receipt := unconfirmed.beyond()) is not None:
             if not self._resending.put_back(receipt):
                 unsent.appendleft(receipt)

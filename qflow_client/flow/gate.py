@@ -1,7 +1,7 @@
 """A gate, which is open while it has no holds and is not shut.
 
 A gate answers one question: can an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
-kind (the reason) and a source (the code that raised the hold). `lift` needs both, so code lifts only its own holds.
+kind (the reason) and a source (the code that raised the hold). To lift a hold, code has to pass its kind and source.
 """
 
 from __future__ import annotations
