@@ -74,7 +74,7 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# `close` waits at most this number of seconds for the broker's answer, and then as long for running callbacks.
+# `close` waits at most this number of seconds for the broker's answer, and then as long for running flow callbacks.
 GOOD_BYE = 3.0
 # Maximum seconds of both waits if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
