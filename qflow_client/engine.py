@@ -85,7 +85,7 @@ class BaseEngine(ABC):
         self.observer: telemetry.Observer | None = None
         #: Unregisters the producer from its manager.
         self.unregister: Callable[[], object] = bool
-        #: Detaches the producer's finalizer. Then the garbage collection of the producer does not call `abandon`.
+        #: Detaches the producer's finalizer, so that the garbage collection of the producer does not call `abandon`.
         self.detach: Callable[[], object] = bool
         #: Whether the engine has begun to end: by `close`, by `abandon`, or in a forked child.
         self.ended = False

@@ -199,7 +199,7 @@ class Tap:
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
-        # True while `received` runs. Stays True if an exception interrupts `received`, because data may be lost.
+        # True while `received` runs. If an exception interrupts `received`, this stays True, because data may be lost.
         self._is_torn = False
         # When the library last received data.
         self._fed_at = 0.0

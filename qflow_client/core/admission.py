@@ -95,7 +95,7 @@ class Admission:
         receipt_type: type[Receipt],
     ) -> None:
         self.limits = limits
-        #: The same object as `limits.window`; an attribute for speed, because every message uses it.
+        #: The same object as `limits.window`. This attribute saves time, because every message uses it.
         self.window = limits.window
         self._controller = limits.controller
         self.gate = limits.controller.gate

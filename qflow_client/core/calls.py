@@ -6,7 +6,7 @@ such a generator. While the call waits, a driver blocks its thread, suspends an 
 the connection. A driver does the following:
 
 1. It calls `resume` where steps are allowed: under the producer's lock, or on the thread or loop of the connection.
-2. It waits until the skin sets the call's waiter, or until the yielded time.
+2. It waits until the call's waiter is set after a later step, or until the yielded time.
 3. It calls `resume` with the present time. It repeats 2. and 3. until the call has a result.
 4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
    forgets the waiter.

@@ -156,7 +156,7 @@ class ProducerProtocol:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a channel is needed, because messages can still be admitted, are unsettled, or wait in the outbox."""
+        """Whether a channel is needed: messages can still be admitted, are unsettled, or wait in the outbox."""
         if self.closed is None or self.window.used > 0:
             return True
         store = self.admission.store
@@ -377,7 +377,7 @@ class ProducerProtocol:
     def data_to_write(self, limit: int) -> bytes:
         """Return the next bytes to write, approximately up to `limit`; empty if nothing can be written.
 
-        This method uses the time of the last step. So a probe may have to wait for a call of `on_timer`.
+        This method uses the time of the last step. So a due probe may wait until `on_timer` is called.
         """
         steps = self.steps
         if steps.is_unfinished:

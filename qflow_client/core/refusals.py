@@ -69,7 +69,7 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: When a probe can be sent. The time stays set while a probe is in flight. ``None`` if the broker has room.
+        #: When a probe can be sent. This time is kept while a probe is in flight. ``None`` if the broker has room.
         self.probe_at: float | None = None
         #: The probe, from its sending until its answer is handled or its channel ends; ``None`` if there is none.
         self.probe: Receipt | None = None

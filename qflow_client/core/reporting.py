@@ -158,7 +158,7 @@ class Reports:
     def add_failures(self, receipts: Iterable[Receipt]) -> None:
         """Keep failed receipts for the next `flush` or `close`.
 
-        If there is not enough room, older failures are dropped. Receipts of one call never displace each other.
+        If there is not enough room, older failures are dropped. The receipts of this call are all kept.
         """
         failures = list(receipts)
         count = len(failures)

@@ -86,7 +86,7 @@ class SendLine:
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-            waiter: the object to put into `Reports.wake` when the ticket is decided, so that the skin wakes the sender.
+            waiter: the object that wakes the sender. It is put into `Reports.wake` when the ticket is decided.
             source: a name for the origin of the message, for a `Line` that treats origins differently (`WeightedLine`).
             first: whether the ticket goes to the front of the line. Callbacks use this, because the other senders may
                 be waiting for the callback to return.

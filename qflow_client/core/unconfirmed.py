@@ -127,7 +127,7 @@ class Unconfirmed:
         """
         flight = self.flight
         before = len(flight)
-        # This is one call into C. No signal handler runs inside it.
+        # This is one call into C, so no signal handler runs before it ends.
         receipts.extend(map(flight.pop, range(first, stop), repeat(None)))  # type: ignore[misc]  # see above
         if before - len(flight) != len(receipts):
             receipts[:] = [receipt for receipt in receipts if receipt is not None]
@@ -139,8 +139,8 @@ class Unconfirmed:
 
         Args:
             source: messages that were never written, or messages to be sent again.
-            limit: the maximum number of bytes of a batch, because a larger batch would need a second write. A batch is
-                larger only if its first message alone is larger.
+            limit: the maximum number of bytes of a batch. A larger batch would need a second write. Only a
+                single message may exceed the limit.
             most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):

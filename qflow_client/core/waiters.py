@@ -14,7 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of the calls in `calls`, except `send`. A waiter is an object with which the skin wakes one call."""
+    """The waiters of the calls in `calls`, except `send`. An engine or drop-in wakes each call by its waiter."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 

@@ -176,7 +176,7 @@ class AdaptiveWindow(WindowLimiter):
         self._due = 0
         # The shortest trip of this epoch in seconds.
         self._fastest = inf
-        # The latest time at which the measurement should end.
+        # If the measurement has not ended at this time, answers are delayed (rule 3).
         self._patience = inf
         # Whether an element was refused in this epoch.
         self._limited = False
