@@ -41,7 +41,7 @@ broker stops the new channel (``Channel.Flow``).
 
 If the connection is lost while the probe is in flight, the message moves back into `again`. Then the clock may reach
 `retry_for` before the next copy is sent. In this case the message is settled as *unknown* and not as *nacked*, because
-the probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all messages.
+the probe may have arrived. With ``on_disconnect="fail"``, each loss of the connection settles all unsettled messages.
 
 The owner calls no other method between `data_to_write` and `advance`, and ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, interrupts a method, the owner does not report the same event again. If
