@@ -293,7 +293,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If an exception has interrupted a `send`, this step undoes the `send`. If no step is possible now, go on.
+        # If an exception has interrupted a `send`, this step undoes the `send`. If no step is possible, go on without.
         self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 

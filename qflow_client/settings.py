@@ -1,7 +1,7 @@
 """The settings of producers: their names and allowed values, and the sources of a value.
 
 A setting may be a keyword argument, or come from a `ProducerSettings`, the query of the URL, or the environment. The
-first of these sources that has the setting is used. In the environment, its name is in capitals, after ``QFLOW_``.
+first of these sources that has the setting is used. The environment variable of `capacity` is ``QFLOW_CAPACITY``.
 """
 
 from __future__ import annotations

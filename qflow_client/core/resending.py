@@ -112,7 +112,7 @@ class Resending:
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
-        """Return the times at which the next message can be sent, or a refused message has to be settled."""
+        """Return the times at which the next message can be sent, or at which a refused message has to be settled."""
         if self.refusals.probe is not None:
             return self.refusals.next_over(now)
         times = [at for at in (self.refusals.probe_at, self.candidate_at()) if at is not None]

@@ -66,8 +66,8 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # The batch that is being settled; ``None`` if there is none. A single outcome is for all receipts. The reply is
-        # for receipts without a reply. The last element is the time.
+        # The batch that is being settled; ``None`` if there is none. If it has only one outcome, all receipts get this
+        # outcome. Receipts without a reply get the reply of the batch. The last element is the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
         # The next stage of `_finish`: 0 sets outcomes, 1 adds to the reports, 2 calls the observer, 3 does the rest.
         self._stage = 0
@@ -193,7 +193,7 @@ class Settling:
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
         """Settle the messages that the acks of one read confirm. `TapChannel.on_acks` describes the list.
 
-        The result is that of one call of `answer` for each ack, but acks with consecutive tags are handled together.
+        The result is the same as with a call of `answer` for each ack. Acks with consecutive tags are handled together.
         """
         written = self._unconfirmed.outbound.finished
         # The highest tag up to which all messages are confirmed but not settled by this loop yet; 0 if there is none.
