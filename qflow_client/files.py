@@ -75,7 +75,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """If a file is missing, create it, empty and only for its owner. Follow a symbolic link even to a missing file."""
+    """Create an empty file only for its owner, if it is missing. Follow a symbolic link even to a missing file."""
     with _making:
         try:
             os.close(open_private(os.path.realpath(path), os.O_WRONLY | os.O_EXCL))
