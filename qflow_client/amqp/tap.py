@@ -278,7 +278,7 @@ class Tap:
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
         """Return the frame that sends a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
 
-        Any channel can write this frame. `on_updated` is called at the broker's answer, which the library does not see.
+        Any channel can write this frame. When the broker answers, the tap calls `on_updated`, and hides the answer.
         """
         self._updates.append(on_updated)
         raw = secret.encode()

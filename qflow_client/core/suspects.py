@@ -91,7 +91,7 @@ class PoisonDetector:
         self._settled = -1
         #: The message number of the candidate; 0 if there is none.
         self.candidate = 0
-        # `_send_at`: when the channel has been open for the hold time. `_sent_at`: when a suspect was last sent.
+        # `_send_at`: the earliest time for sending the candidate. `_sent_at`: when a suspect was last sent.
         self._send_at = self._sent_at = 0.0
         # How many connections were lost soon after the candidate was sent.
         self._candidate_losses = 0
