@@ -294,7 +294,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
         # If an exception has interrupted a `send`, this step undoes the `send`. If no step is possible, go on without.
-        self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
+        # It must not be `on_timer`, which may discard bytes that the I/O thread is writing.
+        self._engine.try_step(lambda protocol: protocol.repair())
         return self._engine.storage.outbox.position(source)
 
     # The window.

@@ -465,6 +465,10 @@ class ProducerProtocol:
         return self.settings.rate is not None or self._expiry is not None or self.parts.resending.needs_timer
 
     @step
+    def repair(self) -> None:
+        """Only repair the state if the last step is unfinished, as each step does."""
+
+    @step
     def on_timer(self, now: float) -> None:
         """Settle expired messages, review the holds, and admit waiting messages."""
         self.consequences.expire(now)

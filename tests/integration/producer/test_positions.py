@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from qflow_client import (
     Outbox,
     OutboxError,
     OutboxFull,
+    Outcome,
     Position,
     Producer,
     ProducerFlowed,
@@ -25,10 +27,11 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.errors import ProducerClosed
+from qflow_client.sync.pika_io import _TapSocket
 from tests.interrupting import EVERY, each_interrupt
 
 from .test_outbox import leave, marked, on_disk, store
-from .tools import PATIENCE, Proxy, bodies, eventually, start, wait_done, wait_in_line
+from .tools import PATIENCE, Proxy, bodies, eventually, finish, start, wait_done, wait_in_line
 
 pytestmark = pytest.mark.usefixtures("patient_sends")
 
@@ -250,3 +253,33 @@ def test_E13_a_send_that_ctrl_c_interrupts_is_stored_with_the_position_or_not_at
     assert marked(broker) == []
     with Outbox(path) as outbox:
         assert outbox.position(ROWS) == interrupt.at
+
+
+@pytest.mark.parametrize("skin", ["threads"], indirect=True)
+def test_a_call_of_position_discards_no_bytes_that_the_io_thread_is_writing(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = make_producer(outbox=path, delivery_timeout=0.05)
+    producer.send(b"first").result(timeout=PATIENCE)
+    send_ours, calls = _TapSocket.send_ours, 0
+
+    def call_late() -> None:
+        end = time.monotonic() + 0.05
+        eventually(lambda: time.monotonic() > end, "the message's delivery timeout")
+        finish([start(lambda: producer.position(ROWS))])
+
+    def write(tapped: _TapSocket, data: bytes) -> int:
+        nonlocal calls
+        # The timeout is measured from a mark that a step sets. So the message has surely expired before the third call.
+        while b"second" in data and calls < 3:
+            calls += 1
+            call_late()
+        return send_ours(tapped, data)
+
+    monkeypatch.setattr(_TapSocket, "send_ours", write)
+    second = producer.send(b"second")
+    wait_done([second])
+    # The message is on its way, so its outcome cannot be `FAILED`.
+    assert second.outcome in (Outcome.CONFIRMED, Outcome.UNKNOWN)
+    assert producer.send(b"third").result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"first", b"second", b"third"]
