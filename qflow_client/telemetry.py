@@ -110,7 +110,7 @@ class _Traced(Message):
 
 
 class Observer:
-    """Measures the messages of one producer. The protocol calls `settled` and `spilled` one at a time."""
+    """Measures the messages of one producer. Calls of `settled` and `spilled` never run at the same time."""
 
     def __init__(self, protocol: ProducerProtocol, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
@@ -123,7 +123,7 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest duration since the last report, by destination and outcome. `_recorded_at`: time of this report.
+        # The longest duration since the last report to the SDK, at `_recorded_at`, by destination and outcome.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
@@ -263,7 +263,7 @@ class Tracer:
         self._propagate = propagate
 
     def wants(self, message: object) -> bool:
-        """Return True if a message that is passed to `send` needs a span. False for the message that `span` yields."""
+        """Return True if `send` must make a span. False for the first `send` of a message that `span` has yielded."""
         if type(message) is not _Traced or not message.trace.fresh:
             return True
         message.trace.fresh = False

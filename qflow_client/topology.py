@@ -95,8 +95,8 @@ class Queue(_Declared):
     Attributes:
         name: name of the queue.
         durable: whether the queue survives a restart of the broker.
-        exclusive: whether only the connection that declares the queue may use it. The queue ends with this connection.
-        auto_delete: whether the broker deletes the queue when its last consumer ends.
+        exclusive: whether only the producer's connection may use the queue. The broker deletes it with the connection.
+        auto_delete: whether the broker deletes the queue when its last consumer is cancelled or disconnects.
         arguments: further arguments of the declaration, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue with this name is accepted, whatever its properties are.
 
@@ -214,7 +214,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Queues, exchanges and bindings that a producer declares before each opening of its channel.
+    """Objects that a producer declares, on a temporary channel, each time before it opens its publishing channel.
 
     Example::
 

@@ -63,7 +63,7 @@ class Upkeep:
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
-        """Start the supervision of an open connection, to which `pump` writes the output of the protocol."""
+        """Start the supervision of an open connection. `pump` writes the producer's waiting frames to it."""
         self._tap, self._pump = tap, pump
         self._watch.opened(now)
         self._look_later()

@@ -126,7 +126,7 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> str | Awaitable[str]:
-        """Add a message in the caller's transaction. The message is published if and only if the transaction commits.
+        """Add a message in the caller's transaction. A relay publishes the message after the transaction has committed.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.

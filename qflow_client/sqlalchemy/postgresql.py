@@ -13,8 +13,8 @@ off from the database, the session ends within the lease. The server measures ho
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids. A reader that remembers only the last id would miss rows. Therefore a relay reads rows in *sweeps*. Each
 sweep has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if the snapshot of this sweep
-shows it, and the previous snapshot does not. So its transaction (the column ``xid``) began after the previous snapshot,
-or was in progress then. Both conditions select short ranges of an index. The result:
+shows it, and the previous snapshot does not. So the transaction of a new row (the column ``xid``) began after the
+previous snapshot, or was in progress then. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
@@ -228,7 +228,7 @@ class PostgresqlSession:
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # The statement below takes the snapshot of the new sweep, so it has no upper limit for transaction numbers.
+            # The statement below takes the new sweep's snapshot and sees only its rows, so it needs no upper limit.
             self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
@@ -264,7 +264,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Set transaction numbers from the future (in a backup of another server) to 0, older than every snapshot."""
+        """Replace transaction numbers that this server has not reached (from another server's backup) by 0."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
@@ -328,7 +328,7 @@ class PostgresqlSession:
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Show the holds of the relay in the server's list of sessions. This needs no write to disk."""
+        """Show the holds of the relay in the server's list of sessions, which is in memory and not on disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:

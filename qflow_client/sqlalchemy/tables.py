@@ -99,7 +99,7 @@ class Tables:
             *message(),
             Column("created_at", DateTime(timezone=True), nullable=False, server_default=now),
             schema=schema,
-            # Never use an id twice, because the ids show which messages may have been sent.
+            # SQLite must not reuse the ids of deleted rows, because the ids show which messages may have been sent.
             sqlite_autoincrement=True,
         )
         Index(f"ix_{name}_xid", self.rows.c.xid)

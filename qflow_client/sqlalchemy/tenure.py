@@ -45,9 +45,9 @@ _PAGE = 1000
 _MIN_FREE_WINDOW = 0.25
 # Maximum seconds for which confirmed rows wait for the next read, which deletes them too.
 _LINGER = 0.02
-# Seconds between two checks of a held producer.
+# Seconds between two checks whether the producer's holds are lifted.
 _RETRY = 0.02
-# After a wake-up, such as a flow event, the checks of a held producer continue for this number of seconds.
+# These checks continue for this number of seconds after the thread was woken, for example by a flow event.
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
@@ -274,14 +274,14 @@ class Tenure:
         """Unlock partitions that have no unsettled messages.
 
         All rows that this tenure has sent in these partitions are settled and removed. But rows that an earlier tenure
-        may have sent can remain. So the session stores the id in `_doubt`: such rows have at most this id.
+        may have sent can remain. `_doubt` has the highest possible id of these rows, and the session stores this id.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return the time of the next read, or ``None`` if another action has to come first."""
+        """Return the time of the next read; ``None`` if a hold, a full window or another task prevents reading now."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)
@@ -371,7 +371,7 @@ class Tenure:
             self._gone.clear()
 
     def _rest(self, producer: Producer) -> None:
-        """Ping the database and write, if this is due. Then wait until there is something to do."""
+        """Ping the database and write settled rows, if it is time. Then wait for a commit, a wake-up or a deadline."""
         now = _monotonic()
         if now - self._answered_at > self._lease / 4:
             self._session.ping()

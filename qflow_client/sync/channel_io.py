@@ -21,10 +21,10 @@ __all__ = ["ChannelIO"]
 
 
 class ChannelIO(ABC):
-    """Attaches the channel to the `Tap`, runs the timer of the protocol, and schedules calls on the I/O thread.
+    """Attaches the channel to the `Tap`, runs the `ProducerProtocol`'s timer, and schedules calls on the I/O thread.
 
     Args:
-        after: called without `lock` after every event that may have changed the protocol, usually on the I/O thread.
+        after: called without `lock` after every possible change of the `ProducerProtocol`, usually on the I/O thread.
     """
 
     #: pika's I/O services. The I/O thread runs the loop of these services.
@@ -55,11 +55,11 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread call the protocol's `on_timer`. The call also repairs an interrupted step."""
+        """Make the I/O thread call `ProducerProtocol.on_timer`. The call also repairs an interrupted step."""
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Start the timer for the protocol's next `on_timer`, if the protocol needs one."""
+        """Start the timer for the next `ProducerProtocol.on_timer`, if there is anything to wait for."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:

@@ -97,7 +97,7 @@ class Carrier:
     def __init__(self, url: str) -> None:
         self.url = url
         self.tap = Tap()
-        # Guards the tap, the protocols of all producers on the connection, `_links` and `ended`.
+        # Guards the tap, the `ProducerProtocol` of each producer on the connection, `_links` and `ended`.
         self.lock = Guard()
         self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
         # The producers' links. Each change makes a new tuple, so a loop over the old tuple is safe.
@@ -588,7 +588,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Report the protocol's changes. Continue a close that waited for the end of a partly written message."""
+        """Pass events and receipts on, and continue a close that waited until a partly written message was complete."""
         self._after_io()
         if self._leaves:
             with self._lock:
@@ -651,7 +651,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Report the changes that are not reported yet. From now on each thread reports the changes of its own steps.
+        # Pass on the remaining events and receipts. From now on, the thread that executes a step passes them on itself.
         self._after()
         self._parted.set()
         self._left.set()

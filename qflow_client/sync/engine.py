@@ -1,7 +1,7 @@
-"""Runs the protocol of a `Producer`. Only the I/O thread uses the socket.
+"""Executes the steps of a `Producer`, which are changes of the state of its `ProducerProtocol`, on any thread.
 
-Any thread may execute a step, which is a change of the protocol's state (see `guard`). The engine opens and closes the
-connection and the outbox, and lets threads wait. It passes flow events and receipts to the callback thread.
+The module `guard` explains how. Only the I/O thread uses the socket. The engine opens and closes the connection and the
+outbox, and lets threads wait. It passes flow events and receipts to the callback thread.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class Engine(BaseEngine):
         return None
 
     def _begin_to_close(self) -> bool:
-        """Record that the close has begun. Return True for the first call. Call this method inside a step."""
+        """Record that the close has begun. Return True for the first call. This method runs inside a step."""
         was_ended, self.ended = self.ended, True
         return not was_ended
 

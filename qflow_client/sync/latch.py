@@ -22,7 +22,7 @@ class Latch:
         self._locks: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Set the latch, and wake all waiting threads. If Ctrl-C interrupts `set`, a second call wakes the rest."""
+        """Set the latch, and wake all waiting threads. If Ctrl-C interrupts `set`, a second call can complete it."""
         self.is_set = True
         for lock in tuple(self._locks):
             try:

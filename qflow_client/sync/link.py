@@ -252,7 +252,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report the changes that are not reported yet. From now on each thread reports the changes of its steps.
+            # Pass on the remaining events and receipts. From now on, the thread that executes a step passes them on.
             self._after()
             self.services.close()
 
@@ -324,7 +324,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # If an exchange type is unknown, the broker closes the connection. `_on_close` handles other reasons.
+                # An unknown exchange type makes the broker close the connection. `_on_close` handles other such closes.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:

@@ -259,7 +259,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     # Reading and writing.
 
     def received(self, data: bytes) -> bytes:
-        """Pass received data to the tap, write output, and report changes. Return the data for pika."""
+        """Pass received data to the tap, write the producers' output, and call `after`. Return the data for pika."""
         now = time.monotonic()
         with self.lock:
             try:

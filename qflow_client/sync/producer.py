@@ -75,8 +75,8 @@ class Producer(BaseProducer[SyncReceipt]):
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
             stops the producer. A `send` in the callback waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event, even while connecting. The method `on_flow` adds further callbacks.
-        declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
-            name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
+        declare: a `Topology`, a `Queue` or a queue name, declared each time before the producer opens its publishing
+            channel. A name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
             try to connect. `connect_timeout` includes the time of this call. If the function raises an error, the try
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
@@ -87,8 +87,8 @@ class Producer(BaseProducer[SyncReceipt]):
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
-        RuntimeWarning: the producer is made on the thread of a running event loop, or `send` waits on such a thread.
-            This blocks the loop. Each producer warns only once.
+        RuntimeWarning: the constructor, or a `send` that waits, blocks a running event loop. Each producer warns only
+            once.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
@@ -292,7 +292,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-                If several threads wait in `flush`, one gets the error for the messages of all; the others return.
+                If several threads wait in `flush`, only one thread gets the error, and its `flush` reports them all.
             NestedCall: called where a wait might never end, for example in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
@@ -395,5 +395,5 @@ class Producer(BaseProducer[SyncReceipt]):
             try:
                 report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))
             except NestedCall:
-                # Close on another thread, which logs undelivered messages. Perhaps such a close has already begun.
+                # Close on another thread, which logs undelivered messages, unless `close` has already started a thread.
                 self._engine.close_later(deadline)

@@ -1,8 +1,8 @@
 """A private cluster of RabbitMQ nodes. Tests can cut the links between the nodes.
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on). To cut a link, iptables
-drops the packets between the addresses of two nodes. Only root can do this. As in a broken network, a node detects the
-cut only after about `NET_TICK_TIME` seconds. A cut drops no packets of clients, which connect from 127.0.0.1.
+drops the packets between the addresses of two nodes, which needs root. As in a broken network, a node detects the cut
+only after about `NET_TICK_TIME` seconds. A cut drops no packets of clients, which connect from 127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -194,7 +194,7 @@ class RabbitMQCluster:
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut all links of the node `alone` (an index in `nodes`) during the block. After the block it can rejoin.
+        """Cut all links of the node `alone` (an index in `nodes`) during the block, and restore them after the block.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings of each `qflow_broker`. Override this fixture in a conftest or module. A marker has priority over it."""
+    """Settings of each `qflow_broker`. Override this fixture in a conftest or module. The marker has priority."""
     return {}
 
 

@@ -395,11 +395,11 @@ class FaultProxy:
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Read and discard all bytes. If the sender closes its connection, the receiver does not notice this.
+        """Read and discard all bytes. If the sender closes its connection, the receiver's connection stays open.
 
         After discarding bytes of a direction, the proxy passes on no more bytes of this direction, even after `heal`.
-        While both directions are black holes, the proxy does not connect to the broker for a new client. Such a client
-        never gets an answer, even after `heal`.
+        While both directions are black holes, the proxy accepts new clients but does not connect to the broker. These
+        clients never get an answer, even after `heal`.
         """
         self._change(direction, connection, swallows=True)
 
@@ -509,7 +509,7 @@ class FaultProxy:
         self._change(_direction(direction), connection, last_frame=frames, last_byte=size)
 
     def refuse(self) -> None:
-        """Refuse new connections from now on, as if the port were closed. Current connections stay open."""
+        """Close the listening port until `heal`, so that new connections are refused. Current connections stay open."""
         self._call(self._stop_listening)
 
     def heal(self, connection: int | None = None) -> None:

@@ -230,7 +230,7 @@ class RabbitMQNode(Node, RabbitMQ):
     def evaluate(self, expression: str, timeout: float = 180.0) -> str:
         """Evaluate an Erlang expression in the node, and return the result as text.
 
-        This takes milliseconds if Erlang's program ``erl_call`` is installed, and otherwise about a second.
+        The call takes milliseconds if Erlang's program ``erl_call`` is installed, and otherwise about a second.
 
         Args:
             expression: Erlang expression with its full stop. After an error it may be evaluated a second time.

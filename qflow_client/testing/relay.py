@@ -300,7 +300,7 @@ class Way:
             self.connection.finish()
 
     def _sift(self, data: bytes) -> bytes:
-        """Return the data without unwanted methods. Keep an incomplete frame until the missing bytes arrive."""
+        """Return the data without the methods in `_unwanted`. Keep the start of a method until the rest arrives."""
         data, self._undecided = self._undecided + data, b""
         borders = copy(self.borders)
         kept = []
@@ -417,7 +417,7 @@ class End(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Write the end of the stream. If both streams have ended, close the connection."""
+        """Send the end of the stream (FIN) to the peer. If both streams have ended, close the connection."""
         self.is_ended = True
         if self._connection.client.is_ended and self._connection.broker.is_ended:
             self._connection.finish()
