@@ -45,7 +45,7 @@ __all__ = [
     "watch",
 ]
 
-#: The version of the semantic conventions for names and attributes. The conventions for messaging may still change.
+#: The version of OpenTelemetry's semantic conventions, as a URL. The conventions for messaging may still change.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
 #: Maximum number of destinations of a producer that are counted separately. Further destinations are counted together,
@@ -55,7 +55,7 @@ MAX_DESTINATIONS = 32
 # Minimum seconds between two reports of durations to the SDK, because a report takes longer than a `send`.
 _RECORD_PERIOD = 0.01
 
-# The buckets of the semantic conventions in seconds.
+# The upper bounds of the histogram's buckets in seconds, from the semantic conventions.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "send"}
@@ -93,7 +93,7 @@ def _server(url: str) -> dict[str, Any]:
 
 
 class _Span:
-    """The span of a message that is not settled."""
+    """Keeps the span of a message until the message is settled."""
 
     __slots__ = ("fresh", "span")
 

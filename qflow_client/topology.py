@@ -24,7 +24,7 @@ class Declaration(NamedTuple):
     """One AMQP method that declares an object.
 
     Attributes:
-        what: text for people that names the declared object.
+        what: type and name of the declared object, for error texts.
         method: name of the method in pika and aiormq.
         arguments: arguments of the method.
         if_missing: whether an existing object is accepted, whatever its properties are.
@@ -214,7 +214,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Objects that a producer declares, on a temporary channel, each time before it opens its publishing channel.
+    """Queues, exchanges and bindings, declared on a temporary channel each time before the publishing channel opens.
 
     Example::
 

@@ -81,7 +81,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Same as pika's method, and call `drained`. pika's transport calls this when all of its data is written."""
+        """Same as pika's method, and call `drained`. pika's transport calls the method when all its data is written."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -141,10 +141,10 @@ class Carrier:
         server_hostname: str | None,
         on_done: Callable[[BaseException | None], None],
     ) -> socket.socket:
-        """Use a connected socket, and begin the transfer.
+        """Begin to transfer data between a connected socket and a new socket for pika.
 
         Args:
-            on_done: called on the I/O thread, with ``None`` when the connection is open, or with an error.
+            on_done: called on the I/O thread, with ``None`` (after the handshake if TLS is used) or with an error.
 
         Returns:
             The socket that pika uses instead of `sock`. The connection ends when pika closes this socket.
@@ -178,7 +178,7 @@ class Carrier:
     def take_number(self) -> int:
         """Return a free channel number for a producer; 0 if there is none.
 
-        pika takes the lowest free number, so take the highest. Take no number that pika has used: pika may reuse it.
+        pika takes the lowest free number, so the method returns the highest number that pika has never used.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -252,7 +252,7 @@ class Carrier:
         # pika first gets the data that was already received, and then notices the end of the connection.
         self._feed()
 
-    # pika's transport calls the methods below, which are pika's interface for protocols.
+    # pika's transport calls the methods below, which are pika's `AbstractStreamProtocol`.
 
     def connection_made(self, transport: Any) -> None:
         """Store the transport. The TLS handshake, if there is one, is complete."""
@@ -265,7 +265,7 @@ class Carrier:
             self._feed()
 
     def eof_received(self) -> bool:
-        """Return False, so that the transport closes the connection. The broker has ended its side."""
+        """Return False, so that pika's transport closes the connection, because the broker will send nothing more."""
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
@@ -382,7 +382,7 @@ class _Establishing:
 
     # pika's end of the socket pair between pika and the carrier.
     near: socket.socket
-    # pika's object that establishes the connection; ``None`` before pika makes it. False if pika cancels before that.
+    # pika's object that establishes the connection; ``None`` before pika makes it; False if `cancel` was called before.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -512,7 +512,7 @@ class SharedLink(ChannelIO):
             timeout: the longest wait for the broker in seconds.
 
         Raises:
-            ConnectionFailed: opening failed; the text gives the reason.
+            ConnectionFailed: the channel could not be opened; the text gives the reason.
         """
         if self._protocol.settings.confirms and not self._shared.publisher_confirms_supported:
             raise self._failed(no_confirms("the broker does not announce them"))
@@ -532,7 +532,7 @@ class SharedLink(ChannelIO):
     def close(self, timeout: float) -> None:
         """Settle all unsettled messages with the reason `GIVEN_UP`, and close the channel.
 
-        Wait at most `timeout` seconds for the broker.
+        Wait at most `timeout` seconds until the broker confirms the close.
         """
         if self.ended:
             return
@@ -603,7 +603,7 @@ class SharedLink(ChannelIO):
         self.after_io()
 
     def _abandon(self) -> None:
-        """If a message is still partly written, leave the channel open, and separate it from the producer."""
+        """If a message is still partly written, settle the messages but leave the channel open."""
         if self._leaves:
             log(
                 logging.WARNING,
@@ -615,7 +615,7 @@ class SharedLink(ChannelIO):
             self._part(closes=False)
 
     def _part(self, *, closes: bool = True) -> None:
-        """Separate the channel from the producer. If `closes` is True, close the channel."""
+        """Settle all messages, and use the channel no more. If `closes` is True, begin to close the channel."""
         self._leaves = False
         self._settle(GIVEN_UP)
         if self._number is None or self.ended:

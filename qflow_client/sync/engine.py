@@ -84,7 +84,7 @@ class Waiter:
 
 
 class Engine(BaseEngine):
-    """The engine of one `Producer`. See `Producer` for the arguments."""
+    """The threads, the connection and the outbox of one `Producer`. See `Producer` for the arguments."""
 
     make_waiter = Waiter
 
@@ -100,7 +100,7 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._asker = None if credentials is None else Asker(credentials, settings.name)
-        #: Guards the protocol and the listeners. All producers on a shared connection use the lock of its `Carrier`.
+        #: Guards `protocol` and `listeners`. All producers on a shared connection use the lock of its `Carrier`.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
@@ -230,7 +230,7 @@ class Engine(BaseEngine):
 
     def kick(self) -> None:
         link, protocol = self.link, self.protocol
-        # While the I/O thread runs, it passes on the reports, because Ctrl-C cannot interrupt the I/O thread.
+        # While the I/O thread runs, it passes on events and receipts, because Ctrl-C cannot interrupt the I/O thread.
         if link is None or link.ended:
             self._after(self.lock.try_take)
             return
@@ -317,7 +317,7 @@ class Engine(BaseEngine):
             return
         news = take(self._pass_on)
         if news is NOT_TAKEN:
-            # The reports stay in the protocol, and are passed on after the next step.
+            # The events and receipts stay in `protocol.reports`, and are passed on after the next step.
             return
         wake, logs = news
         for waiter in wake:

@@ -183,7 +183,7 @@ class Link(ChannelIO):
             timeout: the longest time in seconds to connect, authenticate and open the channel, together.
 
         Raises:
-            ConnectionFailed: connecting failed; the text gives the reason.
+            ConnectionFailed: the connection or the channel could not be opened; the text gives the reason.
         """
         if self._settings.connect_in_background:
             now = time.monotonic()
@@ -212,7 +212,7 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle messages with the reason `GIVEN_UP`, and close the connection. Abort it after `timeout` seconds."""
+        """Settle messages with the reason `GIVEN_UP`, and close the connection. After `timeout` seconds, abort it."""
         if self._thread.ident is None:
             # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()

@@ -38,7 +38,7 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
 
 
 class _TapSocket:
-    """A connected socket, plain or TLS, with the interface that pika needs."""
+    """A connected socket, plain or TLS. Its received data goes through the `Tap` before pika gets the data."""
 
     def __init__(self, sock: Any, services: TapIOServices) -> None:
         self._sock = sock
@@ -169,7 +169,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     Any thread may call `wake` and `add_callback_threadsafe`. Only the thread of the loop may call the other methods.
 
     Args:
-        lock: the lock that is held during every change of the tap and of its channels.
+        lock: guards the tap and its channels.
         after: called after every event that may have changed a channel, but not under `lock`.
         delay: called under `lock` with the number of bytes of a read. Returns the seconds to wait before the next read,
             so that the broker's answers accumulate. The default is not to wait.

@@ -227,8 +227,8 @@ class Producer(BaseProducer[SyncReceipt]):
         """Call `send` for every message, in order.
 
         An exception of this method or of the iterable has an attribute ``receipts``: a tuple with the receipts of the
-        admitted messages. After `NotDurable`, the last receipt belongs to the message that is not
-        on disk. No further message was taken from the iterable.
+        admitted messages. After `NotDurable`, the last receipt belongs to the message that is not on disk. After an
+        exception, the method takes no further message from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -291,7 +291,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
-            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
+            UndeliveredMessages: all are settled, but some were not delivered, and no earlier call has reported them.
                 If several threads wait in `flush`, only one thread gets the error, and its `flush` reports them all.
             NestedCall: called where a wait might never end, for example in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
@@ -314,7 +314,7 @@ class Producer(BaseProducer[SyncReceipt]):
             raise UndeliveredMessages(failures, dropped=dropped)
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds. In a callback, ignore the hold that slow callbacks cause.
+        """Wait until there are no holds. In a callback, ignore the hold ``capacity`` if slow callbacks cause it.
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
