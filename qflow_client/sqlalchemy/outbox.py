@@ -181,7 +181,7 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> list[str] | Awaitable[list[str]]:
-        """Add messages in order, with few statements. If one message is invalid, no message is added.
+        """Add messages in order, with few SQL statements. If one of the messages is invalid, no message is added.
 
         The arguments and errors are as for `add`. The result has the message ids in the order of the messages.
         """

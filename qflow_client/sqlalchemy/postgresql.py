@@ -208,7 +208,7 @@ class PostgresqlSession:
             self._run("SELECT pg_advisory_unlock(:class, :partition)", **given)
 
     def start_over(self) -> None:
-        """Begin a full sweep with the next `read`. Call this only when all rows that were read are settled."""
+        """Begin a full sweep with the next `read`. Call this method only when all rows that were read are settled."""
         self._in_sweep = False
         self._before = 0, _NO_TRANSACTIONS
         self._next_full = 0.0

@@ -196,7 +196,7 @@ class OutboxRelay:
 
         Args:
             timeout: maximum seconds to wait for the end of the thread; ``None`` for no limit. If the thread has not
-                ended then, the result is False.
+                ended within this time, the result is False.
         """
         self._stop()
         if self._thread is None:

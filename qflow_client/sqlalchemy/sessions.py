@@ -19,7 +19,7 @@ PAGE_BYTES = 1 << 24
 
 
 class RelayError(QflowError):
-    """A relay cannot continue, because of its database or of the broker. After a pause the relay starts again."""
+    """A relay cannot continue, because its database or its broker has failed. After a pause, the relay starts again."""
 
 
 class Row(NamedTuple):

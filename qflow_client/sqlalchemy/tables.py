@@ -5,7 +5,7 @@ only if they come from a backup of another server, so index entries rarely chang
 
 ``<name>_failed``: messages that cannot be delivered, each with the reason. `Outbox.retry` moves these messages back.
 
-``<name>_relay``: one row for each partition, with the id up to which rows may have been sent.
+``<name>_relay``: for each partition, the id up to which rows may have been sent, and the number of confirmed rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def dialect_of(session: Any, table: Table) -> str:
 
 
 class _TransactionId(ColumnElement[int]):
-    """The number of the transaction that inserts the row; 0 in databases that allow only one writer at a time."""
+    """The number of the transaction that inserts the row; 0 on SQLite, which allows only one writer at a time."""
 
     inherit_cache = True
     type = BigInteger()
@@ -137,7 +137,7 @@ class Tables:
 
     @property
     def session_name(self) -> str:
-        """The first part of the name of each relay's database session. The holds of the relay follow this part."""
+        """The first part of the ``application_name`` of each relay's session. The holds of the relay follow."""
         return f"qflow relay {crc32(self.full_name.encode()):08x}: "
 
     @property

@@ -371,7 +371,7 @@ class Tenure:
             self._gone.clear()
 
     def _rest(self, producer: Producer) -> None:
-        """If due, ping the database, and delete or set aside settled rows. Then wait for a commit, a wake-up or a timer."""
+        """If due, ping the database, and delete or move settled rows. Then wait for a commit, `wake` or a deadline."""
         now = _monotonic()
         if now - self._answered_at > self._lease / 4:
             self._session.ping()
@@ -414,7 +414,7 @@ class Tenure:
             self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
-        """Close the producer, so that it sends no more messages. Delete or set aside settled rows. Close the session."""
+        """Close the producer, so that it sends no more messages. Delete or move settled rows. Close the session."""
         try:
             if producer is not None:
                 with suppress(UndeliveredMessages):

@@ -49,7 +49,7 @@ class DepthRecorder:
         self._thread = threading.Thread(target=self._run, name=f"depth of {queue}", daemon=True)
         #: The samples, oldest first.
         self.samples: list[DepthSample] = []
-        #: Peaks of the queue since its declaration, in messages and in body bytes. They include peaks between samples.
+        #: Peaks of the queue since its declaration, also between samples, in messages and in body bytes.
         self.peak_depth = 0
         self.peak_bytes = 0
 
@@ -71,7 +71,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # The next call takes a sample at its start.
+                # The next `wait_until` calls `_look` at its start.
                 continue
 
     def _look(self, broker: Broker) -> bool:

@@ -41,7 +41,7 @@ _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
 # A command that raises or clears an alarm returns before RabbitMQ has informed the connections. The Erlang process that
-# informs the connections answers this call only afterwards.
+# informs the connections answers `get_alarms` only afterwards.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -61,7 +61,7 @@ class _Tools:
     server: Path
     ctl: Path
     epmd: Path
-    # None if Erlang is installed without this tool, as on some systems.
+    # None if Erlang is installed without ``erl_call``.
     erl_call: str | None
 
     @classmethod
@@ -120,7 +120,7 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes after this."""
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes meanwhile."""
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# The same for a direction with a delay and without a limited rate. With a delay, a small maximum limits the bandwidth.
+# The maximum for a direction with a delay but no limited rate. A smaller maximum would limit the bandwidth there.
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
 # is late, the proxy catches up for at most the same number of seconds.
@@ -55,7 +55,7 @@ class ProxiedConnection:
         number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
         name_at_broker: address and port of the proxy's socket to the broker; empty before the proxy has connected to
-            the broker. In `Broker`, this text is the name of the connection. RabbitMQ appends to it.
+            the broker. `Broker` uses this text as the name of the connection, and RabbitMQ's name begins with it.
         bytes_to_broker: number of bytes passed on to the broker.
         bytes_to_client: number of bytes passed on to the client.
         bytes_swallowed: number of discarded bytes in both directions.
