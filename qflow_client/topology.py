@@ -95,7 +95,7 @@ class Queue(_Declared):
     Attributes:
         name: name of the queue.
         durable: whether the queue survives a restart of the broker.
-        exclusive: whether only the producer's connection may use the queue. The broker deletes it with the connection.
+        exclusive: whether only the producer's connection may use the queue, which is deleted with the connection.
         auto_delete: whether the broker deletes the queue when its last consumer is cancelled or disconnects.
         arguments: further arguments of the declaration, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue with this name is accepted, whatever its properties are.

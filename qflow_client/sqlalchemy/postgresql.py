@@ -228,7 +228,7 @@ class PostgresqlSession:
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # The statement below takes the new sweep's snapshot and sees only its rows, so it needs no upper limit.
+            # The statement below takes the new sweep's snapshot, which hides later rows, so it needs no upper limit.
             self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD

@@ -178,7 +178,7 @@ class Carrier:
     def take_number(self) -> int:
         """Return a free channel number for a producer; 0 if there is none.
 
-        pika takes the lowest free number, so the method returns the highest number that pika has never used.
+        pika takes the lowest free number, so the method returns the highest free number that pika has never used.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:

@@ -292,7 +292,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all are settled, but some were not delivered, and no earlier call has reported them.
-                If several threads wait in `flush`, only one thread gets the error, and its `flush` reports them all.
+                If several threads wait in `flush`, only one of them gets the error, with the messages of all threads.
             NestedCall: called where a wait might never end, for example in a finalizer (E2); nothing has changed.
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.

@@ -136,7 +136,7 @@ class Node(ABC):
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Continue the broker after `pause` (SIGCONT). Do nothing if the broker is not suspended."""
+        """Continue the broker after `pause` (SIGCONT). The call has no effect on a broker that is not suspended."""
         pid = self.pid
         if pid is not None:
             os.killpg(pid, signal.SIGCONT)

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings of each `qflow_broker`. Override this fixture in a conftest or module. The marker has priority."""
+    """Settings of each `qflow_broker`, to override in a conftest or module. The marker `qflow_broker` has priority."""
     return {}
 
 

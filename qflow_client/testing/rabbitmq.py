@@ -120,7 +120,7 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes meanwhile."""
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes during it."""
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
