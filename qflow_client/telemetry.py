@@ -175,7 +175,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that is spilled, because the outbox later returns the message without its span."""
+        """End the span of a message that waits in the outbox, because the outbox later returns it without its span."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:

@@ -1,9 +1,9 @@
 """A relay's session with PostgreSQL. The session locks partitions, and reads and writes rows.
 
-**Partitions.** All rows with the same ordering key are in one partition. Each relay holds a shared advisory lock, which
-makes the relay a member. A relay also holds an exclusive lock on each partition on which it works. Members are ordered
+**Partitions.** All rows with the same ordering key are in one partition. Each relay has a shared advisory lock, which
+makes the relay a member. A relay also has an exclusive lock on each partition on which it works. Members are ordered
 by the pid of their server process. Partition ``p`` belongs to member ``p mod n`` of ``n`` members. A relay locks each
-partition that belongs to it, as soon as no other relay holds the lock. When a partition no longer belongs to a relay,
+partition that belongs to it, as soon as no other relay has the lock. When a partition no longer belongs to a relay,
 the relay unlocks it. If two relays see different members, a partition may have no relay for a moment, but never two.
 
 The locks end with the session. If the relay is killed, the session ends immediately. If the relay is suspended or cut
@@ -14,7 +14,7 @@ off from the database, the session ends within the lease. The server measures ho
 their ids. A reader that remembers only the last id would miss rows. Therefore a relay reads rows in *sweeps*. Each
 sweep has a snapshot, and reads the new rows in pages, in the order of ids. A row is new if the snapshot of this sweep
 shows it, and the previous snapshot does not. So the transaction of a new row (the column ``xid``) began after the
-previous snapshot, or was in progress then. Both conditions select short ranges of an index. The result:
+previous snapshot, or was in progress at that time. Both conditions select short ranges of an index. The result:
 
 - Each row is new in exactly one sweep. A row whose transaction commits late is new in a later sweep.
 - After a transaction has committed, its rows are read before any row that another transaction adds later. A snapshot
@@ -126,7 +126,7 @@ class PostgresqlSession:
             f"statement_timeout = {milliseconds}",
             # The two timeouts above have no effect while the server waits for the relay to read a result.
             f"tcp_user_timeout = {milliseconds}",
-            # Do not use a generic plan, because such a plan may be based on statistics of an empty table.
+            # Do not use a generic plan, because it may be based on the statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
             "synchronous_commit = on",

@@ -1,7 +1,7 @@
 """Publishes the committed messages of an outbox, in a thread. The module `tenure` explains how.
 
 Even in an asyncio application, the relay works in a thread. `OutboxRelay.run` and ``async with`` start the thread, and
-wait for its end without blocking the event loop. The thread calls the event loop only to report its own end.
+wait for its end without blocking the event loop. The thread calls the event loop only when the thread ends.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _SHORTEST_POLL = 0.01
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# Messages with these outcomes are set aside, because the broker would usually refuse them again.
+# Messages with these outcomes go to the table of failed rows, because the broker would usually refuse them again.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic
@@ -157,7 +157,7 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # Describes the first settled message that is neither confirmed nor set aside. This message ends the tenure.
+        # Describes the first message that is settled, but neither confirmed nor in `_aside`. It ends the tenure.
         self._failure: str | None = None
         # Whether all existing rows have been read. If so, the next read is at `_read_at`.
         self._is_dry = False
@@ -204,7 +204,7 @@ class Tenure:
             unsubscribe()
 
     def _collect(self) -> None:
-        """Decide for each settled message whether to delete its row or to set it aside."""
+        """Decide for each settled message whether to delete its row, to move the row, or to end the tenure."""
         settled = self._settled
         for _ in range(len(settled)):
             receipt = settled.popleft()

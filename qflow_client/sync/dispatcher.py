@@ -41,7 +41,7 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it was started before.
 
-        Do not hold the engine's lock, because `start` waits for the new thread, where a finalizer may need the lock.
+        Release the engine's lock first, because `start` waits for the new thread, where a finalizer may need the lock.
         """
         if self._thread is not None:
             return

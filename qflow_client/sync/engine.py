@@ -347,7 +347,7 @@ class Engine(BaseEngine):
             waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
 
         Returns:
-            The error for messages that were not delivered; ``None`` if there are none, or if this is a second call.
+            The error for messages that were not delivered; ``None`` if there are none, or if `close` was called before.
         """
         if sys.is_finalizing():
             # While the interpreter ends, no other thread runs, so do not wait.
@@ -493,7 +493,7 @@ class Engine(BaseEngine):
     def forked(self) -> None:
         if self.link is not None:
             self.link.forget()
-        # Replace the locks, because another thread of the parent may have held them during the fork.
+        # Replace the locks, because another thread of the parent may have locked them before the fork.
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()

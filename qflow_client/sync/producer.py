@@ -71,8 +71,8 @@ class Producer(BaseProducer[SyncReceipt]):
     Args:
         url: URL of the broker, or several URLs to try one after the other.
         connection: a connection from `connect`, on which the producer opens a channel; ``None`` for its own connection.
-        on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
-            report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
+        on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` raise no
+            error for these receipts. If the callback is slower than the broker's confirms, the hold ``capacity``
             stops the producer. A `send` in the callback waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event, even while connecting. The method `on_flow` adds further callbacks.
         declare: a `Topology`, a `Queue` or a queue name, declared each time before the producer opens its publishing
@@ -263,7 +263,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 ):
                     """It yields nothing."""
                 return receipts
-            # Send one by one, because a generator may make its next message only when the previous one is on disk.
+            # Send messages singly, because a generator may make a message only when the previous message is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:

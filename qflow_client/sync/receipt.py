@@ -17,7 +17,7 @@ _making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock. No thread of the child would release it.
+    # Another thread of the parent may have locked the lock. No thread of the child would release it.
     global _making
     _making = threading.RLock()
 
