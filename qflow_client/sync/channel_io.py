@@ -55,7 +55,7 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread call `ProducerProtocol.on_timer`, which also repairs an interrupted step (`core.step`)."""
+        """Make the I/O thread call `ProducerProtocol.on_timer`, which also repairs an interrupted step."""
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
