@@ -323,7 +323,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         if changed:
             self._after()
 
-    # pika calls the methods below, except `forget`, `abort` and `untap`.
+    # pika calls the public methods below, except `forget`, `abort` and `untap`.
 
     def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
         """Same as pika's method, but `order_addresses` sorts the addresses."""
