@@ -59,7 +59,7 @@ UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILE
 class Receipt:
     """The state and outcome of one admitted message. The subclasses for each kind of producer add methods that wait."""
 
-    # Each message has a receipt. To be small, a receipt refers to existing objects, and computes values on access.
+    # Each message has a receipt. So receipts are small: they refer to existing objects, and compute values on access.
     __slots__ = (
         "_id_prefix",
         "_kept_as",

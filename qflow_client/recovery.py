@@ -51,7 +51,7 @@ class Backoff:
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
         self._first = first
-        # The maximum of a pause without its jitter. With the jitter, even the longest pauses are random.
+        # The maximum of a pause without its jitter. It leaves room for jitter, so even the longest pauses are random.
         self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit
@@ -166,8 +166,8 @@ class Reconnection:
     def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
         """Return the addresses of the host in the order of tries, and the maximum seconds for each.
 
-        After each failed try of the host, the next try begins with another address. This is necessary because a try
-        fails as a whole if its first address accepts the connection and then sends nothing.
+        After each failed try of the host, the next try begins with another address. Otherwise a first address that
+        accepts the connection and then sends nothing would make every try fail.
         """
         first = self._turns[self.host] % len(found)
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
@@ -293,7 +293,7 @@ class Return:
     """Decides whether a producer that uses another host returns to the first host (E15).
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
-    has answered all probes for `return_to_first` seconds, the producer returns. If this connection fails, or is lost
+    has answered all probes for `return_to_first` seconds, the producer returns. If the new connection fails, or is lost
     within `return_to_first` seconds, the next wait is twice as long. The longest wait is 32 times the setting.
     """
 

@@ -67,7 +67,7 @@ class WhenFlowed(StrEnum):
 class OnDisconnect(StrEnum):
     """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: Send them again in order, before new ones. Messages that may have arrived get the header ``x-qflow-republished``.
+    #: Send the messages again in order, before new ones. Possible second copies get the header ``x-qflow-republished``.
     REPUBLISH = "republish"
     #: Settle the messages: as *unknown* if they were written at least in part, and otherwise as *failed*.
     FAIL = "fail"
@@ -295,7 +295,7 @@ class ProducerSettings:
             ``None`` for no limit, 0 to end at the first loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
-            pauses continue to grow. A message that may cause losses is sent only after a channel was open this long.
+            pauses continue to grow. A message that may have caused losses waits for this time on each new channel.
         reconnect_jitter: maximum random extension of a pause (also after a refusal), as a fraction of the pause; 0 for
             none. The jitter prevents all clients from reconnecting at the same time. No pause exceeds its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
@@ -631,7 +631,7 @@ def _refused(name: str, value: Any, allowed: str) -> SettingsError:
 
 
 def _lacking(url: str) -> str:
-    """Return the error in the host or the virtual host of a URL. The text is empty if both are valid."""
+    """Return an error text about the host or the virtual host of a URL; empty if there is no error."""
     with suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme.lower() in ("amqp", "amqps") and not parts.hostname:

@@ -76,7 +76,7 @@ DEFAULT: Any = _Default()
 
 # `close` waits at most this number of seconds for the broker's answer, and then as long for running flow callbacks.
 GOOD_BYE = 3.0
-# Maximum seconds of both waits if the timeout of `close` has expired, or if an error ends the producer.
+# Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
 
 # Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker
@@ -363,7 +363,7 @@ def silent(timeout: float) -> str:
 
 
 def no_confirms(words: str) -> str:
-    """Return the reason for a broker that does not support publisher confirms."""
+    """Return the error text for a broker that does not support publisher confirms."""
     return f"publisher confirms are not available: {words}; set confirms=False to publish without them"
 
 
@@ -462,7 +462,7 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """If the block raises an exception, add `receipts` to the exception. The block appends to this list."""
+    """If the ``with`` block raises an exception, add `receipts` to it. The block appends to this list."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
 """Makes the modules of `qflow_client.pika`, the drop-in, behave like pika's modules with the same names.
 
-If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to
-such a name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
+If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to a name
+of pika's module changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports on flow logs: which producers were held, why and for how long. A report also recommends settings."""
+"""Reports on flow logs: which producers were held, why and for how long. On request, a report recommends settings."""
 
 from __future__ import annotations
 

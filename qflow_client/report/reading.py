@@ -42,7 +42,7 @@ class FlowLogError(QflowError):
 
 
 class FlowLogs:
-    """The files of flow logs.
+    """Finds the files of flow logs, and yields their lines.
 
     Args:
         paths: folders and files. A folder stands for all flow logs in it, except unfinished files of `to_parquet`.
@@ -159,7 +159,7 @@ def raws(part: Part) -> Iterator[list[bytes]]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of lines. If the block reads damaged compressed data, raise `FlowLogError`."""
+    """Open a file of lines. If the ``with`` block reads damaged compressed data, raise `FlowLogError`."""
     with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb", buffering=1 << 20) as file:
         try:
             yield file

@@ -89,12 +89,12 @@ class Sender(FlowSource):
         self.to_send = 0
         #: Number of published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Number of round trips that ended with waiting messages. In `flowed` round trips the queue blocked the
-        #: publisher. In `full` round trips the publisher had used its whole capacity.
+        #: Number of round trips that ended with waiting messages: `flowed` if the queue blocked the publisher, `full`
+        #: if the publisher had used its whole capacity.
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
-        """Count a confirm that the queue had delayed."""
+        """Receive a confirm that the queue had withheld."""
         self.unconfirmed -= 1
 
 
@@ -168,7 +168,7 @@ class Replay:
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
         """Simulate one round trip. `arrivals` has the number of new messages of each publisher.
 
-        The consumers can take `credit` messages. At most 1 unused message is carried over to the next round trip.
+        The consumers can take `credit` messages. If they take fewer, they can take at most 1 more in the next step.
         """
         queue = self.queue
         self.around.now += self.round_trip

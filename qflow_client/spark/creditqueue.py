@@ -1,8 +1,8 @@
-"""Keeps the credits of a job in a queue of the broker (C6). The driver checks the credits, and the tasks use them.
+"""Keeps the credits of a job in a queue of the broker (C6). The driver publishes the credits, and the tasks use them.
 
-Each credit is a message (see `credits.py`). A task holds a credit as long as it does not acknowledge the message. So if
-a task is killed, its credits return to the queue. A task receives credits and publishes on the same connection. So a
-task that loses its credits with this connection cannot publish.
+Each credit is a message (see `credits.py`). A task has a credit as long as it does not acknowledge the message. So if a
+task is killed, its credits return to the queue. A task receives credits and publishes on the same connection. So a task
+that loses its credits with this connection cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
 may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
@@ -40,7 +40,7 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Maximum seconds between two calls of `CreditLine._turn`: while the task holds credits, and while it holds none.
+# Maximum seconds between two calls of `CreditLine._turn`: while the task has credits, and while it has none.
 _CHECK_PERIOD = 0.005
 _IDLE_PERIOD = 1.0
 # Seconds until the driver tries again to lock the queue, or to find the right number of credits.
@@ -286,7 +286,7 @@ class CreditLine:
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         self._thread.join(GOOD_BYE)
-        # If the block succeeded, all messages are confirmed, and an error of the thread does not matter.
+        # If the ``with`` block succeeded, all messages are confirmed, and an error of the thread does not matter.
         if self._error is not None and exc is not None:
             raise self._error from exc
 
@@ -300,7 +300,7 @@ class CreditLine:
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:
-            # The producer reports the end of a connection.
+            # If the whole connection has ended, the producer reports it.
             if self._connection.is_open:
                 self._error = CreditError(
                     f"the channel with the credits from queue {self._queue!r} was closed: {error!r}"
@@ -364,10 +364,10 @@ class CreditLine:
         raise CreditError(f"the queue of credits {self._queue!r}, or '{self._queue}.tasks', was deleted")
 
     def _ask(self) -> None:
-        """Check that the credits exist.
+        """Raise an error if the credits are gone. Otherwise log the number of credits and tasks.
 
-        A credit that is on its way to the queue arrives before the next check. So an error needs two checks in a row
-        that find no other task, and no credit in the queue or in this task.
+        A credit that is on its way to the queue arrives before the next check. So it is an error only if two checks in
+        a row find no other task, and no credit in the queue or in this task.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

@@ -86,7 +86,7 @@ class _Held:
 
 
 class Purse:
-    """The credits that one task holds, oldest first.
+    """The credits of one task, oldest first.
 
     Call `plan`, and set the producer's window to `window`. Only then count the unsettled messages, and call `release`.
     """
@@ -97,7 +97,7 @@ class Purse:
         self._held: deque[_Held] = deque()
         # How many of the oldest credits have to be returned, and the sum of their units.
         self._due = self._due_units = 0
-        #: Sum of the units of all held credits, including the credits that have to be returned.
+        #: Sum of the units of all credits of the task, including the credits that have to be returned.
         self.units = 0
         #: Whether the task needs more credits.
         self.wants = False

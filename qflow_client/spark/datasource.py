@@ -92,9 +92,9 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     """Register ``format("amqp")`` with a session.
 
     Args:
-        max_concurrent_tasks: maximum number of tasks that the session runs at the same time. A job's limits are divided
-            by this number (C6). The default comes from the session. Set this argument with Spark Connect, or if the
-            cluster can grow without a limit. A job's option ``maxConcurrentTasks`` overrides this argument.
+        max_concurrent_tasks: maximum number of tasks at the same time (default: from the session). A job's limits are
+            divided by it (C6), except `capacity` with ``creditQueue`` or ``capacityPerTask``. Set it with Spark
+            Connect, or if the cluster can grow without a limit. A job's option ``maxConcurrentTasks`` has priority.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.

@@ -1,4 +1,4 @@
-"""Stores the messages of a queue in a `Spool`, and acknowledges them. Recognised second copies are not stored again."""
+"""Stores messages of a queue in a `Spool`, and acknowledges them. Second copies that it recognises are not stored."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Intake:
         self._remember()
         #: Whether a message was recognised since the last call of `acknowledge`.
         self.has_known = False
-        #: Whether all unacknowledged messages of ended connections have come again. After that, only ids are compared.
+        #: Whether all unacknowledged messages of ended connections were redelivered. Then only ids are compared.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -206,7 +206,7 @@ class Intake:
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait for the broker. An error may come after some acks."""
+        """Acknowledge all messages before an offset, and wait for the broker. On error, some may be acknowledged."""
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
         if not tags:

@@ -50,7 +50,7 @@ class Task:
     attempt: int = 0
 
     def __str__(self) -> str:
-        """Return the prefix of the message ids if ``messageId`` is ``position``. All attempts have the same prefix."""
+        """Return the prefix of the task's message ids (``messageId=position``). All attempts have the same prefix."""
         batch = "" if self.batch is None else f"{self.batch}-"
         return f"{self.job}-{batch}{self.partition}"
 

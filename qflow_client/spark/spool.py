@@ -43,7 +43,7 @@ class Piece:
 
 
 class Spool:
-    """A folder with messages. The context manager locks the folder.
+    """A folder with messages. As a context manager, a spool locks its folder.
 
     Args:
         path: the folder, which is created if it does not exist.

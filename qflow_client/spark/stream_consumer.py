@@ -1,4 +1,4 @@
-"""Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads ranges of offsets.
+"""Consumes RabbitMQ streams over AMQP 0-9-1. This module finds offsets, and reads the messages in a range of offsets.
 
 The `BlockingConnection` of pika is not suitable, because it rejects deliveries that arrive while it closes a channel.
 Streams do not support rejects, so RabbitMQ would close the connection with an error.

@@ -40,7 +40,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # The next two fields are None until Spark requests an offset. They stay None in tasks, which only call `read`.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The end of the spool at the start, or a later offset that Spark got. No valid checkpoint is greater.
+        # The end of the spool at the start, or a later offset that Spark got. No valid checkpoint has a greater offset.
         self._greatest = 0
         # Whether the trigger is ``availableNow``, so that the query ends by itself.
         self._ends = False
@@ -146,7 +146,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Call `question` with the kept consumer. If there is none, or its connection is lost, use a new consumer."""
+        """Call `question` with `_consumer`, or with a new consumer if there is none or its connection is lost."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:

@@ -66,7 +66,7 @@ def _limited(connection: Connection) -> Iterator[None]:
 
 
 class Backlog:
-    """The backlog of one outbox. Any number of readers can share one object."""
+    """The backlog of one outbox. Any number of threads can read the same object."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine

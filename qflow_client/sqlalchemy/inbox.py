@@ -1,6 +1,6 @@
-"""An inbox in the consumer's database. The inbox records handled messages, in the transactions that handle them.
+"""An inbox in the consumer's database. It records each message in the transaction that handles the message.
 
-Such a transaction commits both the record of the message and the application's changes. If the process is killed before
+The transaction commits both the record of the message and the application's changes. If the process is killed before
 the commit, neither is stored. So the inbox recognizes the second copies that a producer with an outbox may send.
 """
 
@@ -62,7 +62,7 @@ class Inbox:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
         If another transaction has recorded a copy, the method waits until that transaction ends (on SQLite, at most the
-        driver's timeout). After its rollback the result is True. In any case, commit and then acknowledge the message.
+        driver's timeout). After its rollback the result is True. With either result, commit, then ack the message.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
