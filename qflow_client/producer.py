@@ -77,7 +77,7 @@ def split(
 class BaseProducer(ABC, Generic[_Receipt]):
     """The part of a producer that does not wait for the broker."""
 
-    # Executes the *steps*, which change the protocol's state. Only one change is not a step: `send_at_once`.
+    # Executes each change of the state of the `ProducerProtocol` as a *step* (`core.step`), except `send_at_once`.
     _engine: BaseEngine
     # Makes spans; ``None`` without tracing, and before the producer is connected.
     _tracer: Tracer | None = None
@@ -148,7 +148,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             ProducerClosed: the producer or its loop is closed, or there is no connection; the message was not sent.
             WrongLoop: the `AsyncProducer` belongs to another event loop that is not running; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
-            TypeError: the message is of another type.
+            TypeError: the message is not ``bytes``, ``str`` or a `Message`.
             ValueError: the message cannot be encoded.
         """
         payload: Any = message
@@ -293,8 +293,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If an exception has interrupted a `send`, this step undoes the `send`. If no step is possible, go on without.
-        # It must not be `on_timer`, which may discard bytes that the I/O thread is writing.
+        # If an exception has interrupted a `send`, `repair` undoes the `send`. If no step is possible, skip the repair.
+        # The step must not be `on_timer`, which may discard bytes that the I/O thread is writing.
         self._engine.try_step(lambda protocol: protocol.repair())
         return self._engine.storage.outbox.position(source)
 
@@ -420,7 +420,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             timeout: as for `close`.
 
         Raises:
-            TypeError, ValueError: `timeout` is not a number. The producer is not closed.
+            TypeError, ValueError: `timeout` is not a number. The producer stays open.
         """
         deadline = close_deadline(timeout, self.settings)
         self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))

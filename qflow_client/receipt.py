@@ -48,7 +48,7 @@ class Outcome(StrEnum):
     #: In a forked child, all unsettled messages get this outcome, because only the parent gets the answers.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because its producer was closed, or did not deliver the message
-    #: (``outbox_keep_undelivered``). The next producer with this outbox sends the message, unless it is damaged.
+    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it, unless it is damaged or too old.
     STORED = "stored"
 
 

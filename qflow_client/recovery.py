@@ -1,7 +1,7 @@
 """Decides when, where and how often to connect.
 
-The caller reports failures with their times, and gets the seconds to wait. `Reconnection` decides after the loss of a
-connection. `Watch` decides whether to end an open connection. `Return` decides whether to return to the first host.
+The caller reports failures with their times, and gets the seconds to wait. `Reconnection` decides when and where to
+reconnect. `Watch` decides whether to end an open connection. `Return` decides whether to return to the first host.
 
 This module does no I/O and reads no clock. Times are monotonic seconds.
 """
@@ -220,8 +220,8 @@ class Watch:
 
     `Upkeep` calls `look` every `period` seconds while the connection is open. While confirms are missing, the broker
     must send something every `liveness` seconds. If the broker sends nothing, the producer sends a probe (a second
-    ``Confirm.Select``). A broker that only confirms late answers the probe, and the connection is kept. A broker that
-    blocks the connection reads nothing from it, so the silence of such a broker is ignored.
+    ``Confirm.Select``). If a broker is merely late with its confirms, it answers the probe, and the producer keeps the
+    connection. A broker that blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
     Each time all other hosts were tried in vain, the delay before a failover is doubled (at most five times). When a
     message is settled, the delay is `failover_delay` again.
@@ -301,7 +301,7 @@ class Return:
         self._after = settings.return_to_first if hosts > 1 else None
         #: Seconds between two probes; ``None`` if no probes are needed.
         self.period = None if self._after is None else self._after / _PROBES
-        # Since when the first host has answered all probes; ``None`` before its first answer and after a missing one.
+        # Since when the first host has answered all probes; ``None`` until it answers, and after a missing answer.
         self._answers_since: float | None = None
         # When the producer connected to the first host; ``None`` if its last connection was to another host.
         self._kept_since: float | None = None

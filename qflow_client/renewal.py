@@ -3,7 +3,7 @@
 The application's function may block or hang. So it runs on a separate thread (or as a task, see `AsyncAsker`), one call
 at a time. While a call hangs, each try to connect waits for the call, and fails after `connect_timeout`.
 
-The text of an exception of this function is hidden (except for `SettingsError`), because it may contain a secret.
+Texts of the function's exceptions are hidden (except for `SettingsError`), because they may contain a secret.
 """
 
 from __future__ import annotations

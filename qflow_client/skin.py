@@ -1,4 +1,4 @@
-"""Code outside the protocol that `Producer`, `AsyncProducer` and the drop-ins have in common.
+"""Code outside `ProducerProtocol` that `Producer`, `AsyncProducer` and the drop-ins have in common.
 
 The module checks arguments, computes deadlines, makes the texts of errors and logs, and passes flow events and receipts
 to the application. No function of this module uses a socket or waits.
@@ -358,7 +358,7 @@ def no_answer(url: str, timeout: float) -> ConnectionFailed:
 
 
 def silent(timeout: float) -> str:
-    """Return the reason for a host that did not answer in time."""
+    """Return the text for a host that did not answer in time."""
     return f"no answer within {timeout:.3g} s"
 
 
@@ -375,7 +375,7 @@ def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
 
 
 def lost(words: str) -> str:
-    """Return the reason for a producer that has lost its connection."""
+    """Return the text for a producer that has lost its connection."""
     return f"the connection is lost: {words}"
 
 

@@ -3,7 +3,7 @@
 Simulated time advances in steps of one round trip. At the start of a step, each publisher that the queue does not block
 sends as many messages as its capacity allows. A publisher that publishes while the queue is ON stops at the next step.
 So the queue may exceed its stop threshold, by at most the sum of the capacities (C6). Then the consumers take as many
-messages as they can. At the end of the step, the publishers get the confirms that the queue does not delay.
+messages as they can. At the end of the step, the publishers get the confirms that the queue does not withhold.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Alone:
         """Do nothing, because the queue has no deadlines."""
 
     def run(self, work: Iterator[None]) -> None:
-        """Do all steps of the work immediately."""
+        """Do all of the work immediately."""
         deque(work, maxlen=0)
 
     def died(self, queue: Queue, message: StoredMessage, reason: object) -> None:

@@ -119,7 +119,7 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Sums and maxima to add to another `Tables`. The meaning of the numbers depends on the attribute `table`.
+    """Some totals of a `Tables`, which `Tables.merge` merges into another. `table` determines what the numbers mean.
 
     Attributes:
         table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.
@@ -535,7 +535,7 @@ def _hold_key(fact: Fact) -> HoldKey:
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
-    """Return the tables of all lines. `width` is the initial width of the bins in microseconds, see `Tables.widen`."""
+    """Return the totals of all lines. `width` is the initial width of the bins in microseconds, see `Tables.widen`."""
     tables = Tables(width)
     add = tables.add
     for line in lines:

@@ -5,8 +5,8 @@ task is killed, its credits return to the queue. A task receives credits and pub
 that loses its credits with this connection cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
-may hold credits consumes it, so the broker counts these tasks. If ``.tasks`` exists, the credits were published. The
-queue ``.lock`` exists while a driver checks the other two queues.
+may have credits consumes from ``.tasks``, so the broker counts the tasks. If ``.tasks`` exists, the credits were
+published. The queue ``.lock`` exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class CreditLine:
         # Number of messages sent so far, and number at the end of the current `use`. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # Maps the delivery tag of each held credit to the number of the credit.
+        # Maps the delivery tag of each credit of the task to the number of the credit.
         self._numbers: dict[int, int] = {}
         # `Credit.pool` of the first credit, which all other credits must have; ``None`` before the first credit.
         self._pool: str | None = None

@@ -39,7 +39,7 @@ class Task:
     """The identity of a task.
 
     Attributes:
-        job: the option ``jobId``, or else the id of the streaming query, or else a random id. Restarts keep a query id.
+        job: the option ``jobId``, or the id of the streaming query, or a random id. A restarted query keeps its id.
         batch: id of the batch; ``None`` outside of streaming queries.
         attempt: number of the attempt; 0 for the first attempt.
     """

@@ -47,7 +47,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    """Let PostgreSQL end each query of the block after `_LONGEST` seconds. Restore the connection after the block."""
+    """Let PostgreSQL end each query of the ``with`` block after `_LONGEST` seconds. Then restore the connection."""
     if connection.dialect.name != "postgresql":
         yield
         return
