@@ -145,10 +145,10 @@ class BaseProducer(ABC, Generic[_Receipt]):
         Raises:
             ProducerFlowed: the producer is flowed; the message was not sent and never will be.
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
-            ProducerClosed: the producer or its loop is closed, or there is no connection; the message was not sent.
+            ProducerClosed: the producer was never connected, or it or its loop is closed; the message was not sent.
             WrongLoop: the `AsyncProducer` belongs to another event loop that is not running; the message was not sent.
             OutboxFull, NotDurable, SettingsError: as for `send`.
-            TypeError: the message is not ``bytes``, ``str`` or a `Message`.
+            TypeError: the message has a type that is not accepted.
             ValueError: the message cannot be encoded.
         """
         payload: Any = message
@@ -265,7 +265,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """Yield the message with the position. Errors that leave the block contain the message without the position."""
+        """Yield the message with the position. Errors of the ``with`` block contain the message without it."""
         self._check_position(position)
         try:
             yield with_position(payload, position)

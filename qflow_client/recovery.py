@@ -34,7 +34,7 @@ _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Return True if each further try to connect would fail after a refusal with this reply code and text."""
+    """Return True if, after a refusal with this reply code and text, each further try to connect would fail."""
     # RabbitMQ also uses 530 for a reached limit of connections, which is not final: another client may disconnect.
     return code in _REFUSALS and "limit" not in text
 

@@ -2,7 +2,7 @@
 
 Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions hide each part of a URL that
 may be secret. If the name of a query parameter is unknown, the parameter's value is hidden. For a value of an unknown
-type, `shown` shows only the type. A library's error about a URL may show secrets, which `words_of` removes.
+type, `shown` shows only the type. If a library's error about a URL may show secrets, `words_of` leaves out its text.
 
 A text that looks neither like a URL nor like credentials is shown. So the secret in ``name="s3cr3t"`` is not hidden.
 """

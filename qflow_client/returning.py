@@ -1,7 +1,7 @@
 """Probes the first host while a producer is connected to another host, and lets the producer return to the first (E15).
 
 A probe is the beginning of a connection. Without TLS, the host has to answer the protocol header. With TLS, an answer
-to the handshake is enough, even an error, because the probe has no certificate. An accepted TCP connection is not
+to the handshake is enough, even an alert, because the probe has no certificate. An accepted TCP connection is not
 enough, because the kernel accepts connections even for a suspended broker. The probe sends no secrets.
 """
 

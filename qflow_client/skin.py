@@ -87,7 +87,7 @@ TLS_WRITE_CHUNK = 1 << 14
 
 # The management pages of brokers show this text for each connection of this package.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
-# Maximum number of calls of `on_delivery` between two reports to the protocol.
+# Maximum number of calls of `on_delivery` between two reports to the `ProducerProtocol`.
 _REPORT_AT_ONCE = 100
 
 #: The reason why a producer with `connect_in_background` is disconnected at first.

@@ -1,7 +1,7 @@
 """Makes the modules of `qflow_client.pika`, the drop-in, behave like pika's modules with the same names.
 
-If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to a name
-of pika's module changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
+If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to the
+name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    A class of connections or channels that comes from pika has no flow control. So warn once for each such class (E11).
+    A class of connections or channels that comes from pika has no flow control. So warn once for each class (E11).
     """
     found = getattr(theirs, name)
     if (

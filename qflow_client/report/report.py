@@ -85,7 +85,7 @@ def make_report(
     delay: float | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Create a report from tables. Replay `samples` for the advice; ``None`` if no advice is requested."""
+    """Create a report from tables, with advice from a replay of `samples`, if `samples` is not ``None``."""
     advice: dict[str, Advice] = {}
     no_advice: dict[str, str] = {}
     rows = tables.tables()

@@ -1,4 +1,4 @@
-"""Stores messages of a queue in a `Spool`, and acknowledges them. Second copies that it recognises are not stored."""
+"""`Intake` stores messages of a queue in a `Spool` and acknowledges them. It skips second copies that it recognises."""
 
 from __future__ import annotations
 

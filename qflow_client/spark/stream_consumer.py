@@ -33,7 +33,7 @@ _READ_TIMEOUT = 30.0
 
 
 class StreamError(QflowError):
-    """A stream does not have the requested messages. The text contains the stream and the offsets."""
+    """A stream does not have the requested messages, or is no stream but a queue. The text contains its name."""
 
 
 class Cursor:
@@ -252,7 +252,7 @@ class StreamConsumer:
             lossless: whether to raise an error if retention has removed some of the messages.
 
         Raises:
-            StreamError: retention has removed some of the messages, or no further message came within 30 seconds.
+            StreamError: retention has removed messages (with `lossless`), or no further message came within 30 seconds.
         """
         cursor = Cursor(start, end)
         rows: list[Row] = []
