@@ -175,7 +175,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                         link.writer.wake()
                     return receipt  # type: ignore[no-any-return]  # the protocol creates receipts of this class
             except BaseException:
-                # The exception may have left the protocol's state half changed. `recheck` requests a step to repair it.
+                # The exception may have left the state half changed. `recheck` requests a step that repairs the state.
                 engine.recheck()
                 raise
         receipt = self._admit(
@@ -369,7 +369,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
                 a fast producer reports a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that unregisters the callback. Events that happened before may still reach the callback.
+            A function that unregisters the callback. Earlier events may still reach the callback.
 
         Raises:
             TypeError: `callback` is not callable or is a coroutine function, or `kinds` is not a collection of strings.

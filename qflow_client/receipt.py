@@ -247,7 +247,7 @@ class Receipt:
         return ConfirmTimeout(f"no answer from the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:
-        """Return a description in one line, for people."""
+        """Return a text of one line with the message and its outcome."""
         text = f"message {self.message_id or self._number} to {self.exchange!r}/{self.routing_key!r}: " + (
             self._outcome or "unsettled"
         )

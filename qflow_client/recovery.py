@@ -223,8 +223,8 @@ class Watch:
     ``Confirm.Select``). If a broker is merely late with its confirms, it answers the probe, and the producer keeps the
     connection. A broker that blocks the connection reads nothing from it, so the silence of such a broker is ignored.
 
-    Each time all other hosts were tried in vain, the delay before a failover is doubled (at most five times). When a
-    message is settled, the delay is `failover_delay` again.
+    Each time the producer has tried all other hosts without success, the delay before a failover is doubled (at most
+    five times). When a message is settled, the delay is `failover_delay` again.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

@@ -79,7 +79,7 @@ _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host, its port, and any text that follows the URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL. One slash is enough, because `Path` changes // to /. One letter can be a drive (c:/).
+# The beginning of a URL. One slash is enough, because `Path` changes // to /. A single letter would be a drive (c:/).
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # The separator between user and password, which may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
@@ -195,7 +195,7 @@ def hide_password(url: str) -> str:
     """Replace possible secrets in a URL by ``***``: the password, and unknown parameters of the query.
 
     Args:
-        url: a URL. Another text is returned unchanged if it does not seem to contain credentials.
+        url: a URL. A text that is not a URL is returned unchanged if it does not seem to contain credentials.
     """
     return _censor(url).text
 
@@ -268,7 +268,7 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters, which a terminal would execute, by Python's escapes. Leave those in `keep`."""
+    """Replace control characters, which a terminal would execute, by Python's escapes. Characters in `keep` stay."""
     if text.isprintable():
         return text
     return "".join(

@@ -80,7 +80,7 @@ class Renewer:
     All methods must be called on the thread or loop of the connection.
 
     Args:
-        call_later, post, leave: as for `Upkeep`.
+        call_later, post, leave: as for `qflow_client.upkeep.Upkeep`.
         update: sends a secret to the broker and calls a function after the answer. Returns False if no channel is open.
         clock: returns the present time in monotonic seconds.
     """

@@ -53,7 +53,7 @@ class Returner:
     All methods must be called on the thread or loop of the connection.
 
     Args:
-        call_later, post, leave: as for `Upkeep`.
+        call_later, post, leave: as for `qflow_client.upkeep.Upkeep`.
     """
 
     def __init__(

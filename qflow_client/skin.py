@@ -74,7 +74,7 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# `close` waits at most this number of seconds for the broker's answer, and then as long for running flow callbacks.
+# `close` waits at most this number of seconds for the broker's answer, and then again for running flow callbacks.
 GOOD_BYE = 3.0
 # Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
@@ -187,7 +187,7 @@ class Losses:
         self._count = 0
         # Number of dropped events that were reported in the log.
         self._reported = 0
-        # The next warning is logged when this number of dropped events is unreported.
+        # Number of unreported dropped events at which the next warning is logged.
         self._next = 1
 
     def add(self, count: int = 1) -> None:
@@ -368,7 +368,7 @@ def no_confirms(words: str) -> str:
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """Combine the errors of all hosts into one error, because no host could be connected."""
+    """Combine the errors of all hosts into one error, because no host accepted a connection."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")

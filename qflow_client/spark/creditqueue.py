@@ -111,7 +111,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
     """On the driver, publish the credits of a job if the queue is new, and check the credits.
 
     Raises:
-        CreditError: the credits are for another capacity, or are too few or too many, or the queue has other messages.
+        CreditError: the queue has credits for another capacity, too few or too many credits, or other messages.
         ConnectionFailed: the broker cannot be reached, or refuses a request.
     """
     patience = settings.connect_timeout

@@ -195,7 +195,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     Raises:
         FlowControlTimeout: a row waited `max_producer_flow_control_wait` seconds. This and all later rows are not sent.
         ConfirmTimeout: rows are unconfirmed, and no confirm came within `max_producer_flow_control_wait` seconds.
-        CreditError: the credit queue was deleted, has credits for another capacity, or has other messages.
+        CreditError: the credit queue was deleted, is for another capacity, or has messages that are not credits.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: AMQP cannot represent a row.
     """
