@@ -84,7 +84,8 @@ class Schedule:
             action(self._proxy)
         except Exception as error:
             _log.exception("a step of a schedule failed, so the schedule ends")
-            self._done.set_exception(error)
+            if not self._done.done():
+                self._done.set_exception(error)
             return
         if not self._done.done():
             self._next()

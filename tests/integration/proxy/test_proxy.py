@@ -483,6 +483,21 @@ def test_an_error_in_a_proxy_schedule_ends_the_schedule_and_is_reported(proxy, c
     socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE).close()
 
 
+def test_an_error_in_a_step_that_has_cancelled_its_own_proxy_schedule_is_only_logged(proxy, caplog):
+    def fail(_: FaultProxy) -> None:
+        schedule.cancel()
+        raise LookupError("too late")
+
+    started = threading.Event()
+    schedule = proxy.schedule([(0.0, lambda _: started.wait(PATIENCE)), (0.0, fail)])
+    started.set()
+    schedule.wait(PATIENCE)
+    # A later schedule runs after the whole step.
+    proxy.schedule([(0.0, lambda _: None)]).wait(PATIENCE)
+    assert "a step of a schedule failed" in caplog.text
+    assert "Exception in callback" not in caplog.text
+
+
 def test_a_proxy_schedule_with_invalid_entries_raises_an_error(proxy):
     def steps():
         yield 0.0, lambda _: None
