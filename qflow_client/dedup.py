@@ -125,7 +125,7 @@ class FirstTime:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether this block handles a message with an id. If so, and without an error, the block's end stores the id.
+        # True while this block handles a first copy with an id. The id is stored if the block ends without an error.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -229,11 +229,11 @@ class Deduplicator:
         age = math.inf if max_age is None else max_age
         self._memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()
-        # The messages that blocks are handling now; the keys are message ids.
+        # The messages that ``with`` blocks are handling now; the keys are message ids.
         self._handling: dict[str, _Handling] = {}
 
     def first_time(self, message_id: str | None, *, look_up: bool = True) -> FirstTime:
-        """Begin to handle a message.
+        """Make a context manager for a block that handles a message.
 
         Args:
             message_id: id of the message. A message without an id is always handled, because it cannot be recognised.

@@ -149,7 +149,7 @@ class BaseEngine(ABC):
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has taken the last step. At the engine's end, this method may run without the lock.
+                # Another thread has taken the last postponed step: when the engine ends, this may run without the lock.
                 return
             put_off(protocol)
 
@@ -179,7 +179,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call a function on the I/O thread or the loop."""
+        """Return immediately, and let the I/O thread or the loop call a function soon."""
 
     @abstractmethod
     def kick(self) -> None:
@@ -187,7 +187,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def recheck(self) -> None:
-        """Request another step, because an exception may have interrupted a step. Each step first repairs the state."""
+        """Request a step. If an exception has interrupted the last step, the requested step first repairs the state."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
@@ -314,7 +314,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Start to end the engine, and return immediately. The engine first delivers the admitted messages."""
+        """Return immediately, and let the engine deliver the admitted messages and then end."""
 
     @property
     def _reason(self) -> str:

@@ -55,7 +55,7 @@ class WrongLoop(QflowError, RuntimeError):
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting or argument has a value that is not allowed, or an unknown name. The text says what is wrong."""
+    """A setting or argument has a value that is not allowed, or an unknown name."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
@@ -127,8 +127,8 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    A call cannot wait on the I/O thread of a connection. A signal handler or finalizer cannot wait inside a step (a
-    change of a producer's state). Code with a lock that a step needs (such as a log handler's lock) cannot wait either.
+    A call on the I/O thread of a connection cannot wait. A signal handler or finalizer that interrupts a step (a change
+    of a producer's state) cannot wait. Code with a lock that a step needs, such as a log handler's lock, cannot wait.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class UndeliveredMessages(QflowError):
     def unsent(self) -> tuple[RoutedMessage, ...]:
         """Messages that have certainly not arrived, and can be sent again without second copies.
 
-        ``producer.send(message)`` sends such a message to its former exchange and routing key.
+        ``producer.send(message)`` sends a message of this tuple to its former exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
@@ -258,6 +258,6 @@ class UndeliveredMessages(QflowError):
     def unknown(self) -> tuple[RoutedMessage, ...]:
         """Messages that may have arrived. If they are sent again, second copies with the same message ids are possible.
 
-        ``producer.send(message)`` sends such a message to its former exchange and routing key.
+        ``producer.send(message)`` sends a message of this tuple to its former exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

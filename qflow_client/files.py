@@ -27,8 +27,8 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Held from the creation of a file to its close. On POSIX, this close removes all record locks of this process on the
-# file, so SQLite must open the file later. Reentrant, because a signal handler may create another file meanwhile.
+# A thread has this lock while it creates and closes an empty file. On POSIX, the close removes all record locks of this
+# process on the file, so SQLite must open the file later. Reentrant, because a signal handler may create a file, too.
 _making = threading.RLock()
 
 
@@ -75,7 +75,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file only for its owner, if it is missing. Follow a symbolic link even to a missing file."""
+    """If a file is missing, create it empty, with permissions only for its owner. Follow symbolic links."""
     with _making:
         try:
             os.close(open_private(os.path.realpath(path), os.O_WRONLY | os.O_EXCL))

@@ -142,7 +142,7 @@ class Refusals:
 
     def next_over(self, now: float) -> list[float]:
         """Return the next time at which the retries of a message other than the probe end; an empty list if none."""
-        # The dict is in the order of the first refusals. A settled message in the dict only causes a needless check.
+        # The entries are in the order of the first refusals. An entry of a settled message causes a needless timer.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)
         ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)

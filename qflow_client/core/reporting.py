@@ -226,7 +226,7 @@ class Reports:
         return tuple(map(self._on_the_wall_clock, self._gate.holds))
 
     def wall_time(self, now: float) -> float:
-        """Return a time as seconds since 1970."""
+        """Convert a time of the caller's clock into seconds since 1970."""
         return now + self._wall_offset
 
     def _on_the_wall_clock(self, hold: Hold) -> Hold:
@@ -284,7 +284,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Continue the reports of another producer: report the holds that changed after that producer's last report."""
+        """Replace `other` for the same listeners. Report only the holds that differ from the holds of `other`."""
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)
@@ -352,8 +352,8 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 def is_logged(level: int) -> bool:
     """Return whether the logger is enabled for a level.
 
-    `logging.Logger.isEnabledFor` would take the lock of `logging`. The thread with this lock may run a signal
-    handler or a finalizer that waits for the present step.
+    This does not call `logging.Logger.isEnabledFor`, which takes the lock of `logging`. The thread with this lock may
+    be running a signal handler or a finalizer that waits for the present step.
     """
     return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 

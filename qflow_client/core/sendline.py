@@ -26,7 +26,7 @@ from qflow_client.message import Message
 
 __all__ = ["SendLine"]
 
-# The holds that the windows and the rate raise. The outbox's limiter raises another hold, see `Store.spill_line`.
+# The holds that the windows and the rate raise. `Store.spill_line` updates the hold ``outbox``.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
 

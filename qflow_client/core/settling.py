@@ -115,7 +115,7 @@ class Settling:
             self._finish()
 
     def _finish(self) -> None:
-        """Settle the batch. After an interrupt, another call continues at `_stage`."""
+        """Settle the batch. After an interrupt, the next call continues at `_stage`."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
         reports = self._reports

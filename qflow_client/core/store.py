@@ -50,7 +50,7 @@ class Store(Protocol):
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
-        """Remove settled messages that are not *stored*. A second call with the same receipts changes nothing."""
+        """Remove settled messages, except those with the outcome *stored*. A repeated call changes nothing."""
 
     # The backlog.
 
@@ -65,7 +65,7 @@ class Store(Protocol):
         """Move messages that wait in line into the backlog (``when_flowed="spill"``), and update the outbox's hold."""
 
     def when_flushed(self, waiter: Any) -> None:
-        """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""
+        """Keep a waiter. Wake it when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
         """Drop a waiter of `when_flushed`. Return True if it still waited for the backlog."""

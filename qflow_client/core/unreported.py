@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
 If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then calls of `send` are
-held, so that the number of these receipts stays below about twice the capacity.
+held (they wait), so that the number of these receipts stays below about twice the capacity.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ class Unreported:
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
     def note_reported(self, count: int) -> bool:
-        """Record that `count` receipts were reported to the application. Return True if the hold can be lifted."""
+        """Record that `count` receipts were reported to the application. Return True if the hold can now end."""
         self.count -= count
         return self.count <= self._limits.max_capacity // 2

@@ -33,7 +33,7 @@ class Waiters:
 
     @step
     def when_flushed(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages that are now admitted, or in the backlog of a `Store`, are settled.
+        """Keep a waiter. Wake it when all messages that are now admitted, or in the backlog of a `Store`, are settled.
 
         Returns:
             False if no message is unsettled. Then the waiter is not kept, and is never woken.
@@ -58,7 +58,7 @@ class Waiters:
 
     @step
     def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
-        """Wake a waiter when the producer is unflowed.
+        """Keep a waiter. Wake it when the producer is unflowed.
 
         Args:
             in_callback: whether a callback waits. The hold for slow callbacks (`ON_DELIVERY`) may last until this

@@ -11,8 +11,8 @@ Four rules change the window:
     reduce throughput, the window shrinks. Otherwise the window grows. While it is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. The latency of an
     epoch may be longer by more than 25 % plus 10 ms, for one of two reasons. Either elements always wait in a queue, or
-    the broker commits in groups and elements wait for the next commit. In both cases the last 30 % of the window are
-    kept only if they add more throughput than rule 1 requires. The window grows only if throughput grows in proportion.
+    the broker commits in groups and elements wait for the next commit. In both cases the window keeps its last 30 %
+    only if they add more throughput than rule 1 requires. It grows only if throughput grows in proportion to capacity.
     If the latency exceeds `_bound` (the longest latency without a queue), the window stops doubling, or shrinks.
     Rule 1 alone would not shrink it: if a queue has several producers, a larger window gets more throughput.
 3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
@@ -54,7 +54,7 @@ _EPOCHS_WITHOUT_TRIAL = 8
 # A latency above ``way * (1 + _JITTER) + _QUEUE`` seconds shows a queue (see `AdaptiveWindow.way`).
 _JITTER = 0.25
 _QUEUE = 0.01
-# With group commits, a trip may exceed `way` by `way` times this factor (up to `_COMMIT_AT_MOST`) plus `_QUEUE`.
+# With group commits, a trip may last ``way + min(way * _COMMIT, _COMMIT_AT_MOST) + _QUEUE`` seconds.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
 # After this number of seconds the latency without a queue is measured again (as in BBR).
@@ -149,7 +149,7 @@ class AdaptiveWindow(WindowLimiter):
         self.latency = 0.0
         #: The latency without a queue, in seconds, as measured; infinite before the end of the first epoch.
         self.way = inf
-        # When `way` was last measured, or when the measurements last began again.
+        # When `way` was last measured, or when `_begin_again` was last called.
         self._way_at = -inf
         # The size of the window. The capacity of each epoch is a part of this size.
         self._window = float(self.capacity)
@@ -225,7 +225,7 @@ class AdaptiveWindow(WindowLimiter):
         self._settled += count
 
     def _look_back(self, now: float) -> None:
-        """Record what has happened since elements left most recently."""
+        """Record whether an element was refused since elements last left, and whether the window had room too long."""
         if self._refused_at is not None:
             self._limited = True
             self._idle = self._idle or self._refused_at - self._room_since > _IDLE
@@ -267,7 +267,7 @@ class AdaptiveWindow(WindowLimiter):
         """Forget the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
-        # Nothing was measured for a while. So measure `way` again only after another `_WAY_KEEPS` seconds.
+        # Nothing was measured for a while. So let `_WAY_KEEPS` seconds pass before `way` is measured again.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)

@@ -8,9 +8,9 @@ The elements come from *sources*. There are two kinds of sources:
 * A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
     gate is closed, the controller blocks the source.
 
-This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. There may be
-room after `release`, at the time of `ready_at`, or when a hold is lifted or a limit is changed. At each of these times,
-the caller calls `grant` until the result is ``None``, and then `resume`.
+This module uses no threads, tasks or clocks. The caller must prevent concurrent calls, and passes the current time.
+There may be room after `release`, at the time of `ready_at`, or when a hold is lifted or a limit is changed. At each of
+these times, the caller must call `grant` until the result is ``None``, and then `resume`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class FlowSource:
     def block(self, controller: FlowController) -> None:
         """Record that a controller blocks the source. Usually only the controller calls this.
 
-        A second call changes nothing.
+        If the controller already blocks the source, nothing changes.
         """
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
@@ -279,7 +279,7 @@ class FlowSource:
 
 
 class FlowController:
-    """The entrance of one resource (F1). The caller prevents concurrent calls, and passes the time.
+    """The entrance of one resource (F1). The caller must prevent concurrent calls, and passes the current time.
 
     Args:
         limiter: the limit for elements.
@@ -294,7 +294,7 @@ class FlowController:
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
         #: The limit for elements.
         self.limiter = limiter
-        #: The gate. Code that lifts one of its own holds calls `grant` and `resume` afterwards.
+        #: The gate. Code that lifts one of its own holds must call `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
         #: Name for people; need not be unique.
         self.name = name

@@ -36,7 +36,7 @@ class Hold:
 class Gate:
     """A set of holds. The gate is open while the set is empty, unless `shut` was called.
 
-    A gate is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
+    A gate is not thread-safe and reads no clock. The caller must prevent concurrent calls, and passes the current time.
     """
 
     __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")

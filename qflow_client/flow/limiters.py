@@ -20,11 +20,11 @@ def check_at_least_1(name: str, value: float) -> None:
 
 
 class Limiter(ABC):
-    """The interface of a limit.
+    """The interface of all limiters.
 
     There are two ways to use a limiter. *Strict*: `try_add` admits an element only if there is room, so the limit is
-    never exceeded. *Overflowing* (F3): call `add` for every element, and stop the source if the result is True. Let the
-    source continue when `resumable` is true, or at the time that `resumes_at` returns.
+    never exceeded. *Overflowing* (F3): `add` admits every element. If its result is True, the caller stops the source.
+    The source can continue when `resumable` is true, or at the time that `resumes_at` returns.
     """
 
     __slots__ = ()
@@ -237,7 +237,7 @@ class RateLimiter(Limiter):
     def burst(self) -> float:
         """Number of elements, or their total size, that can pass without a pause after an idle time.
 
-        A change keeps the content of the bucket, up to the new size. A debt stays the same.
+        After a change, the bucket keeps its content, up to the new size. A debt stays the same.
 
         Raises:
             ValueError: the new value is below 1, or not finite.
