@@ -1,4 +1,4 @@
-"""The common code of the drop-ins for client libraries: the settings of a connection, and the flow of a channel.
+"""The common code of the drop-ins for client libraries: settings of connections, and flow control of channels.
 
 A drop-in adds flow control to a client library (pika, aio-pika, kombu), which programs use as before. The library still
 manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol` decides when messages are

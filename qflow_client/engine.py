@@ -51,7 +51,7 @@ DROPPED = "the producer was dropped without close()"
 
 
 class BaseEngine(ABC):
-    """The part of an engine that does no I/O and does not wait."""
+    """The part of an engine that is the same for threads and for asyncio."""
 
     #: The state of the producer. Only steps and `admission.send_at_once` change this state.
     protocol: ProducerProtocol

@@ -163,7 +163,7 @@ class Resending:
         self.suspects.forget_sent(receipt)
 
     def is_probing_over(self, has_unsent: bool) -> bool:
-        """Whether probing is over: the broker has room, or there is neither a probe nor a message to send as a probe."""
+        """Whether probing is over: the broker has room, or there is no probe and no message that could be a probe."""
         refusals = self.refusals
         return refusals.probe_at is None or not (self.again or refusals.probe or has_unsent)
 

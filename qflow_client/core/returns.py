@@ -51,7 +51,7 @@ class Returns:
                     del self.by_id[payload.message_id]
 
     def heal(self) -> None:
-        """Forget messages that are settled, or that an interrupt has prevented from being admitted."""
+        """Forget messages that are settled, or that were not admitted because of an interrupt."""
         for message_id, own in tuple(self.by_id.items()):
             own[:] = [receipt for receipt in own if receipt._number and receipt._outcome is None]
             if not own:

@@ -204,7 +204,7 @@ class SendLine:
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Withdraw all waiting messages together. A single withdrawal calls `grant`, which may admit the others.
+        """Withdraw all waiting messages together, because after a single withdrawal `grant` may admit the others.
 
         Args:
             reason: the text of the `ProducerClosed` error that the senders get.

@@ -160,7 +160,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # If *stored* replaces the outcome of a message without a reply, its reply text names this outcome.
+                # If there is no reply and *stored* replaces an outcome, the reply text names the replaced outcome.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -225,7 +225,7 @@ class Settling:
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Without confirms, the message is settled already. So make another receipt, for `flush` or `close`.
+            # Without confirms, the message is settled already. So make a new receipt, which `flush` or `close` reports.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:

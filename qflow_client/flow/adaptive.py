@@ -57,7 +57,7 @@ _QUEUE = 0.01
 # With group commits, a trip may last ``way + min(way * _COMMIT, _COMMIT_AT_MOST) + _QUEUE`` seconds.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
-# After this number of seconds the latency without a queue is measured again (as in BBR).
+# After this number of seconds the latency without a queue is measured again, as in BBR congestion control.
 _WAY_KEEPS = 10.0
 # The shortest epoch that gives a useful result, in seconds.
 _MIN_EPOCH = 0.05
@@ -82,13 +82,13 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 
 
 class AdaptiveWindow(WindowLimiter):
-    """A window with a capacity from 8 elements to a maximum. The capacity adapts to the size that throughput needs.
+    """A window that sets its own `capacity`: from 8 elements to a maximum, and as large as throughput needs.
 
     The window starts small and doubles while throughput grows. Later the window shrinks if a smaller window costs
     almost no throughput. It also shrinks if the latency shows a queue, or after a long time without answers. While no
     element waits for room, the size does not change.
 
-    This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
+    When elements leave, call `observe` *before* you release them::
 
         window.observe(count, now)
         controller.release(size, count)

@@ -104,7 +104,7 @@ class _CapacityLimiter(Limiter):
 
     @property
     def capacity(self) -> int:
-        """The maximum of `used`. After a reduction, no element enters until enough elements have left.
+        """The maximum of `used`. After a reduction, `try_add` admits no element until enough elements have left.
 
         Raises:
             ValueError: the new value is below 1.
