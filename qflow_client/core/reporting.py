@@ -306,7 +306,7 @@ class Reports:
     def _make_event(
         self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0
     ) -> FlowEvent:
-        """Make room for an event in `events`, and return the event."""
+        """Return a new event, and make room for it in `events`."""
         assert self.events is not None
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)

@@ -179,7 +179,7 @@ class Unconfirmed:
             receipt._tag = tag
         parts: list[bytes] = []
         while bodies:
-            # Make the frames of the next messages, up to 256, whose numbers differ only in the last two digits.
+            # Make the frames of the next messages, up to 256, whose numbers differ only in the last two hex digits.
             digits = LAST_DIGITS[number & 255 :][: len(bodies)]
             head, middle, tail = encoder.plain(length, number)
             frames = [route.method + head + middle, b"", tail, b"", _END] * len(digits)
@@ -322,8 +322,8 @@ class Unconfirmed:
             # An interrupt may have come after `make` put the frames into `outbound`, and before `popleft`.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
-        # The messages that remain in `again` and `unsent` are not on the wire. If an interrupted move has left such a
-        # message in `flight` too, remove it there.
+        # The messages that remain in `again` and `unsent` are not on the wire. If an interrupted move has left one of
+        # them in `flight` too, remove it there.
         for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]

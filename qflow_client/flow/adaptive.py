@@ -45,7 +45,7 @@ _WORTH_ADDING = 0.9
 # After a trial without doubling, the window grows at most by the factor `_GROW`, or shrinks by the factor `_SHRINK`.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of useless doublings in a row. With group commits, a single one proves nothing.
+# Doubling ends after this number of useless doublings in a row. With group commits, one doubling proves nothing.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
