@@ -30,7 +30,7 @@ _BUSY_SLICE = 0.04
 _PAUSE = 0.01
 # SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
-# A lock file contains the id of the last process with the lock, or only null bytes after a crash of the machine.
+# A lock file is empty, or contains the id of the last process with the lock, or null bytes after a machine crash.
 _LOCK = re.compile(rb"\d*\s*|\0*")
 
 

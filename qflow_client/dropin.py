@@ -261,7 +261,7 @@ class EncodedProtocol(ProducerProtocol):
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Treat the next channel as the first one. So the time until it opens does not count as flow control.
+        """Let the next channel count as the first one. So the time until it opens does not count as flow control.
 
         The drop-ins call this method if the program has closed the channel, or if its end affects no message.
         """
@@ -326,7 +326,7 @@ class DropInFlow:
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
-        """In a forked child, leave all messages to the parent, and accept no new messages; see `BaseEngine._disown`."""
+        """In a forked child, replace the protocol, which belongs to the parent, by a closed one."""
         now = time.monotonic()
         self.protocol = type(self.protocol)(self.protocol.settings, now=now, wall_offset=time.time() - now)
         self.protocol.close(reason, now)

@@ -1,4 +1,4 @@
-"""The base class of engines, which run the protocol of a producer for threads or for asyncio.
+"""The base class of engines, which run the `ProducerProtocol` of a producer for threads or for asyncio.
 
 The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers to
 the engine, and not to the producer. So a producer that the application drops without a close can be collected. The
@@ -337,7 +337,7 @@ class BaseEngine(ABC):
         """At the end of the process, end a producer that was not closed, and log its undelivered messages."""
 
     def _disown(self) -> None:
-        """In a forked child, replace the state, which belongs to the parent.
+        """In a forked child, replace the protocol, which belongs to the parent, by a closed one.
 
         The parent will write the unwritten messages, so no unsettled message is safe to send again. This method reads
         the state without the lock, which another thread of the parent may have had during the fork.

@@ -50,7 +50,7 @@ class FlowEventKind(StrEnum):
     UNFLOWED = "unflowed"
     #: The hold has ended because the producer was closed, even if the broker still blocks the connection.
     CLOSED = "closed"
-    #: A notice that calls of `send` still wait; one for all of them every `flow_control_wait_notify_period` seconds.
+    #: Calls of `send` still wait. Every `flow_control_wait_notify_period` seconds, all waiting calls share one notice.
     WAITING = "waiting"
 
 

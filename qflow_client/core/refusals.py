@@ -2,8 +2,8 @@
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
 later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
-sent until the broker answers the probe. If the broker refuses the probe, the next probe is sent after another pause;
-the pauses grow up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
+sent until the broker answers the probe. If the broker refuses the probe, the next probe is sent after a longer pause,
+up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
 while no retry is possible (E5). So it stops without a channel, and while the broker blocks the connection or stops the
@@ -157,7 +157,7 @@ class Refusals:
     # The probe.
 
     def delay_probe(self, again: Iterable[Receipt], now: float, *, new_pause: bool) -> bool:
-        """Send no probe until the next pause is over. Return True at the first refusal since the broker had room.
+        """Delay the next probe until a pause is over. Return True at the first refusal since the broker had room.
 
         Args:
             again: the messages to be sent again.

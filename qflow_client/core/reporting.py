@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
-The other modules of the core add their news to `Reports`. After each step, the *skin* (a producer's engine or a
-drop-in) takes the news. The application's callbacks run later, without the producer's lock.
+The other modules of the core add their news to `Reports`. After each step (see `step`), the *skin* takes the news. The
+skin is a producer's engine or a drop-in. The application's callbacks run later, without the producer's lock.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Reports:
     def add_failures(self, receipts: Iterable[Receipt]) -> None:
         """Keep failed receipts for the next `flush` or `close`.
 
-        If there is not enough room, older failures are dropped. The receipts of this call are all kept.
+        If there is not enough room, older failures are dropped, unless `is_ending`. The receipts of this call are kept.
         """
         failures = list(receipts)
         count = len(failures)

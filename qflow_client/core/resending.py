@@ -6,8 +6,8 @@ before all messages that were never written (E1).
 
 Three rules decide how many messages can be sent now (`count_sendable`):
 
-1. While a suspect is on the wire, no other message is sent. A suspect is sent only if no other message is on the wire
-   (`suspects`).
+1. A *suspect* may have caused the end of an earlier channel (`suspects`). It is sent only if no other message is on the
+   wire. While it is on the wire, no other message is sent.
 2. If `again` begins with the candidate (`suspects`), nothing is sent until the channel has been open for a while.
 3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).
 """
@@ -35,8 +35,8 @@ class Resending:
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
         #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message is
-        #: on the wire now, it is a second copy. Some of these messages may be settled by now.
+        #: Numbers of messages that were written on an earlier channel, or refused on this one. If one of them is on
+        #: the wire now, it is a second copy. Some of them may be settled by now.
         self.written_before: set[int] = set()
         self.suspects = Suspects()
         self.poison = PoisonDetector(hold_time)
@@ -44,7 +44,7 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether unsent messages come next: `again` is empty, the broker has room, and no suspect is on the wire."""
+        """Whether nothing limits unsent messages: `again` is empty, the broker has room, no suspect is on the wire."""
         return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.

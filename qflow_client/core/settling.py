@@ -69,7 +69,7 @@ class Settling:
         # The batch that is being settled; ``None`` if there is none. If it has only one outcome, all receipts get this
         # outcome. Receipts without a reply get the reply of the batch. The last element is the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
-        # The next stage of `_finish`: 0 sets outcomes, 1 adds to the reports, 2 calls the observer, 3 does the rest.
+        # Next stage of `_finish`: 0 sets outcomes, 1 reports them, 2 calls the observer, 3 updates `_returns` and store.
         self._stage = 0
 
     # Settling.
@@ -284,7 +284,7 @@ class Settling:
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, new_pause: bool) -> None:
-        """Hold calls of `send`, and delay the next probe, see `Refusals.delay_probe`."""
+        """Raise the hold ``refused``, and delay the next probe, see `Refusals.delay_probe`."""
         if self._resending.refusals.delay_probe(self._resending.again, now, new_pause=new_pause):
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 

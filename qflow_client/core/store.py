@@ -2,7 +2,7 @@
 
 A store keeps each admitted message until it is settled. Messages that wait in the store without being admitted are the
 *backlog*, which uses no room in the window. Messages of the backlog are admitted before messages that wait in line. The
-core calls the methods of a store inside its steps, so no method is allowed to wait for a disk.
+core calls the methods of a store inside its steps (see `step`), so no method is allowed to wait for a disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Store(Protocol):
         """Limits admission by the room on disk. ``None`` if the store rejects messages for which there is no room."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        """Reject a message if there is no room and the message cannot wait.
+        """Raise an error if there is no room for a message, and the message cannot wait for room.
 
         Raises:
             OutboxFull: there is no room and `limiter` is ``None``, or the message is larger than the whole store.

@@ -58,7 +58,7 @@ class SendTicket(Ticket):
         self._claims: list[bool] = []
 
     def claim(self, *, for_sender: bool = False) -> bool:
-        """Claim the right to decide about the message. Any thread can call this, even outside a step.
+        """Claim the right to decide about the message. Any thread can call this, even outside a step (see `step`).
 
         Args:
             for_sender: True for the sender, to withdraw the message; False for the line, to admit the message.

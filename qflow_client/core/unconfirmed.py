@@ -6,7 +6,8 @@ when its frames are made, because the tag is its position on the wire. Tags are 
 if none of its bytes is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
-(``Channel.Flow``), unwritten messages are taken back and lose their tags.
+(``Channel.Flow``), unwritten messages are taken back and lose their tags. An *interrupt* is an exception that ends a
+step early, such as ``KeyboardInterrupt`` (see `step`).
 """
 
 from __future__ import annotations
@@ -139,8 +140,7 @@ class Unconfirmed:
 
         Args:
             source: messages that were never written, or messages to be sent again.
-            limit: the maximum number of bytes of a batch. A larger batch would need a second write. Only a
-                single message may exceed the limit.
+            limit: maximum bytes of a batch, because more would need a second write. A single message may exceed it.
             most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):
@@ -151,7 +151,7 @@ class Unconfirmed:
     def _make_run(self, source: deque[Receipt], limit: int, most: int) -> bool:
         """Do the same as `make` for similar messages, in two thirds of the time. Return False for other messages.
 
-        Similar messages are plain, and have the same route, the same length and consecutive numbers.
+        Similar messages are plain (see `admission`), and have the same route and length, and consecutive numbers.
         """
         encoder, first = self.encoder, source[0]
         route = first._route

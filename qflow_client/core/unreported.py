@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
-If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then calls of `send` are
-held (they wait), so that the number of these receipts stays below about twice the capacity.
+If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then a hold makes calls
+of `send` wait, so that the number of these receipts stays below about twice the capacity.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Waiters:
         return self.add_settled(waiter)
 
     def add_settled(self, waiter: Any) -> bool:
-        """Same as `when_settled`, for callers that are already inside a step."""
+        """Same as `when_settled`, for callers that are already inside a step (see `step`)."""
         if not self._limits.window.used:
             return False
         self.settled.append((self._admission.admitted, waiter))

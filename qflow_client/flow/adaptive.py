@@ -1,14 +1,14 @@
 """A window that finds its best size, which is the smallest size with maximum throughput.
 
 The only inputs are the number of elements that leave, the time, and whether an element was refused since elements last
-left. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least for one
-*trip*: the time from the entrance of an element until it leaves. The result of an epoch is a rate and a latency. The
-latency is the shortest trip of the epoch. Only a few elements are timed.
+left. Time is divided into *epochs*. The capacity does not change in an epoch. If the capacity is new, the *measurement*
+begins after the earlier elements have left. It lasts at least for one *trip*: the time from the entrance of an element
+until it leaves. Its result is a rate and a latency. The latency is the shortest trip of a few timed elements.
 
 Four rules change the window:
 
-1. *Are the last 30 % of the window useful?* About every second epoch uses only 70 % of the window. If this does not
-    reduce throughput, the window shrinks. Otherwise the window grows. While it is far too small, it doubles.
+1. *Are the last 30 % of the window useful?* About every second epoch is a *trial* with only 70 % of the window. If this
+    does not reduce throughput, the window shrinks. Otherwise the window grows. While it is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. The latency of an
     epoch may be longer by more than 25 % plus 10 ms, for one of two reasons. Either elements always wait in a queue, or
     the broker commits in groups and elements wait for the next commit. In both cases the window keeps its last 30 %

@@ -4,7 +4,7 @@ A `FlowController` controls the entrance of *elements* (for example messages) in
 The elements come from *sources*. There are two kinds of sources:
 
 * A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
-    in line with a `Ticket`. Such sources never exceed the limit.
+    in line with a `Ticket`. Sources of this kind never exceed the limit.
 * A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
     gate is closed, the controller blocks the source.
 
@@ -124,7 +124,7 @@ class WeightedLine:
         self._finish: dict[str, float] = {}
         # When `_finish` has this number of entries, the entries with a past time are removed.
         self._sweep_at = _SWEEP_FROM
-        # The present virtual time, which is the start of the last turn.
+        # The present virtual time, which is the start of the last turn. In virtual time a turn lasts ``1 / weight``.
         self._time = 0.0
         # The last serial number. Serial numbers sort turns with equal starts.
         self._serial = 0
@@ -267,7 +267,7 @@ class FlowSource:
             True if `downstream` blocks this source now.
 
         Raises:
-            ValueError: the element does not occupy room in `held`.
+            ValueError: no element is inside `held`, or the total size inside is less than `size`.
         """
         blocked = downstream.offer(self, size, now)
         if held is not None:
@@ -411,7 +411,7 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        If there is room, the limiter's hold is lifted when no ticket waits, or when another hold stops the next ticket.
+        If there is room, and no ticket waits or a hold of other code stops the next ticket, lift the limiter's hold.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.
@@ -456,7 +456,7 @@ class FlowController:
             count: number of elements.
 
         Raises:
-            ValueError: fewer elements are inside, or the total size inside is smaller.
+            ValueError: fewer than `count` elements are inside, or their total size is less than `size`.
         """
         self.limiter.remove(size, count)
         if self._blocked:
@@ -515,7 +515,7 @@ class FlowController:
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Accept an element immediately. Block its source if the limit is exceeded (F3 J3) or the gate is closed.
+        """Accept an element. Block its source if the limit is exceeded (F3 J3), or if other code has closed the gate.
 
         The element enters even if the gate is closed, because its source cannot keep it. A blocked source stays blocked
         until the limiter lets sources continue, and the gate has no hold except the limiter's.

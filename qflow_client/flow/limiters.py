@@ -65,7 +65,7 @@ class Limiter(ABC):
             count: the number of elements.
 
         Raises:
-            ValueError: fewer elements are inside, or the total size inside is smaller.
+            ValueError: fewer than `count` elements are inside, or their total size is less than `size`.
         """
 
     @property
@@ -125,7 +125,7 @@ class _CapacityLimiter(Limiter):
 
 
 class WindowLimiter(_CapacityLimiter):
-    """Limits the number of elements inside to `capacity`. The sizes of the elements do not matter (F2 C6).
+    """Allows at most `capacity` elements to be inside at the same time. Their sizes do not matter (F2 C6).
 
     Args:
         capacity: maximum number of elements, at least 1.

@@ -113,7 +113,7 @@ class FlowManager:
             return self._each("started", lambda resource: resource.lift(self.HOLD, source=self.name))
 
     def forked(self) -> None:
-        """Replace the lock in a forked child process, because another thread of the parent may have held it."""
+        """Replace the lock in a forked child process, because another thread of the parent may have had the lock."""
         self._lock = threading.RLock()
 
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:
