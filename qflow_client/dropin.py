@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Drop-ins reject these settings: the library or the program decides. But robust aio-pika accepts `on_disconnect`.
+#: Settings that drop-ins reject and leave to the library or the program. Robust aio-pika accepts `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# Settings with a fixed value. Instead of most of them, the program passes arguments to methods of the library.
+# Settings with a fixed value. Most of them are arguments of the library's methods instead.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",

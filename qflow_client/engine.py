@@ -166,7 +166,7 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error if the call runs in another event loop, from which it could not wake the producer's tasks.
+        """Raise an error if the call runs in an event loop that is not the producer's, so it could not wake its tasks.
 
         Args:
             payload: message for the error; ``None`` for a call without a message.

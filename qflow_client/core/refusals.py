@@ -141,7 +141,7 @@ class Refusals:
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return the next time at which the retries of a message other than the probe end; an empty list if none."""
+        """Return the next end of the time for retries of a message other than the probe, as a list; empty if none."""
         # The entries are in the order of the first refusals. An entry of a settled message causes a needless timer.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)

@@ -73,7 +73,7 @@ class Resending:
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
-        """Move a message that leaves the wire to `again` if it was written before. If it was not, return False."""
+        """If a message was written before, put it back into `again`, and return True. Otherwise return False."""
         self.forget_sent(receipt)
         number = receipt._number
         if number not in self.written_before:
@@ -108,7 +108,7 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a refused message, or the candidate (see `suspects`), waits for a point in time."""
+        """Whether a refused message, or the candidate (see `suspects`), must not be sent before a certain time."""
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:

@@ -177,7 +177,7 @@ class SendLine:
         ticket.notice_at = self._notice_at
 
     def count_flowed_error(self) -> tuple[Hold, ...]:
-        """Count a call of `send` that fails because it may not wait longer. Return the holds, for its error."""
+        """Count a call of `send` that fails because it may not wait longer. Return the holds for its error."""
         holds = self._gate.holds
         # Without a hold, the message waits only because other messages are before it in the line.
         kind = holds[0].kind if holds else "line"

@@ -69,7 +69,7 @@ class Settling:
         # The batch that is being settled; ``None`` if there is none. If it has only one outcome, all receipts get this
         # outcome. Receipts without a reply get the reply of the batch. The last element is the time.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
-        # Next stage of `_finish`: 0 sets outcomes, 1 reports them, 2 calls the observer, 3 updates `_returns` and store.
+        # The next stage of `_finish`: 0 sets outcomes, 1 reports, 2 calls the observer, 3 updates returns and store.
         self._stage = 0
 
     # Settling.

@@ -7,8 +7,8 @@ producer first repairs the state (`Consequences._heal`). Two rules make the repa
 
 1. To move an object, a step first adds the object to the new place, and then removes it from the old place. So the move
    can be repeated.
-2. A repair recounts the used window, the unwritten bytes and the tickets in line. A step computes a number completely
-   before it adds the number to one of these counts. Otherwise a change of the count by another thread could be lost.
+2. A repair recounts messages in the window, unwritten bytes and tickets in line. A step computes a number
+   completely before it adds the number to a count. Otherwise a change of the count by another thread could be lost.
 
 A step never calls another step. Code that several steps need is in plain methods. The decorator `step` costs 0.2 µs for
 each call, which is too much for the most frequent steps. These steps set `Steps.is_unfinished` themselves, and call

@@ -98,7 +98,7 @@ class PoisonDetector:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the candidate is poisonous, because enough connections were lost soon after it was sent."""
+        """Whether the candidate counts as the cause, because `_PROOF` connections were lost soon after it was sent."""
         return self._candidate_losses >= _PROOF
 
     def note_open(self, now: float) -> None:
@@ -115,7 +115,7 @@ class PoisonDetector:
             settled: the number of messages that were settled so far.
 
         Returns:
-            The suspects. If `is_proven`, the only suspect is the poisonous message.
+            The suspects. If `is_proven`, the only suspect is the candidate.
         """
         if settled > self._settled:
             self._settled = settled

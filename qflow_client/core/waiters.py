@@ -95,11 +95,11 @@ class Waiters:
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """Wake all waiters for an open gate if it is open. Otherwise wake those that ignore all present holds."""
+        """If the gate is open, wake all waiters of `when_unflowed`. Otherwise wake those that ignore all its holds."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 
     def end_unflowed(self) -> None:
-        """Wake all waiters for an open gate, because the gate will never open."""
+        """Wake all waiters of `when_unflowed`, because the gate will never open."""
         self._reports.wake += [waiter for _, waiter in self.unflowed]
         self.unflowed.clear()

@@ -120,7 +120,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Delete old records of handled messages, and return their number.
 
     Args:
-        older_than: minimum age in seconds of the deleted records. A later copy of their messages is not recognized.
+        older_than: minimum age in seconds of the deleted records. Later copies of these messages are handled again.
         using: alias of the database.
     """
     connection = connections[using]

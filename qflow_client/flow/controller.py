@@ -411,7 +411,7 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        If there is room, and no ticket waits or a hold of other code stops the next ticket, lift the limiter's hold.
+        The limiter's hold is lifted if there is room, and no ticket waits or other code has closed the gate.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.

@@ -84,7 +84,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on each resource, and on resources that register before `start_all`.
+        """Stop all resources (D5): raise a hold on each of them, and on resources that register before `start_all`.
 
         Args:
             reason: text for people, used as the detail of the hold.
@@ -100,7 +100,7 @@ class FlowManager:
             return self._each("stopped", lambda resource: resource.hold(self.HOLD, source=self.name, detail=reason))
 
     def start_all(self) -> int:
-        """Start all producers (D5): lift the hold that `stop_all` has raised. Other holds stay.
+        """Start all resources (D5): lift the hold that `stop_all` has raised. Other holds stay.
 
         Returns:
             The number of registered resources.
