@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 PATIENCE = 1.0
 # Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A wait has at least this number of pieces. If the process is suspended, this uses up only one of them.
+# A long wait consists of at least this number of short waits. A suspension of the process ends only one short wait.
 _WAIT_PIECES = 10
 
 
@@ -156,7 +156,7 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: The guard of all asyncio producers, because several may share a connection. In one loop, steps never overlap.
+#: All asyncio producers share this guard, because they may share a connection. In one loop, steps never overlap.
 LOOPS = Guard()
 
 

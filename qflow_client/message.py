@@ -331,7 +331,7 @@ def copy_position(source: bytes | Message, target: Message) -> None:
 
 
 def give_back(error: BaseException) -> None:
-    """If `with_position` made the message in an error, replace this message by the payload of the application."""
+    """If `with_position` made the `message` of an error, replace it by the message or body of the application."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # `getattr` has found the attribute

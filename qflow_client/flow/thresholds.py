@@ -184,7 +184,7 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True if the depth is above the capacity. A publisher between the thresholds is not held."""
+        """Return True if the depth is above the capacity. Between the thresholds, no publisher is held."""
         return self.stops(count, size)
 
 

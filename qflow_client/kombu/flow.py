@@ -163,7 +163,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def tells_confirms(self) -> bool:
-        """Whether to pass confirms to py-amqp, because a call waits for a confirm or a callback is registered."""
+        """Whether py-amqp needs the confirms, for a call that waits for a confirm or for a registered callback."""
         pending, events = self.channel._pending, self.channel.events
         return bool(
             (pending and (spec.Basic.Ack in pending or spec.Basic.Nack in pending))
@@ -171,7 +171,7 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method to py-amqp, as if py-amqp had read its frame. The `Tap` has removed this frame."""
+        """Pass a method to py-amqp, as if py-amqp had read its frame. The `Tap` has taken the frame out of the input."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 

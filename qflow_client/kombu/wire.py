@@ -277,7 +277,7 @@ class Wire:
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """Return a file descriptor for an event loop. It becomes readable when frames or functions in `later` wait."""
+        """Return a file descriptor for an event loop. It is readable if frames, or functions in `later`, wait."""
         if self._bell is None:
             self._bell = _Bell()
         if self.has_frames:

@@ -6,7 +6,7 @@ whose message is now on disk, and passes its turn on. A *sequence* is a message'
 A plain lock is not enough: when it is released, a thread that has just arrived may get it before the waiters.
 
 Ctrl-C may come between any two instructions of the main thread. So a thread takes the file's lock only in its turn, in
-a ``with`` statement. If Ctrl-C ends a thread before it passes its turn on, the lock is free nevertheless. A waiter
+a ``with`` statement. If Ctrl-C prevents a thread from passing its turn on, the lock is free nevertheless. A waiter
 checks the lock after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
 """
 
@@ -94,7 +94,7 @@ class FileAccess:
                 if self.durable >= turn.sequence:
                     return
                 if not self._lock.locked():
-                    # Ctrl-C has ended the previous thread before it passed its turn on.
+                    # Ctrl-C has interrupted the previous thread before it passed its turn on.
                     if turn in self._waiting:
                         self._waiting.remove(turn)
                     self._current = turn

@@ -265,7 +265,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Move a waiter to `Waiters` when its messages have left the backlog. If the window is empty, wake it."""
+        """Move each waiter whose messages have left the backlog to `Waiters`, or wake it if the window is empty."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to

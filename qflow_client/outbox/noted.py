@@ -1,4 +1,4 @@
-"""Changes of an outbox that are in memory and not on disk yet: new messages, settled messages, permissions, positions.
+"""Changes of an outbox that are in memory and not on disk yet: messages, settlements, positions, `Outbox.permit`.
 
 Any thread may note changes. Only the thread that has access to the file writes the changes. Two rules make a write safe
 to interrupt and to repeat:
@@ -124,7 +124,7 @@ class Noted:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Record that a range of messages was put by mistake. A write deletes these messages and their positions."""
+        """Note that the messages from `first` to `last` are withdrawn. A write deletes them and their positions."""
         with self.lock:
             # This is a single operation, so Ctrl-C cannot interrupt it halfway.
             self._withdrawn.append((first, last))
@@ -250,7 +250,7 @@ class Noted:
                 self._positions.pop(sequence, None)
 
     def _count(self, file: Database, freed_count: int, freed_size: int) -> None:
-        """Update the counts after a write that removed this many messages and bytes from the file."""
+        """Update the counts after a write that removed `freed_count` messages of `freed_size` bytes from the file."""
         if self._is_unsure:
             count, size = outboxfile.totals(file)
             with self.lock:

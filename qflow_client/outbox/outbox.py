@@ -19,7 +19,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
    writes the message and the position. The producer sends the message only after that commit. So after a crash, the
    broker has no message that comes after the position on disk. Earlier messages get the mark if they are sent again.
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
-   lists such messages, and `Outbox.drop` removes one. All other messages are sent.
+   lists such messages, and `Outbox.drop` removes one. A damaged message does not stop the messages after it.
 
 Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
 are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Only a thread
@@ -215,7 +215,7 @@ class Outbox:
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Withdraw messages put by mistake. The next commit deletes them, and restores the previous positions.
+        """Withdraw the messages from `first` to `last`. The next commit deletes them, and restores earlier positions.
 
         Messages after the sequence `last` must not have positions of the same sources.
         """
@@ -384,7 +384,7 @@ class Outbox:
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
-        """Set a time limit, in seconds from now, for all waits for a file that another process has locked."""
+        """If another process locks the file, wait for the file at most until `timeout` seconds from now."""
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:

@@ -96,7 +96,7 @@ class OutboxStore:
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
         #: If True, the first unsent message is in `_not_on_disk`, so no message can be written before a commit.
         self.keeps_all_back = False
-        # Whether the producer has ended (`end`), and `report_unwritten` was not called since then.
+        # True after the end of the producer (`end`), until `report_unwritten` is called.
         self._is_ended = False
         # Receipts of messages that stay in the outbox, by sequence. Receipts of messages on disk may be missing.
         self._stored: OrderedDict[int, Receipt] = OrderedDict()

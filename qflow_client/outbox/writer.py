@@ -40,7 +40,7 @@ _PAUSE = 1.0
 # The longest and the shortest time between two searches for messages that are too old, in seconds.
 _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
-# The number of searches in `outbox_max_age` seconds for messages that are too old.
+# The thread searches for messages that are too old this many times in `outbox_max_age` seconds.
 _SEARCHES = 8
 
 #: A step of the store. The argument is the time of `time.monotonic` in seconds.

@@ -161,7 +161,7 @@ class ChannelFlow(DropInFlow):
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # The protocol passes messages to pika immediately. So `look_at_transport` limits the bytes that pika holds.
+        # The protocol passes all messages to pika immediately. `look_at_transport` limits the bytes in pika's buffer.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -233,7 +233,7 @@ class ChannelFlow(DropInFlow):
                 protocol.lift(hold.kind, now, source=hold.source)
         for hold in unused.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
-                # Keep the start time, so that the hold is not reported as a difference.
+                # Keep the start time. Otherwise `go_on_from` would report the hold as lifted and raised again.
                 protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
         protocol.channel_opened(self._channel.channel_number, self._channel.connection.params.frame_max, now)
         protocol.reports.go_on_from(unused.reports, now)
