@@ -66,7 +66,7 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # By kind and source of each present hold: the time of its start, and the time up to which lines cover it.
+        # When each present hold began, and up to which time lines cover it; the keys are its kind and source.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None

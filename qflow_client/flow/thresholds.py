@@ -1,6 +1,6 @@
 """The thresholds of a queue's flow state: `StopResume` as in Qpid C++, and `Capacity` as in Qpid Java.
 
-Between the thresholds the state does not change. Both forms are immutable values. `ThresholdLimiter` has the state.
+Between the thresholds the state does not change. Both classes are immutable. `ThresholdLimiter` has the flow state.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Capacity:
 
     @property
     def is_set(self) -> bool:
-        """Whether any threshold is set."""
+        """Whether the capacity is limited."""
         return self.capacity > 0
 
     def stops(self, count: int, size: int) -> bool:

@@ -74,7 +74,7 @@ class Connection(pyamqp.Connection):
         self._awaits = 0
         # Time when heartbeats were last checked.
         self._looked_at = 0.0
-        #: A text that the transport sets. Connections with equal parameters have the same text.
+        #: The process id and the keywords of the connection as a text, which `Transport.Connection` sets.
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None

@@ -109,7 +109,7 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # This object is not needed again. If py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
+        # End this protocol for good. If py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
@@ -171,7 +171,7 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method to py-amqp, as if py-amqp had read its frame. The `Tap` has taken the frame out of the input."""
+        """Pass a method to py-amqp, as if py-amqp had read its frame. The `Tap` has kept the frame from py-amqp."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 

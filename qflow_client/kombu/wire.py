@@ -285,7 +285,7 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Return True if frames or functions in `later` wait. If not, `bell` is no longer readable."""
+        """Return True if frames, or functions in `later`, wait. If not, `bell` is no longer readable."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
             # Check again, because another thread may have read from the socket and rung the bell.

@@ -328,7 +328,7 @@ class Outbox:
         return self._use_file(read) or []
 
     def wall_time(self, now: float) -> float:
-        """Convert a time of `time.monotonic` to seconds since 1970. `put` stores such times with messages."""
+        """Convert a time of `time.monotonic` to seconds since 1970. `put` stores the converted time of each message."""
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:

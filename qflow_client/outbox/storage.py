@@ -111,7 +111,7 @@ class Storage:
 
         Raises:
             NotDurable: the messages could not be written, or were not on disk `GRACE` seconds after the deadline (a
-                time of `time.monotonic`). The error contains `receipt`, that of the caller's last message.
+                time of `time.monotonic`). The error contains `receipt`, the receipt of the caller's last message.
         """
         outbox = self.outbox
         sequence = outbox.last

@@ -92,7 +92,7 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
-        # Check the process here too, because pika does not call `_raise_if_not_open` before every method.
+        # Detect a forked child here too, because pika does not call `_raise_if_not_open` before every method.
         self.connection.flow_control.check_process()
         send = partial(super()._send_method, method)  # type: ignore[misc]  # private
         if isinstance(method, spec.Confirm.Select):

@@ -120,7 +120,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, this call raises the reason, even if the IOLoop's thread has ended too.
+                # After the end of the connection, and of the IOLoop's thread, `add_callback_threadsafe` raises the reason.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -252,7 +252,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
-            # If the connection has ended, this call raises the reason, as pika does.
+            # If the connection has ended, `add_callback_threadsafe` raises the reason, as pika does.
             connection.add_callback_threadsafe(_nothing)
             raise self.closing_error.with_traceback(None) from None
         if connection.is_ioloop_thread:
