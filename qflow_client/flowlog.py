@@ -70,8 +70,8 @@ class ProducerLines:
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None
-        # When the producer last became unflowed; at first, the start of the observation. The kind of the hold that had
-        # made it flowed. The number of messages that were admitted until it became unflowed; -1 if unknown.
+        # When the producer last became unflowed (at first, when the observation began), the kind of the hold that had
+        # made it flowed, and how many messages it had admitted at that time (-1 if unknown).
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:

@@ -33,7 +33,7 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    The class uses no lock. If it did, a finalizer that logs could interrupt the thread with the lock, and wait forever.
+    The class uses no lock. Otherwise a finalizer that logs could wait for a lock of the thread that it interrupts.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ class FileAccess:
             self._leave(turn)
 
     def _wait(self, turn: _Turn, deadline: float) -> None:
-        """Wait until it is the thread's turn. Return at once if the thread does not need a turn."""
+        """Wait until it is the thread's turn, or until the thread does not need a turn any more."""
         while True:
             left = deadline - time.monotonic()
             if turn.wake.acquire(timeout=max(0.0, min(_LOST, left))):

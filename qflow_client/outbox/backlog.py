@@ -110,7 +110,7 @@ class Backlog:
         return receipt, f"{self._spill_prefix}{sequence:012x}"
 
     def append(self, receipt: Spilled, now: float) -> None:
-        """Add a message that was put on disk."""
+        """Add a message that was put into the outbox."""
         sequence = receipt._sequence
         self.spilled[sequence] = receipt
         self.hold(f"messages wait in {self._outbox.path}", now)

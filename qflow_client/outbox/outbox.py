@@ -110,7 +110,7 @@ class Outbox:
         with ExitStack() as after_error:
             after_error.callback(self._lock_file.release)
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            # After an error, close the file here, so that it is free at once, and not only after a garbage collection.
+            # After an error, close the file at once. Otherwise only the garbage collector would close it.
             after_error.callback(self._file.close)
             self._noted = Noted(self._file)
             aside = outboxfile.aside(self._file)

@@ -348,9 +348,9 @@ class OutboxStore:
         self._is_ended = True
 
     def report_unwritten(self) -> int:
-        """After the close, report messages that should have stayed in the outbox and are not on disk. Return how many.
+        """After the outbox is closed, report messages that should be in it and are not on disk. Return their number.
 
-        Until now, the receipts of these messages have the outcome *stored*, because the producer ends before the close.
+        Until now, the receipts of these messages have the outcome *stored*, because the producer settles them first.
         The outcome becomes *failed* if the message was certainly not written to the broker, and can be sent again
         safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown* for other
         messages, and if a thread may still be writing the message to the outbox.

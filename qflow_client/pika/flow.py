@@ -295,7 +295,7 @@ class ChannelFlow(DropInFlow):
         self._channel.connection._adapter_add_callback_threadsafe(call)
 
     def write(self) -> None:
-        """Pass all messages to pika that can be sent now, and report events."""
+        """Pass to pika all messages that can be sent now, and report events."""
         protocol = self.protocol
         # Loop, because a write may release more messages. `take_output` counts the bytes as written before pika takes
         # them, because pika may call this method again meanwhile.

@@ -177,7 +177,7 @@ class _Turns:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        # The I/O services. ``None`` if pika's own class has made the connection, so that the socket is unknown.
+        # The I/O services. If pika's own class has made the connection, the socket is unknown, and this is ``None``.
         self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property

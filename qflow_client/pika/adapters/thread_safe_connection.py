@@ -120,7 +120,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # After the end of the connection, and of the IOLoop's thread, `add_callback_threadsafe` raises the reason.
+                # If the connection has ended, `add_callback_threadsafe` raises the reason, even if its thread has ended.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
