@@ -176,7 +176,7 @@ class ChannelFlow(DropInFlow):
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
     def _call(self, function: Callable[[], None]) -> None:
-        # The `flow_manager` calls this method on any thread. The thread of the connection calls the function.
+        # The `flow_manager` calls this method on any thread. The thread that uses the connection calls the function.
         self._calls.append(function)
         self._wire.wake()
 

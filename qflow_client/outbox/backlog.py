@@ -162,7 +162,7 @@ class Backlog:
             elif request.sends:
                 self.ready.append(stored)
             else:
-                # All later messages are younger.
+                # This message and all later messages are not too old.
                 break
             self.read_to = stored.sequence
         if not batch:

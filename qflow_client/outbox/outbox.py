@@ -182,7 +182,7 @@ class Outbox:
         Args:
             payload: the body, or a message with properties. The id of the message has precedence over `message_id`.
             message_id: the id for a message without an id.
-            permit: whether the message may be written to a broker from now on. If False, `permit` allows this later.
+            permit: whether the message may be written to a broker now. If False, `Outbox.permit` allows this later.
             overdraw: whether to ignore `max_bytes`, because the caller has checked `has_room` before.
             position: how far the source of the message has been read, or ``None``. The same commit writes the position.
 

@@ -13,7 +13,7 @@ __all__ = ["Spilled"]
 
 
 class Spilled(Receipt):
-    """The receipt of a message that waits in the outbox. Until the message enters the window, its body is only on disk.
+    """The receipt of a message that waits in the outbox. Until the message enters the window, the receipt has no body.
 
     Each kind of producer derives a class from this class and from the class of its other receipts.
     """

@@ -2,7 +2,7 @@
 
 When a message enters the window or is settled, the protocol calls the store. In the same step, the store notes the
 change in the outbox. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox
-each message has a number, the *sequence*. In the window each message has another number, in the same order.
+each message has a number, the *sequence*. The protocol has other numbers for the messages in the window (same order).
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
 could have a message whose position is not on disk. The next process would read the source from the earlier position.
@@ -267,7 +267,7 @@ class OutboxStore:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether messages may wait for a commit before they are written to the broker."""
+        """Whether some messages may have to wait for a commit before they are written to the broker."""
         return bool(self._not_on_disk)
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
@@ -350,10 +350,10 @@ class OutboxStore:
     def report_unwritten(self) -> int:
         """After the outbox is closed, report messages that should be in it and are not on disk. Return their number.
 
-        Until now, the receipts of these messages have the outcome *stored*, because the producer settles them first.
-        The outcome becomes *failed* if the message was certainly not written to the broker, and can be sent again
-        safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown* for other
-        messages, and if a thread may still be writing the message to the outbox.
+        Until now, the receipts of these messages have the outcome *stored*, because the producer settles them before it
+        closes the outbox. The outcome becomes *failed* if the message was certainly not written to the broker, and can
+        be sent again safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown*
+        for other messages, and if a thread may still be writing the message to the outbox.
         """
         count = 0
         for sequence, stored in self.outbox.unwritten().items():

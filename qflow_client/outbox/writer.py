@@ -30,7 +30,7 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds for which the thread waits before a commit, so that the commit deletes more settled messages at once.
 _GATHER = 0.05
-# The same, while messages cannot be sent before this commit. A long wait would fill the window.
+# Seconds of this wait while messages cannot be sent before the commit. A longer wait would fill the window.
 _GATHER_WAITED_FOR = 0.002
 # Maximum number of messages, and maximum bytes, that are read from the backlog at once.
 _BATCH = 500

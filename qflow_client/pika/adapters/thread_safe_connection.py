@@ -1,7 +1,7 @@
 """`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: `basic_publish` waits for a limited time.
 
 pika runs the connection on a separate thread, the IOLoop's thread. Only this thread changes a channel's holds, so no
-lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If there is
+lock is needed. A publishing thread passes its message to the IOLoop's thread (`_Publishing`). If there is
 certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread waits until
 the message is written or rejected.
 """
@@ -40,7 +40,7 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message that the publishing thread can withdraw until it is admitted. `future` decides which happens first."""
+    """A message that the publishing thread can withdraw by cancelling `future`, until admission starts `future`."""
 
     future: Future[None]
 
@@ -120,7 +120,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, `add_callback_threadsafe` raises the reason, even if its thread has ended.
+                # If the connection has ended, `add_callback_threadsafe` raises the reason, even without the thread.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
