@@ -129,7 +129,7 @@ class ProducerLines:
         self._write(line)
 
     def tell(self, at: int) -> None:
-        """Write a line for each present hold, which covers the time from its last line to `at`, in microseconds."""
+        """For each present hold, write a line about the time from the hold's last line to `at`, in microseconds."""
         for key, (since, begun) in self._holds.items():
             if at > begun:
                 line = self._line(at, "held", key[0], since)

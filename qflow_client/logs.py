@@ -118,7 +118,7 @@ _writer = _Writer()
 
 
 def _after_fork_in_child() -> None:
-    # The writing thread exists only in the parent, and the parent writes the waiting records. So begin anew.
+    # The writing thread exists only in the parent, and writes the waiting records. So the child needs a new `_Writer`.
     global _writer
     _writer = _Writer()
 

@@ -7,7 +7,7 @@ from qflow_client.forks import after_fork_in_child
 
 __all__ = ["flow_manager"]
 
-#: The manager of the producers without an argument ``manager`` and of the drop-ins' channels; see its `stop_all` (D5).
+#: Manages producers without the argument ``manager``, and channels of pika, aio-pika and kombu; see `stop_all` (D5).
 flow_manager = FlowManager()
 
 after_fork_in_child(flow_manager.forked)

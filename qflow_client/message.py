@@ -240,7 +240,7 @@ class Message:
 class RoutedMessage(Message):
     """A message with the exchange and the routing key to which ``producer.send(message)`` sends it.
 
-    `Receipt.message` and `UndeliveredMessages` return such messages, which can be sent again. The arguments
+    `Receipt.message` and `UndeliveredMessages` return routed messages, which can be sent again. The arguments
     ``exchange=`` and ``routing_key=`` of `send` have precedence. A comparison ignores the exchange and the routing key.
 
     Args:

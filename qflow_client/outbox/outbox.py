@@ -78,7 +78,7 @@ class Outbox:
     Raises:
         OutboxInUse: another process, or another producer in this process, uses the outbox.
         OutboxError: the file cannot be opened, is damaged, or is not an outbox.
-        ValueError: `synchronous` has another value, or `max_bytes` is not above 0.
+        ValueError: `synchronous` is neither ``"normal"`` nor ``"full"``, or `max_bytes` is not above 0.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Outbox:
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
     def full_error(self, size: int, payload: bytes | Message, exchange: str, routing_key: str) -> OutboxFull:
-        """Return the error for a message for which there is no room."""
+        """Return the error for a message that does not fit into the outbox."""
         taken = f"{self._noted.size} of at most {self.max_bytes} bytes are taken by {self._noted.count} messages"
         why = f"{self.path}: no room for a message of {size} bytes: {taken}"
         return OutboxFull(why, payload, exchange=exchange, routing_key=routing_key)

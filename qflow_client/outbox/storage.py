@@ -28,12 +28,12 @@ GRACE = 0.5
 # A call with fewer seconds until its deadline lets the writer commit, to return in time even if the disk hangs. Other
 # calls commit on their own threads, which is faster: 10,500 against 3,700 messages a second with one thread.
 _SHORT = 10.0
-# `close` stops waiting for another process this number of seconds before its timeout, to have time for the rest.
+# `close` stops waiting for another process this number of seconds before its timeout, to close the file in time.
 _CLOSING = 0.2
 
 
 class Storage:
-    """Opens the outbox of a producer, attaches it, and closes it.
+    """Opens the outbox of a producer, attaches it to the producer's protocol, and closes it.
 
     The producer creates this object first and then calls `open`. So it can call `close` even if `open` is interrupted.
     """

@@ -224,7 +224,7 @@ class ChannelFlow(DropInFlow):
         too. Afterwards the ended channel has no messages.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners of this channel know the holds of `unused`. So report only where the holds of `protocol` differ.
+        # The listeners of this channel know the holds of `unused`. So report only how the holds of `protocol` differ.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)

@@ -663,7 +663,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Wait until the messages are settled. Return an error if one was not delivered. A second call does nothing."""
+        """Wait until all messages are settled. Return an error if any was not delivered. A second call does nothing."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
