@@ -96,7 +96,7 @@ class Backlog:
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # Ignore ``outbox``, which stops only new messages, and the limits ``capacity`` and ``rate``, which `admit` checks.
+        # Ignore ``outbox``, which stops only new messages, and ``capacity`` and ``rate``, whose limits `admit` checks.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )

@@ -57,8 +57,8 @@ class Noted:
         #: Messages that are not on disk, in order. A write moves them from `rows` to `inserting`.
         self.rows: list[outboxfile.Row] = []
         self.inserting: list[outboxfile.Row] = []
-        # Settled messages that are still in the file, as pairs of first and last sequence. A write moves them to
-        # `_deleting`.
+        # Settled messages that a write still has to delete, as pairs of first and last sequence. The write moves them
+        # to `_deleting`.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
         #: The number of messages in `_settled`. A message that is settled twice may count twice.

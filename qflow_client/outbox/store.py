@@ -51,7 +51,7 @@ class _Room(Limiter):
         if self._outbox.has_room(size):
             return None
         if self._requests.commit:
-            # The requested commit makes room. Without this call, the writer may first wait for more settled messages.
+            # The requested commit deletes settled messages. Do it now: the writer might first wait for more of them.
             self._requests.writer.commit_now()
         return HoldKind.OUTBOX
 
@@ -85,7 +85,7 @@ class OutboxStore:
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
-        #: Limits admission by the room in the outbox; ``None`` if the store rejects a message without room.
+        #: Limits admission by the room in the outbox; ``None`` if the store rejects messages that do not fit.
         self.limiter = _Room(outbox, self.requests) if self._blocks else None
         # Messages of the backlog have their room on disk already, so only the other limits apply to them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)

@@ -143,7 +143,7 @@ class Writer:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    # On the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
