@@ -165,9 +165,9 @@ class _Watch:
 class FlowLog:
     """A context manager that writes flow events of producers, and of a broker, into the files of a folder.
 
-    Logs of several processes may share a folder. The name of an unfinished file begins with an underscore. When the
-    file is finished, it is renamed. So programs that ignore such names see only finished files. If a crash leaves an
-    unfinished file, the next log in the folder finishes it.
+    Logs of several processes may share a folder. The name of an unfinished file begins with an underscore, so that
+    Spark and Hadoop ignore the file. A finished file is renamed. If a crash leaves an unfinished file, the next log in
+    the folder finishes it.
 
     Callbacks of the producers, and a broker's loop, put events into a buffer. A thread writes the lines. If the disk
     is slow and the buffer is full, events are lost, and a later line has their number. A forked child needs its own
@@ -179,7 +179,7 @@ class FlowLog:
         max_seconds: a file with at least one line is finished after this number of seconds, even if it is small.
         keep: number of finished files of this `FlowLog` to keep; ``None`` for all. Older files are deleted.
         period: seconds between two lines about the same hold, or about the same queue.
-        max_lines: maximum number of lines that wait to be written.
+        max_lines: maximum number of lines and events that wait to be written.
 
     Raises:
         ValueError: the value of an argument is not allowed.
@@ -208,7 +208,7 @@ class FlowLog:
         self.folder = Path(folder)
         #: Seconds between two lines about the same hold, or about the same queue.
         self.period = period
-        #: Number of lines that were lost so far because too many lines waited to be written.
+        #: Number of lines and events that were dropped so far, because `max_lines` were already waiting.
         self.lost = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds

@@ -1,7 +1,7 @@
 """Passes log messages of this package to the log handlers of the application.
 
 A log handler is code of the application. The handler may block, raise an exception, or send with the same producer. So
-no handler runs on a thread that a connection needs, or inside a step of a protocol. Records are created immediately. A
+no handler runs on a thread that a connection needs, or inside a step of a producer. Records are created immediately. A
 separate thread passes the records to the handlers.
 """
 
@@ -143,7 +143,7 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
 
 
 def write_log(entries: list[LogEntry]) -> None:
-    """Log the entries that a protocol has recorded, in the same way as `log`."""
+    """Log the entries that a `ProducerProtocol` has recorded, in the same way as `log`."""
     for entry in entries:
         _put(entry)
 

@@ -354,7 +354,7 @@ class Wire:
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
         """Wait for bytes, `wake`, or (if `unwritten` or `writable`) room in the socket. Then read and write.
 
-        Return whether the socket has room. If the call did not wait for room, the result has no meaning.
+        Return True if the socket has room. If the call did not wait for room, return False.
         """
         if self._poll is None:
             raise RecoverableConnectionError(self._why)

@@ -69,7 +69,7 @@ class Outbox:
     """Messages on disk, in an SQLite file. Any number of threads of one process may use an `Outbox`.
 
     Args:
-        path: the path of the file. The outbox creates the file if necessary, and never deletes the lock file.
+        path: the path of the file, which is created if necessary. The lock file beside it is never deleted.
         max_bytes: maximum bytes of all messages; each uses 64 bytes besides its content. The file may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
@@ -215,7 +215,7 @@ class Outbox:
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Withdraw the messages from `first` to `last`. The next commit deletes them, and restores earlier positions.
+        """Withdraw messages `first` to `last`. The next commit deletes them, and restores the previous positions.
 
         Messages after the sequence `last` must not have positions of the same sources.
         """

@@ -1,6 +1,6 @@
 """Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-No function of this module waits. If the channel is flowed, `BlockingChannel` waits, and `Channel` raises an error.
+No function of this module waits. Flowed channels wait if they are blocking or thread-safe, and else raise an error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ConnectionFlow:
         self.on_forked: Callable[[BaseException], object] = bool
         # The broker's reason for blocking the connection; ``None`` while the connection is not blocked.
         self.blocked: str | None = None
-        # The open channels, by number. Channels that end together with the connection are not removed.
+        # The channels, by number. A channel that ends is removed, unless it ends together with the connection.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -156,7 +156,7 @@ class ConnectionFlow:
 
 
 class ChannelFlow(DropInFlow):
-    """Flow control for one `Channel` of pika. A `BlockingChannel` contains such a `Channel`."""
+    """Flow control for one `Channel` of pika, for example for the `Channel` in a `BlockingChannel`."""
 
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number

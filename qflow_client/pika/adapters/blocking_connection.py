@@ -270,8 +270,8 @@ class BlockingConnection(_pika.BlockingConnection):
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
         """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
-        The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. The wait for the answer to the
-        close has the same limit if the broker does not read. At the limit, the connection is aborted.
+        The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. If the broker does not read,
+        the wait for its answer to the close has the same limit, and the connection is then aborted.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
