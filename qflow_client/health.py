@@ -24,7 +24,7 @@ class Health:
 
     Attributes:
         state: ``"ready"``, ``"blocked"`` (by the broker or another lasting hold), ``"disconnected"`` or ``"closed"``.
-        reasons: reasons why the producer is not ready, as texts for people. The texts contain no password.
+        reasons: reasons for a state other than ``"ready"``, as texts for people. The texts contain no password.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` without a lasting hold.
         unsettled: number of unsettled messages in the window.
         stored: number of messages in the outbox; 0 if there is no outbox.

@@ -3,7 +3,7 @@
 `Outbox` (`outbox.py`) opens the file (`file.py`), and notes changes in memory (`noted.py`). A commit writes the noted
 changes to the file. One thread at a time uses the file (`access.py`). A program can use an `Outbox` without a producer.
 
-In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The producer's protocol calls this store through
+In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The `ProducerProtocol` calls this store through
 the interface `qflow_client.core.store.Store`. Messages that wait on disk and are not in the window yet are the
 `Backlog`. A `Writer` thread commits changes and reads the backlog.
 

@@ -17,7 +17,7 @@ class _Wait:
     __slots__ = ("sequence", "wake", "why")
 
     def __init__(self, sequence: int) -> None:
-        #: The last sequence of the thread's messages.
+        #: The thread waits until all messages up to this sequence are on disk.
         self.sequence = sequence
         #: Why the messages are not on disk; "" if they are. Valid after `wake` is released.
         self.why = ""

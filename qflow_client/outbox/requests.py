@@ -21,7 +21,7 @@ class ReadRequest(NamedTuple):
 
 
 class Requests:
-    """The next tasks of the writer. No lock is needed, because the protocol and the writer only assign attributes."""
+    """The next tasks of the writer. No lock is needed, because the producer and the writer only assign attributes."""
 
     __slots__ = ("_reports", "commit", "read", "writer")
 

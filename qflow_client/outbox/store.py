@@ -1,4 +1,4 @@
-"""`OutboxStore` connects a producer's protocol to its outbox. The class implements `qflow_client.core.store.Store`.
+"""`OutboxStore` connects a `ProducerProtocol` to its outbox. The class implements `qflow_client.core.store.Store`.
 
 When a message enters the window or is settled, the protocol calls the store. In the same step, the store notes the
 change in the outbox. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox

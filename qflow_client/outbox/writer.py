@@ -1,9 +1,9 @@
 """`Writer` is the thread that commits and reads for a producer with an outbox. So no step waits for a disk.
 
 The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
-protocol may also request a part of the backlog. Then the thread reads this part and feeds it to the protocol. If the
+producer may also request a part of the backlog. Then the thread reads this part and feeds it to the store. If the
 part is to be sent, the thread first notes on disk that the part may be written. The thread never changes the
-protocol's state itself. It passes a step to `deliver`, which runs the step with the producer's lock or on its loop.
+producer's state itself. It passes a step to `deliver`, which runs the step with the producer's lock or on its loop.
 
 While the thread uses the outbox, it is marked as inside a step (`take`). Otherwise a finalizer on this thread could
 call `send`, and wait forever for a lock that this thread holds itself (E2).
