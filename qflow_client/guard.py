@@ -2,8 +2,8 @@
 
 A step is a change of a producer's state. Between any two instructions of a step, Python may run *foreign code* on the
 same thread: a signal handler or a finalizer. Foreign code may send a message. If it waited for the lock of the
-interrupted step, it would wait for itself. If it took the lock of another producer, two threads could wait for each
-other. So a thread is marked while it waits for a lock and while it has the lock. If code on a marked thread needs a
+interrupted step, the thread would wait for itself. If it took the lock of another producer, two threads could wait for
+each other. So a thread is marked while it waits for a lock or has the lock. If code on a marked thread needs a
 step, it gets an error, or the I/O thread executes the step later. In the usual case, `send` needs no step
 (`send_at_once`). So even foreign code can send.
 

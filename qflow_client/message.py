@@ -325,7 +325,7 @@ def position_of(payload: bytes | Message) -> Position | None:
 
 
 def copy_position(source: bytes | Message, target: Message) -> None:
-    """If a message has a position, copy the position to another message."""
+    """Copy the position of `source` to `target`, if `source` has a position."""
     if position_of(source) is not None:
         target.__dict__[_STORED_WITH] = source.__dict__[_STORED_WITH]
 

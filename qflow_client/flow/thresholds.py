@@ -51,7 +51,7 @@ class StopResume:
 
     Raises:
         ValueError: a threshold is negative, a resume threshold is above its stop threshold, or only the resume
-            threshold is 0. The text contains the invalid values.
+            threshold is 0. The text of the error contains the invalid values.
     """
 
     stop_count: int = 0
@@ -150,7 +150,7 @@ class Capacity:
         resume: depth in body bytes at or below which the state is OFF (``flowResumeCapacity``). Default: `capacity`.
 
     Raises:
-        ValueError: `resume` is above `capacity`, or a value is negative. The text contains the invalid values.
+        ValueError: `resume` is above `capacity`, or a value is negative. The error text contains the invalid values.
     """
 
     capacity: int = 0

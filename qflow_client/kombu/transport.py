@@ -124,7 +124,7 @@ class Transport(pyamqp.Transport):
     def on_readable(self, connection: Any, loop: Any) -> None:
         """Deliver one event, like kombu. If more frames wait, `Wire.bell` makes the loop call this method again.
 
-        kombu itself passes further frames to ``loop.call_soon``. But kombu's loop may wait for sockets before it calls.
+        kombu itself uses ``loop.call_soon`` for further frames. But kombu's loop may wait for sockets before that call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")

@@ -175,7 +175,7 @@ class Wire:
         self._patience: float | None = None
         # Held during each write, because threads of a pool acknowledge on a connection that another thread uses.
         self._writing = threading.RLock()
-        # True during a write. Stays True if an exception interrupts the write, because its result is unknown then.
+        # True during a write, and after an interrupted write, because it is unknown how much of it was written.
         self._is_torn = False
         # Whether a frame of py-amqp is partly written.
         self._is_midway = False

@@ -14,7 +14,7 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 
 
 class OutboxError(QflowError):
-    """The outbox cannot be used. The text contains the path of the outbox.
+    """The outbox cannot be used. The text of the error contains the path of the outbox.
 
     `send` raises two subclasses: `OutboxFull` if the message was not admitted, and `NotDurable` if it was admitted.
 

@@ -1,4 +1,4 @@
-"""Changes of an outbox that are in memory and not on disk yet: messages, settlements, positions, `Outbox.permit`.
+"""Changes of an outbox that are not on disk yet: new and settled messages, positions, and calls of `Outbox.permit`.
 
 Any thread may note changes. Only the thread that has access to the file writes the changes. Two rules make a write safe
 to interrupt and to repeat:
@@ -124,7 +124,7 @@ class Noted:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that the messages from `first` to `last` are withdrawn. A write deletes them and their positions."""
+        """Record that messages `first` to `last` are withdrawn. A write deletes them and their positions."""
         with self.lock:
             # This is a single operation, so Ctrl-C cannot interrupt it halfway.
             self._withdrawn.append((first, last))
@@ -190,7 +190,7 @@ class Noted:
         return last
 
     def position(self, source: str) -> _Value | None:
-        """Return the last position that was put for a source; ``None`` if there is none."""
+        """Return the last position of a source; ``None`` if there is none."""
         withdrawn = self._withdrawn
         # Use a copy, because other threads may put messages during the loop.
         for sequence, position in reversed(self._positions.copy().items()):

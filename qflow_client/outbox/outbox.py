@@ -11,8 +11,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
    dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
 4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A
    *held* message waits too: it was put with ``permit=False``, because it was spilled. The producer reads held messages
-   with `Outbox.read`. Before it writes them, it calls `Outbox.permit` for the last one, and `commit`. So after a crash
-   the file shows which messages may have been written. Only these messages may be second copies.
+   with `Outbox.read`, permits them with `Outbox.permit` and `Outbox.commit`, and then sends them. So after a crash, the
+   file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
@@ -183,7 +183,7 @@ class Outbox:
             payload: the body, or a message with properties. The id of the message has precedence over `message_id`.
             message_id: the id for a message without an id.
             permit: whether the message may be written to a broker now. If False, `Outbox.permit` allows this later.
-            overdraw: whether to ignore `max_bytes`, because the caller has checked `has_room` before.
+            overdraw: whether to ignore `max_bytes`, for callers that have checked `has_room` before.
             position: how far the source of the message has been read, or ``None``. The same commit writes the position.
 
         Raises:
@@ -222,7 +222,7 @@ class Outbox:
         self._noted.withdraw(first, last)
 
     def position(self, source: str) -> int | str | None:
-        """Return how far a source has been read: the position that was put with its last message, or ``None``.
+        """Return how far a source has been read: its last position; ``None`` if there is none.
 
         The position may not be on disk yet.
 
@@ -384,7 +384,7 @@ class Outbox:
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
-        """If another process locks the file, wait for the file at most until `timeout` seconds from now."""
+        """If another process has locked the file, wait for it only until `timeout` seconds from now."""
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:

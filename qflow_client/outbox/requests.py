@@ -16,7 +16,7 @@ class ReadRequest(NamedTuple):
     after: int
     #: The last sequence of the backlog.
     upto: int
-    #: True to send the messages. False to settle only the messages that are too old.
+    #: True if the messages are to be sent. False if only messages that are too old are to be settled.
     sends: bool
 
 

@@ -132,7 +132,7 @@ class Storage:
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
         if self.store.waits_for_disk:
-            # Let the messages that waited for this commit be written to the broker.
+            # Messages that waited for this commit can now be written to the broker.
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:

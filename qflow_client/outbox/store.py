@@ -79,7 +79,7 @@ class OutboxStore:
         self.outbox = outbox
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Shared with the protocol, so a step of the store repairs an interrupted step of the protocol, and conversely.
+        #: Shared with the protocol: the next step of the store or the protocol repairs an interrupted step of either.
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports

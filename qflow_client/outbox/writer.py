@@ -137,7 +137,7 @@ class Writer:
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """Stop the thread, which closes the outbox at its end. Wait at most `timeout` seconds for this end."""
+        """Stop the thread, and wait at most `timeout` seconds for its end. At its end, the thread closes the outbox."""
         self._end.set()
         self.set()
         if self._thread.is_alive():
@@ -176,7 +176,7 @@ class Writer:
     def _gather(self) -> None:
         """Wait for a moment, so that one commit deletes more settled messages. A wake-up ends the wait."""
         if self._end.is_set():
-            # `stop` did not wake the thread if an earlier wake-up was still unnoticed.
+            # If a wake-up was still pending, `stop` could not add another one that would end this wait.
             return
         if not self.store.waits_for_disk:
             self._wake.acquire(timeout=_GATHER)

@@ -1,6 +1,6 @@
 """Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-No function of this module waits. Flowed channels wait if they are blocking or thread-safe, and else raise an error.
+No function of this module waits. Flowed channels that are blocking or thread-safe wait; others raise an error.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Services(SelectorIOServicesAdapter):
     _poll: Any = None
     # Whether the loop waits until the socket accepts bytes.
     _watches = False
-    # Whether pika has called `remove_writer` since the last eager `set_writer`. If so, all its output is written.
+    # Whether pika has called `remove_writer` since `set_writer` last wrote immediately. If so, all output is written.
     _is_done = False
     # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
@@ -268,7 +268,7 @@ class BlockingConnection(_pika.BlockingConnection):
         return channel
 
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
-        """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
+        """Close the connection like pika. With pipelined confirms, first wait until all messages are settled.
 
         The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. If the broker does not read,
         the wait for its answer to the close has the same limit, and the connection is then aborted.
@@ -616,7 +616,7 @@ class BlockingChannel(_pika.BlockingChannel):
             ConfirmTimeout: some messages are not confirmed in time. The outcome of these messages is unknown.
             NackError: messages were not delivered. They are in the attribute `messages`, with their ``Basic.Publish``.
                 If some of them were not nacked, the notes of the error show their number and describe the first.
-            UnroutableError: no queue has received some mandatory messages, which are in the attribute `messages`.
+            UnroutableError: mandatory messages have reached no queue. They are in the attribute `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """
         wait, deadline = self._deadline(timeout)
@@ -687,7 +687,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._is_pipelined = False
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """Close the channel like pika, after the unconfirmed messages of pipelined confirms are settled.
+        """Close the channel like pika. With pipelined confirms, first wait until all messages are settled.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms`. The channel is closed first.

@@ -58,7 +58,7 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """A call of `basic_publish` on a thread that is not the IOLoop's. This thread calls `accept` and `wait`.
+    """A call of `basic_publish` outside the IOLoop's thread. The calling thread uses `accept` and `wait`.
 
     The IOLoop's thread calls all other methods. The object is the waiter of its `SendTicket`. The step that admits the
     message also writes it and calls `set`. So `on_publish` is called before the broker's answer can be read.
@@ -120,7 +120,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, `add_callback_threadsafe` raises the reason, even without the thread.
+                # A closed connection's `add_callback_threadsafe` raises the reason, even without the loop's thread.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
