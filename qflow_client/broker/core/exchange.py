@@ -173,7 +173,7 @@ class _Branch:
         self.words = words
         # The child branches, by their first word.
         self.next: dict[str, _Branch] = {}
-        # The bindings whose keys end at the end of this branch, each with a number that grows with each new binding.
+        # The bindings whose key is the path from the root to here, each with its number in the order of adding.
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
@@ -233,7 +233,7 @@ class TopicExchange(Exchange):
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
         self._root = _Branch([])
-        # Number of bindings made so far. `matching` returns bindings in the order in which they were made.
+        # Number of bindings added so far. `matching` returns bindings in the order in which they were added.
         self._made = 0
 
     def _added(self, binding: Binding) -> None:

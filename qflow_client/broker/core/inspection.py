@@ -33,8 +33,8 @@ class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
     The methods ``each_...`` must be used on the broker's own loop. These methods yield one snapshot at a time. Each
-    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Queues, exchanges
-    and connections that are created during the iteration, or that end before their snapshot, are not included.
+    snapshot shows its object at the moment of the yield, so other work can run between two snapshots. Objects that are
+    created during the iteration, or that are deleted or closed before their snapshot, can be missing.
     """
 
     @on_loop()
@@ -61,7 +61,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
-        """Copies of the ready and the unacked messages of a queue, in its order. Damaged messages are not included.
+        """Copies of the ready and the unacked messages of a queue, oldest first. Damaged messages are not included.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels. They show what blocks (flows) a channel now, and its flowed time so far."""
+        """Snapshots of all open channels."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -149,7 +149,7 @@ class InspectableBroker(EmbeddedBroker):
     @property
     @on_loop()
     def alarms(self) -> dict[str, str]:
-        """The alarms that block all connections, each with its reason. The alarm of `block` is called ``operator``."""
+        """The alarms that block all connections, each with its reason. `block` raises the alarm ``operator``."""
         return dict(self._controls.alarms)
 
     @property
@@ -196,7 +196,7 @@ class InspectableBroker(EmbeddedBroker):
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all durable changes made so far are on disk. Without a store, return immediately.
 
-        This method can run on any loop. On the broker's own loop, no other method waits for the disk.
+        This method can run on any loop, also on the broker's own loop. There, other methods do not wait for the disk.
 
         Args:
             topology_only: whether to wait only for changes of queues, exchanges and bindings.

@@ -2,8 +2,8 @@
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If the system
 has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds. It logs this at most once in
-`LOG_INTERVAL` seconds. The server of asyncio would write `BACKLOG` log lines per second. A protocol is created before
-the TLS handshake of its connection, so a time limit of the protocol can include the handshake.
+`LOG_INTERVAL` seconds. The server of asyncio would write `BACKLOG` log lines per second. The `asyncio.Protocol` object
+of a connection is created before the TLS handshake. So a time limit from its constructor on includes the handshake.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Listener:
                 ssl_handshake_timeout=self._handshake_timeout,
             )
         except (OSError, asyncio.CancelledError) as error:
-            # The client has disconnected, does not speak TLS, was too slow or was cut. asyncio has closed the socket.
+            # The client disconnected or failed the TLS handshake, or the task was cancelled. asyncio closed the socket.
             _log.debug("an accepted connection was closed before it was open: %s", str(error))
 
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:

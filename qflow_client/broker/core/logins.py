@@ -65,7 +65,7 @@ def _read_amqplain(raw: bytes) -> Login:
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:
-        # No error is chained, because the error can quote the password.
+        # Raise the `ConnectionException` later and not here, because a chained error could quote the password.
         fields = {}
     user, password = _raw(fields.get("LOGIN")), _raw(fields.get("PASSWORD"))
     if user is None or password is None:
@@ -95,12 +95,12 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # Hash that is checked for a user without one, so that a login's time reveals no user; empty if no user has one.
+        # Hash that is checked if the user is unknown or a plain password is wrong, so that failures take equally long.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Calls the first function (about 50 ms), then the second with its result. The server replaces this attribute.
+        #: Calls the first function (about 50 ms), then the second with the result. The server's `run` uses a thread.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
@@ -119,7 +119,7 @@ class Logins:
         password = self._users.get(login.user, "")
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
-            # Compare even if the user is unknown, so that the time of a wrong login reveals no user.
+            # Also compare for unknown users, so that the time of a failed login does not show whether the user exists.
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
             if is_right or not self._nobody:
                 if not is_right:

@@ -98,7 +98,7 @@ class Output:
         self.unsent = 0
         # Promises that wait for the disk, in order. The keys are channel numbers.
         self.promises: dict[int, deque[Promise]] = {}
-        # Channels with due confirms. `take` adds these confirms to the frames.
+        # Channels whose confirms are due. `take` adds these confirms to the frames.
         self._confirming: dict[_Channel, None] = {}
         self._is_writable = True
         self._delivery_bytes = 0
@@ -137,12 +137,12 @@ class Output:
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """Record that a channel has due confirms. The confirms are sent together with the other frames."""
+        """Record that confirms of a channel are due. `take` adds them to the other frames."""
         self._confirming[channel] = None
         self.announce()
 
     def forget(self, channel: _Channel) -> None:
-        """Forget a closed channel with its due confirms."""
+        """Forget a closed channel, and the confirms that it has not sent."""
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
@@ -187,14 +187,14 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Let `take` return the kept promises of a channel and the frames behind them, up to its next unkept promise.
+        """Record that a promise has its frames. `take` returns the frames of a channel up to a promise without frames.
 
         `more` is the size of the promised frames in bytes, minus `Promise.size`.
         """
         self.unsent += more
         promises = self.promises.get(number)
         if promises is None:
-            # The connection has ended.
+            # `lost` was called.
             return
         while promises and (data := promises[0].data) is not None:
             self._frames += (data, *promises.popleft().behind)

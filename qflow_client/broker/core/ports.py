@@ -23,7 +23,7 @@ __all__ = ["Disk", "FlowObserver", "Front", "Journal", "PublishMeter", "Timed", 
 
 
 class Timed(Protocol):
-    """An object that has to be called at a certain time."""
+    """An object that `Timers` calls at certain times."""
 
     def tick(self, now: float) -> None:
         """Do all work that is due at the time `now`."""
@@ -115,7 +115,7 @@ class Journal(Protocol):
 
         Args:
             messages: the messages. Messages whose body is in memory, damaged on disk, or being read are skipped.
-            reader: called after each read of bodies, even a failed one, until it returns True.
+            reader: called after each read of bodies, also after a failed read, until `reader` returns True.
         """
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class Journal(Protocol):
         """Record the end of an operation, such as a publish. A batch of records never ends within an operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all records so far are on disk. `topology_only` waits only for records of the topology.
+        """Call a function when all records so far, or with `topology_only` those of the topology, are on disk.
 
         If these records are on disk already, return False and do not call the function.
         """
@@ -141,7 +141,7 @@ class Journal(Protocol):
         """Bytes in memory, including `unfinished`, `waiting` and `buffered`, except bodies that are being evicted."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the maximum body bytes that each queue may read ahead (A3)."""
+        """Return the maximum body bytes that each queue may read from the disk before they are delivered (A3)."""
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
         """Evict bodies or drop messages if too many bytes are in memory (A1 A2 A3)."""
@@ -163,7 +163,7 @@ class FlowObserver(Protocol):
         """Record that a message has left a queue."""
 
     def turned_on(self, queue: QueueView) -> None:
-        """Record that the queue has turned ON: one of its flow states is ON, and before that none was."""
+        """Record that the queue has turned ON: a flow state is ON, and no flow state was ON before."""
 
     def turned_off(self, queue: QueueView) -> None:
         """Record that the queue has turned OFF: no flow state is ON any more. The queue then holds no confirms."""

@@ -23,7 +23,7 @@ from qflow_client.broker.core.wire import (
 
 __all__ = ["decode_headers", "decode_properties", "is_persistent", "with_headers", "with_reply_to"]
 
-#: Bytes of a value in a field table, for each type. A value of another type begins with its length in four bytes.
+#: Bytes of a value in a field table, for each type of fixed size. Other values begin with their size in four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 _PROPERTY_NAMES = dict(zip((flag for flag, _ in PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
 
@@ -70,7 +70,7 @@ def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
 
 
 def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
-    """Return a content header with headers added or replaced, and without ``expiration``.
+    """Return a content header with entries of its table ``headers`` added or replaced, and without ``expiration``.
 
     `headers` has, for each name, the encoded value with its type.
     """

@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 
 class CountedSource(FlowSource):
-    """A source that counts its published messages."""
+    """A `FlowSource`, such as a channel, that counts its published messages."""
 
     __slots__ = ("published",)
 
@@ -97,13 +97,13 @@ class QueueFlow(FlowController):
         self._released: deque[Completion] = deque()
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that can continue: all together, or one after the other in the order of blocking (F4)."""
+        """Unblock the channels that can continue: all together, or one by one in the order of blocking (F4)."""
         blocked = self._blocked
         if not blocked:
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The source that is unblocked first can use all the room, so begin with the one that published least.
+                # The channel that is unblocked first can use all the room. So begin with the one that published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return

@@ -42,7 +42,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
-        # The thread, and a future that ends the thread when its result is set. None if the loop has no own thread.
+        # The thread, and a future that ends the thread when its result is set. None if `run` did not start the loop.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
         # Number of changes so far. The lock of `_changed` protects this number.
@@ -66,7 +66,7 @@ class Runner:
             thread.start()
             started.result()
         except BaseException:
-            # If `start` has failed, or has not finished yet, the thread ends by itself. Otherwise end the thread here.
+            # If `start` has failed, or has not finished yet, `_run` ends the thread. Otherwise end the thread here.
             if not started.cancel() and started.exception() is None:
                 self._thread = thread
                 self.end(stop)
@@ -108,18 +108,18 @@ class Runner:
         self._stopped.set_result(None)
 
     def enter(self) -> None:
-        """Send calls to the running loop from now on."""
+        """From now on, `call` runs functions on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """Stop sending calls to the loop. From now on, `call` runs functions directly on the calling thread."""
+        """From now on, `call` runs functions directly on the calling thread."""
         with self._loop_lock:
             self._loop = None
 
     @property
     def is_running(self) -> bool:
-        """Whether `call` passes functions to a loop."""
+        """Whether the loop runs, so that `call` runs functions on it."""
         return self._loop is not None
 
     def call(self, function: Callable[[], _Result]) -> _Result:

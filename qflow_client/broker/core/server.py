@@ -50,7 +50,7 @@ class Server:
 
     #: Maximum seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: When a session has ended, the broker ends the stream to the client after this number of seconds without input.
+    #: Seconds without input after which the broker closes the connection, or its sending side, of an ended session.
     QUIET = 0.1
     #: Maximum seconds in which the input of one connection is handled before other connections are served.
     SLICE = 0.005
@@ -97,7 +97,7 @@ class Server:
         # Whether too many bytes wait for the disk, and whether memory is full. In both cases publishers are not read.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # Whether the server itself has raised the memory alarm. It does not clear an alarm that an operator raised.
+        # Whether the server itself has raised the memory alarm. The server does not clear an alarm of the operator.
         self._has_memory_alarm = False
         # Held input bytes of all connections whose first message waits for memory or for the disk.
         self.first_publishes = 0
@@ -224,7 +224,7 @@ class Server:
             connections.pop(connection, None)
 
     def _go_on(self) -> None:
-        """Let connections continue with their held input while this iteration of the loop has time."""
+        """Let connections continue with their held input until the TURN seconds of this iteration are over."""
         for connection in tuple(self._with_input):
             del self._with_input[connection]
             connection.go_on()
@@ -361,7 +361,7 @@ class Server:
             self._ticker.cancel()
         self._tick_at = self.host.timers.next_tick
         if self._loop is not None and self._tick_at < math.inf:
-            # If the coarse clock of the loop calls `_tick` slightly too early, `_tick` sets the timer again.
+            # The loop's clock is coarse. If the loop calls `_tick` slightly too early, `_tick` sets the timer again.
             delay = max(0.0, self._tick_at - self.clock())
             self._ticker = self._loop.call_later(delay, self._tick)
 
@@ -473,7 +473,7 @@ class Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """Handle held input, unless the connection has to wait again."""
         if self._can_go_on:
-            # The socket was not read while the input was held. So no heartbeats could arrive in this time.
+            # The socket was not read while the input was held. So the session could not see heartbeats in this time.
             self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 
@@ -514,7 +514,7 @@ class Connection(asyncio.Protocol):
             self._check_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Send nothing more, and discard input until the client closes the connection or the timer cuts it off.
+        """Send nothing more, and discard input until the client closes the connection or the timer calls `abort`.
 
         If the broker closed the socket while frames of the client are on the way, the kernel would reset the
         connection. The client could then lose the last frames of the broker, such as ``Connection.Close-Ok``.
@@ -526,7 +526,7 @@ class Connection(asyncio.Protocol):
             transport.close()
         else:
             self._check_reading()
-            # Some clients wait for the end of the stream. A TLS transport of asyncio cannot end only one direction.
+            # Some clients wait for the end of the stream. A TLS transport of asyncio cannot close only one direction.
             self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
@@ -539,7 +539,7 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """Call `end` when the client has sent nothing for `Server.QUIET` seconds.
 
-        `end` closes the connection, or only its direction to the client.
+        `end` closes the connection, or only its sending side.
         If several threads of a client have sent ``Connection.Close``, each of them has to read ``Connection.Close-Ok``
         before the end of the stream. `received` is the number of bytes received at the previous check.
         """
@@ -550,7 +550,7 @@ class Connection(asyncio.Protocol):
         if count != received:
             self._loop.call_later(self._server.QUIET, self._when_quiet, end, count)
             return
-        # `end` fails if the peer has reset the connection. The transport then reports the loss.
+        # `end` fails if the peer has reset the connection. The transport then calls `connection_lost`.
         with suppress(OSError):
             end()
 
@@ -614,7 +614,7 @@ class Connection(asyncio.Protocol):
             self._set_timer()
 
     def _look_for_life(self, now: float) -> None:
-        """If the socket is not read, treat output that the client has accepted recently as a sign of life."""
+        """If the socket is not read, count output that the client has accepted since the last call as a heartbeat."""
         if self._transport is None or self._is_reading:
             return
         taken = self.session.output.sent - self._transport.get_write_buffer_size()

@@ -116,9 +116,9 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
-        max_unauthenticated: maximum number of connections that are not open yet. If there are more, the oldest is cut.
+        max_unauthenticated: maximum number of connections that are not open yet. A new one then closes the oldest.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
-        max_bindings: maximum number of bindings, except those of the default exchange. Another is refused with 406.
+        max_bindings: maximum number of bindings, without the default exchange. Another binding is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
@@ -127,12 +127,12 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages in the backlog of one connection (D7); 0 for no limit. The backlog has
-            messages that wait for room, have held confirms, or came while another controller blocked the channel. Above
-            the maximum, the publishing channels are blocked (flowed) until fewer than 7/8 of the maximum remain.
+            messages that wait for room, have held confirms, or came while a queue, for example, blocked the channel.
+            Above the maximum, the publishing channels are blocked (flowed) until fewer than 7/8 of the maximum remain.
         backlog_size: maximum body bytes in the backlog of one connection, see `backlog_count`; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
-        tarpit_after: number of messages on one channel after the grace time of a flowed period; 0 for no tarpits. After
-            each such number of messages, the broker does not read the connection for `tarpit_time` seconds (D8).
+        tarpit_after: each time a blocked (flowed) channel has sent this number of messages after the grace time, the
+            broker does not read its connection for `tarpit_time` seconds (D8); 0 for no tarpits.
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
         close_channel_after: maximum number of messages on one channel after the grace time of a flowed period; 0 for no
             limit. If there are more, the channel is closed with 311.

@@ -180,7 +180,7 @@ class QueueSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same data as JSON. The flow state also has its names in Qpid's management (C7)."""
+        """Return the same data as JSON, with `flow_stopped` also under the name ``flowState`` (C7)."""
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
 
 
@@ -284,7 +284,7 @@ class ConnectionSnapshot:
         client: the client property ``connection_name``; empty if it is unknown.
         user: name of the user; empty before the login.
         is_open: whether the connection is open and not closing.
-        blocked: whether an alarm blocks the connection. In the profile ``qflow`` the client got ``Connection.Blocked``.
+        blocked: whether an alarm blocks the connection. In the profile ``qflow`` it has got ``Connection.Blocked``.
         blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
         backlog: number of messages that wait for room, have held confirms, or came on blocked (flowed) channels (D7). 0
             if no backlog limit and no sanction is set.

@@ -1,4 +1,4 @@
-"""Timers of the virtual host, sans-I/O: `Timers` calls queues and other objects, but no sessions, at certain times.
+"""Timers of the virtual host, sans-I/O. `Timers` calls objects, such as queues, at the times that `wake_at` has set.
 
 `Slices` does work that can take long, such as the deletion of 50,000 queues. Other work runs between two slices (E9).
 """
@@ -25,7 +25,7 @@ class Timers:
         looked: called after each `tick` of an object.
     """
 
-    #: Seconds after which `tick` returns, even if the time of more timers has come.
+    #: Seconds after which `tick` returns, even if more timers are due.
     MAX_TICK = 0.005
 
     def __init__(self, clock: Callable[[], float], looked: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Timers:
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Call the objects whose time has come. If this takes longer than `MAX_TICK`, the next `tick` continues."""
+        """Call the objects that are due. If this takes longer than `MAX_TICK`, the next `tick` continues."""
         end = self._clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)
@@ -54,9 +54,9 @@ class Timers:
 
 
 class Slices:
-    """Does work in slices. Each piece of work has its first slice immediately, and further slices as timers.
+    """Does work in slices. The first slice of new work runs immediately. Timers start the further slices.
 
-    So work that fits in one slice is done at once, even while a large piece of other work is not done yet.
+    So work that fits in one slice is done immediately, even while larger work is not done yet.
     """
 
     #: Minimum number of steps in a slice. Further steps run while the slice takes less than `Timers.MAX_TICK`.
@@ -65,7 +65,7 @@ class Slices:
     def __init__(self, clock: Callable[[], float], timers: Timers) -> None:
         self._clock = clock
         self._timers = timers
-        # The work that has had its first slice, and the new work for the slice that runs now or begins next.
+        # `_fresh` has new work, and `_work` has the work that timers continue.
         self._work: deque[Iterator[None]] = deque()
         self._fresh: deque[Iterator[None]] = deque()
         self._is_running = False

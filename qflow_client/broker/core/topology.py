@@ -35,7 +35,7 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        slices: removes the bindings to deleted queues and exchanges.
+        slices: runs, in slices, the removal of the bindings to a deleted queue or exchange.
         on_bindings: called after a `bind` or `unbind`, with the destination of the binding. Also called with ``None``
             if an exchange is deleted, or declared with an alternate exchange.
     """
@@ -225,7 +225,7 @@ class Topology:
         """Undo `bind`. If the binding or the source exchange does not exist, nothing changes, as in RabbitMQ.
 
         Args:
-            source: name of the exchange; not the default exchange.
+            source: name of the source exchange, which must not be the default exchange.
             owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
@@ -321,7 +321,7 @@ def check_owner(queue: Queue, owner: object | None) -> None:
 
 
 def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) -> None:
-    """Raise `ChannelException` 406 if the alternate exchange is not a name."""
+    """Raise `ChannelException` 406 if the argument ``alternate-exchange`` is not a string."""
     name = arguments.get(ALTERNATE_EXCHANGE)
     if name is not None and not isinstance(name, str):
         raise ChannelException(

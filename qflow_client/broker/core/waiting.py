@@ -44,15 +44,15 @@ class Publisher(Protocol):
         """Enqueue a waiting message, because all of its queues have room."""
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a message that has waited for too long, or that a queue no longer lets wait.
+        """Refuse a message, because its deadline has passed, or because a queue now refuses it immediately.
 
-        Return False if the client is not informed, because the channel has ended.
+        Return False if the client is not informed, because the channel is closing.
         """
 
 
 @dataclass(eq=False, slots=True)
 class WaitingPublish:
-    """A message that waits in the lines of all its destination queues, so that no client's later message overtakes it.
+    """A message that waits in the lines of all its destination queues, so no later message of a client overtakes it.
 
     Attributes:
         tag: publish sequence number of the message; 0 without confirms.
@@ -77,7 +77,7 @@ class WaitingRoom:
         journal: counts the bytes of waiting messages; ``None`` if there is no journal.
     """
 
-    #: Maximum number of messages, counted once for each of their queues, that one call of `admit` admits or refuses.
+    #: One call of `admit` handles about this number of messages. A message counts once for each of its queues.
     AT_ONCE = 1000
 
     def __init__(self, clock: Callable[[], float], max_wait: float, journal: Journal | None) -> None:
@@ -109,7 +109,7 @@ class WaitingRoom:
             self._head(queue)
 
     def discard_in_steps(self, waiting: Sequence[WaitingPublish]) -> Iterator[None]:
-        """Discard a channel's messages, newest first, so that none enters a queue after an earlier one is discarded."""
+        """Discard a channel's messages, newest first. So no message enters a queue without the earlier messages."""
         for each in reversed(waiting):
             if not each.is_over:
                 each.queues[0].contents.count_drop(DropReason.REFUSED)
@@ -136,7 +136,7 @@ class WaitingRoom:
             if left <= 0:
                 queue.note_waiting(now)
                 break
-            # While entries are leaving the queue, each `refusal` lets a slice of them leave.
+            # While entries are leaving the queue, `refusal` removes a slice of them. So stop after this message.
             left -= self.AT_ONCE if queue.contents.leaving else len(waiting.queues)
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None

@@ -93,7 +93,7 @@ def _syntax(name: str, text: str) -> ConnectionException:
 
 
 def decode_method(payload: bytes) -> pamqp.base.Frame:
-    """Decode a method frame's payload to pamqp's object.
+    """Decode the payload of a method frame to a method object of pamqp.
 
     Raises:
         ConnectionException: 540 if AMQP 0-9-1 has no such method. 502 if the fields do not fit the method.
@@ -180,7 +180,7 @@ _MAX_SOUND_TABLE = 1024
 
 
 def check_properties(header: bytes) -> str | None:
-    """Check that a content header is well-formed and that its ``expiration`` is valid. Decode as little as possible.
+    """Check that a content header is well-formed and that its ``expiration`` is valid.
 
     Returns:
         The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.

@@ -76,7 +76,7 @@ class Watch:
         self._lock = asyncio.Lock()
         # Number of the last complete check; 0 if there was none.
         self._look = 0
-        # `Broker.version` when the last check started. If this is still the version, the broker has not changed.
+        # `Broker.version` when the last check started. If the version is still the same, the broker has not changed.
         self._version = -1
         # Earliest time of the next check.
         self._next_at = 0.0

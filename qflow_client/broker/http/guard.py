@@ -26,7 +26,7 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Raise `Problem` 403 if a page of another origin requests a change, or (without a token) ``Host`` is not local."""
+    """Raise `Problem` 403 if another origin requests a change, or if no token is set and ``Host`` is not local."""
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
         # DNS rebinding: the host name of an attacker's page resolves to this machine, so the page has the API's origin.

@@ -74,7 +74,7 @@ PolicyName = Annotated[str, Field(min_length=1, description="Name of the policy.
 ChannelName = Annotated[str, Field(min_length=1, description="Name of the channel, such as `127.0.0.1:40412 (1)`.")]
 ConnectionName = Annotated[str, Field(min_length=1, description="Name of the connection, such as `127.0.0.1:40412`.")]
 
-# Attributes of queues whose sums over all queues are in the answer of `counters`.
+# Attributes of queues. The answer of `counters` has the sum of each attribute over all queues.
 _SUMS = (
     "flow_stopped_count",
     "depth",

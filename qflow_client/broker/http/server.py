@@ -55,7 +55,7 @@ _AIOHTTP_LOG.addFilter(_MalformedFilter())
 
 
 class HttpServer:
-    """Serves the HTTP API of a broker. It calls `count_answer` with each change of the total bytes of large answers."""
+    """Serves the HTTP API of a broker. It reports each change of the memory of large answers to `count_answer`."""
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
@@ -68,7 +68,7 @@ class HttpServer:
     STOP_GRACE = 1.0
     #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of strangers: connections that have not sent the token. A further one closes the oldest.
+    #: Maximum number of strangers: connections that have not sent the token, see `admit`.
     MAX_STRANGERS = 100
     #: Maximum number of open event streams of all clients together.
     MAX_STREAMS = 100
@@ -339,7 +339,7 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # Without events, a write would notice a disconnect only every 15 s, so `events` also calls `_is_gone`.
+            # Without events, only a write every 15 s would notice a disconnect, so `events` also calls `_is_gone`.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
