@@ -2,7 +2,7 @@
 
 A headers exchange needs the headers of each message. For other types, destinations depend only on the routing key, so a
 `Target` can cache them. A direct exchange finds bindings by their routing key. A topic exchange has a tree of the words
-of the binding keys. So neither of these two exchanges looks at all bindings for each message.
+of the binding keys. So direct and topic exchanges do not look at all bindings for each message.
 """
 
 from __future__ import annotations

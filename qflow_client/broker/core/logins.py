@@ -8,7 +8,7 @@ failed login does not show whether the user exists, if all hashes have the same 
 running check counts as a failed login, so one address cannot have many checks at the same time.
 
 `FailedLogins` slows down guessing. After several failed logins from an address, further logins from this address are
-delayed to about one per second. A right password is delayed as long as a wrong one.
+delayed to about one per second. The delay is the same for right and wrong passwords.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_login(mechanism: str, response: str | bytes) -> Login | None:
 
 
 def _read_amqplain(raw: bytes) -> Login:
-    """Read a login from the encoded fields of a table, without the four bytes of the table's size."""
+    """Read a login from the encoded fields of a table. The response does not begin with the size of the table."""
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:

@@ -1,6 +1,6 @@
 """Hashed passwords: scrypt of the standard library, written ``$scrypt$ln=14,r=8,p=1$SALT$HASH`` (base64, no padding).
 
-If a value in the setting `users` begins with ``$scrypt$``, it is such a hash. Any other value is the password itself.
+If a value in the setting `users` begins with ``$scrypt$``, it is a hash. Any other value is the password itself.
 With these parameters, a check takes about 50 ms and 16 MiB, so the broker checks hashes on a separate thread.
 """
 

@@ -84,7 +84,7 @@ class Journal(Protocol):
     unfinished: int
     #: Bytes of messages that wait for room in a queue.
     waiting: int
-    #: Bytes that slow clients have not read.
+    #: Bytes of output that slow clients have not read.
     buffered: int
 
     @property

@@ -80,7 +80,7 @@ class Dialect:
         on_alarm: how clients are informed of an alarm.
         alarm_text: reply text of a channel that is closed because of an alarm.
         channel_errors_close: reply code for closing the connection after an error that should close only the channel.
-            ``None`` if such an error closes only the channel.
+            ``None`` if the error closes only the channel.
         settings: defaults for the settings that the broker proposes to clients.
     """
 

@@ -93,7 +93,7 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
 
 
 def with_reply_to(header: bytes, name: str) -> bytes:
-    """Return a copy of a content header with another ``reply_to``. Everything else stays as received."""
+    """Return a copy of a content header with `name` as ``reply_to``. Everything else stays as received."""
     return _with_properties(header, {REPLY_TO_FLAG: short(name)})
 
 

@@ -151,7 +151,7 @@ class FlowOptions(NamedTuple):
 
 
 class QueueFlows(EntryObserver):
-    """All flow states of one queue, and the time since which any of them has been ON (D10).
+    """All flow states of one queue, and the time at which the queue turned ON (D10).
 
     Args:
         queue: the queue that the flow states belong to.

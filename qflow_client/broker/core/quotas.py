@@ -36,7 +36,7 @@ class Quota:
         """Count one more object before it is created.
 
         Args:
-            is_there: whether the object comes from the message store. Such an object is accepted even beyond the limit.
+            is_there: whether the object comes from the message store. Then it is accepted even beyond the limit.
 
         Raises:
             ChannelException: 406 if the limit is reached. RabbitMQ uses the same code for queues beyond its limit.

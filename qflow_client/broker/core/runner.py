@@ -200,7 +200,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Wait for a version other than `version`. Return False if there is none before the time `end`."""
+        """Wait until the version is not `version` any more. Return False if it still is at the time `end`."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)

@@ -134,10 +134,10 @@ class Settings:
         tarpit_after: each time a blocked (flowed) channel has sent this number of messages after the grace time, the
             broker does not read its connection for `tarpit_time` seconds (D8); 0 for no tarpits.
         tarpit_time: seconds for which the broker does not read from a connection in a tarpit (D8).
-        close_channel_after: maximum number of messages on one channel after the grace time of a flowed period; 0 for no
-            limit. If there are more, the channel is closed with 311.
-        close_connection_after: maximum number of messages after the grace time, on all blocked (flowed) channels of one
-            connection together; 0 for no limit. If there are more, the connection is closed with 506.
+        close_channel_after: maximum number of messages that a blocked (flowed) channel may send after the grace time; 0
+            for no limit. If there are more, the channel is closed with 311.
+        close_connection_after: maximum total of the messages that blocked (flowed) channels of one connection may send
+            after the grace time; 0 for no limit. If there are more, the connection is closed with 506.
         flow_log: log of blocked (flowed) channels, held confirms and flow states. Queue depths are added once in each
             `period` of the log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory; 0 for no limit. Each message uses about 512 bytes more than

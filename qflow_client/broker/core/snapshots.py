@@ -128,8 +128,8 @@ class QueueSnapshot:
         dropped: number of messages that were dropped so far, or were refused without informing their publishers. Purged
             messages are not counted.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``damaged``, ``cycle`` or ``refused``. A dropped message can also be counted as ``copy``. Such a message was
-            not dead-lettered, because another copy of it had gone to the same target.
+            ``damaged``, ``cycle`` or ``refused``. A dropped message is also counted as ``copy`` if it was not
+            dead-lettered because another copy of it had gone to the same target.
         consumers: number of consumers.
         blocked: names of the channels that the queue blocks (flows), in the order of blocking (J4).
         thresholds: current thresholds.
@@ -186,7 +186,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """The memory and the store of a broker at one moment. A value that is not counted is 0.
+    """The memory and the store of a broker at one moment. Without a memory limit and a store all values are 0.
 
     Attributes:
         limit: maximum bytes of messages in memory; 0 for no limit.

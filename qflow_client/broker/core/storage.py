@@ -33,7 +33,7 @@ class Storage(EntryObserver):
     Args:
         number: number of the queue in the message store; 0 if the queue does not survive a restart.
         has_letters: whether the queue has a dead-letter exchange.
-        window: returns the maximum body bytes that each queue may read ahead (A3).
+        window: returns the maximum body bytes that each queue may read from the disk before they are delivered (A3).
     """
 
     __slots__ = (

@@ -61,7 +61,7 @@ class Topology:
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
         # For each destination, its bindings.
         self._bound: dict[Queue | Exchange, dict[Binding, None]] = {}
-        # For each name of an alternate exchange, the exchanges with this alternate exchange.
+        # The exchanges that have an alternate exchange, by the name of the alternate exchange.
         self._with_alternate: dict[object, dict[Exchange, None]] = {}
         # Whether objects are being restored from the message store.
         self.is_recovering = False

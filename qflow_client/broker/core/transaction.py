@@ -1,7 +1,7 @@
 """Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-A message is routed when it is published, as in RabbitMQ. If one of its queues was deleted, the commit uses a new queue
-with the same name, if there is one. If any queue refuses its messages, the whole commit is refused.
+A message is routed when it is published, as in RabbitMQ. If a queue was deleted before the commit, the message goes to
+a new queue with the same name, if any. If a queue refuses its messages, the whole commit is refused.
 """
 
 from __future__ import annotations

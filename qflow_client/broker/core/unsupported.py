@@ -1,6 +1,6 @@
 """Refuses features of RabbitMQ that this broker does not have: priorities, and copies for the headers ``CC``, ``BCC``.
 
-A request for such a feature closes the channel with 406. `docs/dialects.md` lists the features.
+A request for any of these features closes the channel with 406. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations

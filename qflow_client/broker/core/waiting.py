@@ -2,8 +2,8 @@
 
 A message waits if the policy of the full queue is ``wait`` (A4). A `WaitingPublish` is in the line of every destination
 queue. The message is admitted when it is the first in all of these lines and all queues have room. So no message of a
-client overtakes an earlier one in any queue. A commit of a transaction never waits: if a queue has no room or has a
-line, the commit is refused. Dead letters and messages of the embedding program never wait, and can overtake others.
+client overtakes an earlier message in a queue. A commit of a transaction never waits: it is refused if a queue has no
+room or has a line. Dead letters and messages of the embedding program never wait, and can overtake others.
 
 `WaitingRoom.admit` checks the line of a queue. The virtual host calls `admit`, for example, after a message has left
 the queue, or at the deadline of the line's first message.
@@ -166,7 +166,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
-    The message waits if every queue that does not accept it has the policy ``wait``, or has room and a line.
+    The message waits if each queue that does not accept it has the policy ``wait``, or has room and a line of messages.
 
     Args:
         size: body bytes.

@@ -154,7 +154,7 @@ TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: Flags of basic properties, as bits of byte 12 of a content header.
 HAS_HEADERS, HAS_REPLY_TO, HAS_EXPIRATION = HEADERS_FLAG >> 8, REPLY_TO_FLAG >> 8, EXPIRATION_FLAG >> 8
-#: Flag and size in bytes of each basic property, in the order on the wire. Size 0 is a short string, -1 a table.
+#: Flag and size in bytes of each basic property, in the order on the wire. Size 0 means a short string, -1 a table.
 PROPERTIES = (
     (1 << 15, 0),
     (1 << 14, 0),
@@ -271,7 +271,7 @@ def property_size(header: bytes, at: int, size: int) -> int:
     """Return the size of a property in bytes, including its length field.
 
     Args:
-        size: the property's entry in `PROPERTIES`: bytes, 0 for a short string, or -1 for a table.
+        size: the size of the property in `PROPERTIES`: bytes, 0 for a short string, or -1 for a table.
     """
     if size > 0:
         return size

@@ -65,7 +65,7 @@ class _Seen:
 
 
 class Watch:
-    """The objects of a broker, each with the number of the check that found its last change."""
+    """Checks the objects of a broker, and stores for each object the number of the check that found its last change."""
 
     #: Maximum fraction of the time that checks use.
     SHARE = 0.05

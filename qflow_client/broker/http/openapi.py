@@ -77,11 +77,11 @@ class Operation:
         answer: type of the answer; ``None`` for an answer without a body.
         media_types: media types of the answer. The first one is the default.
         statuses: statuses of successful answers. If there are several, the handler returns the status and the answer.
-        problems: statuses of errors, in addition to 400, 403 and those that follow from the other attributes.
+        problems: statuses of errors, in addition to 400, 403 and the statuses that follow from other attributes.
         is_public: whether the operation needs no token, even if the API has one.
         lasts: whether the answer waits until the changes are on disk. If the disk is too slow, the status is 503.
-        is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
-            time. If such an answer needs more bytes than the server may send now, the status is 503.
+        is_large: whether the answer grows with the number of objects in the broker. Large answers are created one after
+            the other. If a large answer needs more bytes than the server may send now, the status is 503.
         parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
         takes: type of the body; ``None`` for no body.
@@ -181,7 +181,7 @@ class Api:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that adds an operation with the decorated handler; see `Operation`.
 
-        If the answer is a list, `each` is the type of the list's elements. Such an answer is large (`is_large`).
+        If the answer is a list, `each` is the type of the list's elements. A list is always large (`is_large`).
         """
         is_large = is_large or each is not None
         if each is not None:

@@ -396,7 +396,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close the connection immediately, and stop counting it."""
+        """Close the connection immediately, and forget it."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:

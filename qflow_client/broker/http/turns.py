@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """Slices of long work, at most one of them in each iteration of the event loop."""
+    """Divides long work into slices, with at most one slice in each iteration of the event loop."""
 
     #: Maximum number of objects in one slice.
     MOST = 500

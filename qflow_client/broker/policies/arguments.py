@@ -1,7 +1,7 @@
 """Reads the arguments of ``Queue.Declare``, and computes the limits of the queue.
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
-RabbitMQ can also set a maximum. A queue with such a maximum has no default thresholds.
+RabbitMQ can also set a maximum. With a maximum of RabbitMQ, a queue has no default thresholds.
 """
 
 from __future__ import annotations
