@@ -308,7 +308,7 @@ class HeadersExchange(Exchange):
 
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
-        # For each binding: whether one of its headers is enough, and the headers.
+        # For each binding: whether one matching header is enough, and the headers.
         self._wanted: dict[Binding, tuple[bool, tuple[tuple[str, object], ...]]] = {}
 
     def bind(self, binding: Binding) -> None:

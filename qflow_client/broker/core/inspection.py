@@ -184,7 +184,7 @@ class InspectableBroker(EmbeddedBroker):
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """Wait as `wait_until` does, but without blocking the running event loop, which may be the broker's own.
+        """Wait as `wait_until` does, but without blocking the running event loop, even if it is the broker's loop.
 
         `predicate` may run on another thread.
 

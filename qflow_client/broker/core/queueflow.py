@@ -103,7 +103,7 @@ class QueueFlow(FlowController):
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The channel that is unblocked first can use all the room. So begin with the one that published least.
+                # The first unblocked channel can use all the room, so begin with the channel that published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return

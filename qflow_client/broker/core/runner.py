@@ -208,7 +208,7 @@ class Runner:
     async def wait_until_async(
         self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float
     ) -> None:
-        """Wait like `wait_until`, but without blocking the running event loop, which may be the broker's own.
+        """Wait like `wait_until`, but without blocking the running event loop, even if it is the broker's loop.
 
         On the broker's loop the predicate runs directly. On another loop the predicate runs on a helper thread.
         """

@@ -8,9 +8,9 @@ once. It also checks the memory limit and the bytes that wait for the disk. A so
 - The session holds input, or is in a tarpit: a pause for a client that ignores ``Channel.Flow`` (D8).
 - The client publishes or does not read, while memory is full or too many bytes wait for the disk.
 
-An error in the handling of one connection ends only that connection.
+An error in the handling of a connection closes only that connection.
 
-A session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
+A session handles received bytes for at most `Server.SLICE` seconds, and holds (keeps) the rest. Connections with held
 input continue one after the other. Small input does not wait for larger input of other clients, see `Server.TURN`.
 """
 

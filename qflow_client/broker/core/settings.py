@@ -118,7 +118,7 @@ class Settings:
         max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
         max_unauthenticated: maximum number of connections that are not open yet. A new one then closes the oldest.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
-        max_bindings: maximum number of bindings, without the default exchange. Another binding is refused with 406.
+        max_bindings: maximum number of bindings, without the default exchange's. Another binding is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.

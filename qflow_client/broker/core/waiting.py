@@ -129,7 +129,7 @@ class WaitingRoom:
     def admit(self, queue: Queue, now: float) -> None:
         """Admit the first messages of a line while their queues have room. Refuse messages that must not wait longer.
 
-        If more than `AT_ONCE` messages could be admitted or refused now, the queue soon asks for another call.
+        If more than `AT_ONCE` messages could be admitted or refused now, the queue soon asks for a further call.
         """
         left = self.AT_ONCE
         while (waiting := self._head(queue)) is not None:

@@ -1,7 +1,7 @@
 """Writes metrics for Prometheus.
 
 Each queue has its own time series. Connections and channels have only totals, because they are often opened and closed,
-and each one would need new time series.
+and each of them would need new time series.
 
 This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
 seconds.

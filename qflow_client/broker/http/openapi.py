@@ -122,7 +122,7 @@ class Operation:
         return max(self.media_types, key=lambda offered: _quality(wanted, offered))
 
     def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """Return the checked parameters of a request. Raise `Problem` 400 if one is wrong, unknown or repeated."""
+        """Return the checked parameters of a request. Raise `Problem` 400 if any is wrong, unknown or repeated."""
         given = dict(path)
         for name, value in query:
             if name in given:
