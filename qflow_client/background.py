@@ -64,7 +64,7 @@ class BackgroundCall(Generic[_Answer]):
 
 
 class Timer(Protocol):
-    """The interface of a timer."""
+    """A timer of an event loop or a thread."""
 
     def cancel(self) -> object:
         """Cancel the timer, so that its function is not called."""

@@ -55,7 +55,7 @@ class _BeforeTls(asyncio.Protocol):
 
 
 class _TapProtocol(asyncio.StreamReaderProtocol):
-    """The protocol between asyncio's transport and the library's reader."""
+    """The `asyncio.Protocol` between asyncio's transport and the library's reader."""
 
     def __init__(
         self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop, is_open: Callable[[], bool]
@@ -87,7 +87,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         try:
             self._take(data)
         except BaseException as error:
-            # After Ctrl-C, for example, `data` is lost. Abort the connection, because callers may wait for its answers.
+            # After Ctrl-C, for example, `data` is lost. Abort the connection: callers may wait for answers in `data`.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
@@ -117,7 +117,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._transport.abort()
 
     def eof_received(self) -> bool:
-        """Return False, so that asyncio closes the connection. The broker has ended its side."""
+        """Return False, so that asyncio closes the connection, because the broker sends no more data."""
         super().eof_received()
         return False
 
@@ -360,7 +360,7 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """In a forked child, close the copies of the socket. The event loop belongs to the parent."""
+        """In a forked child, close the copies of the socket without using the event loop of the parent."""
         self._broken = True
         self._socket.close()
         # Do not close this descriptor here, because asyncio's transport closes it when the transport is deleted.

@@ -61,7 +61,7 @@ def words(error: BaseException) -> str:
 
 
 def final(error: BaseException | None) -> bool:
-    """Return True if no further try to connect can succeed."""
+    """Return True if no further attempt to connect can succeed."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return is_final(int(error.args[0]), str(error.args[1]))
     if isinstance(error, (ChannelClosed, ConnectionCommandInvalid)):

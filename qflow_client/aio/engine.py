@@ -1,4 +1,4 @@
-"""Runs the protocol of an `AsyncProducer`. Only the producer's loop uses the socket.
+"""Runs the `ProducerProtocol` of an `AsyncProducer`. Only the producer's loop uses the socket.
 
 A step is a change of the protocol's state (see `guard`). The engine opens and closes the connection and the outbox,
 lets tasks wait, and schedules the application's callbacks on the loop.

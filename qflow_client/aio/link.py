@@ -63,7 +63,7 @@ class Link:
 
     Args:
         connection: a shared connection on which to open the channel; ``None`` to make a connection.
-        after: called after every event that may have changed the protocol.
+        after: called after every event that may have changed the protocol's state.
         topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the URLs contain the credentials, or on a shared connection.
     """
@@ -123,7 +123,7 @@ class Link:
 
     @property
     def last_failure(self) -> str:
-        """Why the last finished try to connect failed; empty if this try succeeded, or if no try has finished."""
+        """Why the last finished attempt to connect failed; empty if it succeeded, or if none has finished."""
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
@@ -186,7 +186,7 @@ class Link:
         return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
-        """Try to connect and to open the channel, until a try succeeds or no further try is allowed."""
+        """Try to connect and to open the channel, until an attempt succeeds or no further attempt is allowed."""
         reconnection = self._reconnection
         lost_one, self._connection = self._connection, None
         try:
@@ -407,7 +407,7 @@ class Link:
             return
         error = _error(closing)
         # If the broker closed the channel, the tap has already reported the close, and the protocol's channel has no
-        # number. Without an error, the end of the loop has cancelled aiormq's tasks.
+        # number. If there is no error, the loop is ending and has cancelled aiormq's tasks.
         by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
@@ -439,7 +439,7 @@ class Link:
             )
         else:
             why = lost("it was closed" if error is None else words(error))
-        # Without an error, aiormq's tasks were cancelled: the loop has ended, or the broker was silent (`stuck`).
+        # If there is no error, aiormq's tasks were cancelled: the loop is ending, or the broker was silent (`stuck`).
         self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
@@ -466,7 +466,7 @@ class Link:
             self._returning = self._loop.create_task(self._reopen())
 
     def _leave(self, reason: str, *, reconnects: bool = False) -> bool:
-        """Separate the channel from the producer. Return True if another connection is wanted."""
+        """Separate the channel from the producer. Return True if the producer wants a new connection."""
         number, self._number = self._number, None
         tapped = self.writer
         if number is not None and tapped is not None:

@@ -75,9 +75,9 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         on_flow: called with every flow event, even while connecting. The method `on_flow` adds further callbacks.
         declare: what to declare before each opening of the channel: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
-        credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
-            coroutine function runs in the loop. Any other function is called on a separate thread, and may return
-            an awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the try to
+        credentials: returns the `Credentials` for the login. The function is called before each attempt to connect. A
+            coroutine function runs in the loop. Any other function is called on a separate thread, and may return an
+            awaitable. `connect_timeout` includes the time of this call. If the function raises an error, the attempt to
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
@@ -321,7 +321,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: the producer or its loop is closed, so the producer will never send again.
+            ProducerClosed: the producer or its loop is closed, or the producer was never connected.
             WrongLoop: the producer belongs to another event loop.
         """
         check_timeout(timeout)

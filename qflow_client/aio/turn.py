@@ -1,6 +1,6 @@
 """Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and `qflow_client.aio_pika`.
 
-`Turns` drives these calls. The waiter of a call is a future. The engine or `ChannelFlow` sets it (`Reports.wake`).
+`Turns` drives these calls. The waiter of a call is a future. The engine or `ChannelFlow` sets the future's result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 
 def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
-    """Set a future at a deadline, but not earlier. A plain timer of the loop may fire slightly too early.
+    """Set the result of a future at a deadline, but not earlier. A plain timer of the loop may fire slightly too early.
 
     Args:
-        deadline: when to set the future, in seconds of `time.monotonic`.
+        deadline: the deadline in seconds of `time.monotonic`.
 
     Returns:
         The timer. It does nothing if `waiter` is done, so the caller need not cancel it.
@@ -47,9 +47,9 @@ def _set_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
 
 
 class Deadlines:
-    """Sets futures that are not done within a time limit. The limit is the same for all futures, so one timer suffices.
+    """Sets the result of each future that is not done within a time limit. All futures have the same limit.
 
-    A timer for each future would cost 3 µs.
+    One timer serves all futures. A timer for each future would cost 3 µs.
 
     Args:
         seconds: the time limit of each future; ``None`` for no limit.
@@ -74,7 +74,7 @@ class Deadlines:
         if self._seconds is None:
             return
         if now >= self._next:
-            # The timer is late because the loop is busy, or there is no timer. Set the futures that are due.
+            # The timer is late because the loop is busy, or there is no timer. Do the timer's work here.
             self._set_due()
         at = self._times[waiter] = now + self._seconds
         if self._timer is None:
@@ -114,7 +114,7 @@ class Waiter(asyncio.Future[None]):
     """Lets one task wait until the result is set."""
 
     async def wait_until(self, deadline: float) -> None:
-        """Wait until the future is set, or until a deadline in seconds of `time.monotonic`."""
+        """Wait until the result is set, or until a deadline in seconds of `time.monotonic`."""
         timeout = None if deadline == math.inf else max(0.0, deadline - _monotonic())
         await asyncio.wait((self,), timeout=timeout)
 

@@ -73,7 +73,7 @@ class Channel(_aio_pika.Channel):
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Close the channel like aio-pika. A `publish` that waits while flowed raises `ChannelInvalidStateError`.
+        """Close the channel like aio-pika. A `publish` that is blocked (flowed) raises `ChannelInvalidStateError`.
 
         If the broker does not read now, the wait for its answer has a limit of `max_producer_flow_control_wait`
         seconds. The limit is 0.3 s if an exception has ended the channel's ``async with`` block.
@@ -108,7 +108,7 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback on the event loop with each flow event, in order. Return a function that removes it.
+        """Register a callback, which the event loop calls with each flow event. Return a function that removes it.
 
         Args:
             callback: the callback, which may call any method of the channel. An exception of the callback is logged.

@@ -161,7 +161,7 @@ class ChannelFlow(DropInFlow):
     def opened(self, tapped: Any, underlay: Any) -> None:
         """Start flow control on an open channel. If it replaces a lost channel, messages wait for a call of `restored`.
 
-        `underlay` is aio-pika's object with aiormq's channel and its close callback.
+        `underlay` is aio-pika's `UnderlayChannel`: aiormq's channel, and aio-pika's callback for its close.
         """
         self.left = False
         channel = underlay.channel
@@ -191,7 +191,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # In newer versions of aiormq, each read of `closing` returns a new future. aiormq ends it too late, after
+            # In newer versions of aiormq, each read of `closing` returns a new future, which is done too late: after
             # all other futures of the channel. So add `ended` to another future of the channel.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
@@ -252,7 +252,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control, because aio-pika opens no new channel. If the program does, `opened` is called again."""
+        """End flow control, because aio-pika opens no new channel. `opened` is called if the program opens one."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -283,8 +283,8 @@ class ChannelFlow(DropInFlow):
         Args:
             mandatory: whether the broker returns the message if no queue receives it.
             timeout: the longest time of the whole call in seconds. With ``None`` the setting
-                `max_producer_flow_control_wait` applies twice: to the wait while flowed, and to the wait for the
-                confirm.
+                `max_producer_flow_control_wait` applies twice: to the wait while the channel is blocked, and to the
+                wait for the confirm.
             wait: without confirms, whether to wait until the message is written.
 
         Raises:
@@ -315,8 +315,8 @@ class ChannelFlow(DropInFlow):
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
-            # If a consumer is cancelled because the channel is closed, `_raise_on_channel_close` raises the reason.
-            # The method is private, so a later version of aiormq may not have it.
+            # When a channel closes, aiormq cancels the tasks of its consumers. In such a task, raise the reason for the
+            # close. The method is private, and some versions of aiormq do not have it.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise
@@ -565,7 +565,7 @@ class ChannelFlow(DropInFlow):
             self._loop.call_soon_threadsafe(call)
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with each flow event. The event loop makes the calls."""
+        """Register a callback, which the event loop calls with each flow event."""
         refuse_coroutine_function("on_flow", callback)
         return self.listen(callback)
 

@@ -26,7 +26,7 @@ class RobustConnection(Connection, TappedRobustConnection):
         super().__init__(url, loop=loop, **kwargs)
 
     async def close(self, exc: Any = asyncio.CancelledError) -> None:
-        """Close like aio-pika. A `publish` that waits while flowed raises `ChannelInvalidStateError`."""
+        """Close like aio-pika. A `publish` that is blocked (flowed) raises `ChannelInvalidStateError`."""
         await super().close(exc)
 
 

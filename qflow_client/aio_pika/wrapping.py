@@ -69,7 +69,7 @@ class _Blocked:
 
 
 class _Turn:
-    """An entry of `write_queue`. Unlike a frame of aiormq, it creates its bytes when aiormq writes it."""
+    """An entry of the connection's `write_queue`. It creates its bytes only when aiormq writes the entry."""
 
     should_close = False
     should_drain = True

@@ -269,8 +269,8 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: The property flags of a message, the values before and after its assigned id, and the size of this id in bytes. If
-#: the producer assigns no id, the size is 0. An id of the application is the first value of the third element.
+#: The property flags of a message, the encoded properties before and after its message id, and the size of the assigned
+#: id in bytes. If the producer assigns no id, the size is 0. An id of the application is in the third element.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -291,7 +291,7 @@ class Route:
         self.routing_key = routing_key
         # The size of a plain message's frames without its body, in bytes; set by the encoder.
         self.cost = 0
-        # The mark of the encoder that made this route.
+        # The attribute `mark` of the encoder that made this route.
         self.made_by: object = None
         names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
         # The complete Basic.Publish frame.
@@ -356,7 +356,7 @@ class PublishEncoder:
         """Return the route for an exchange and a routing key. The route is made on first use.
 
         Raises:
-            TypeError, ValueError: a name is not a ``str``, or has more than 255 bytes.
+            TypeError, ValueError: the exchange or the routing key is not a ``str``, or has more than 255 bytes.
         """
         key = (exchange, routing_key)
         route = self._routes.get(key)
@@ -371,7 +371,7 @@ class PublishEncoder:
         return route
 
     def plain(self, length: int, number: int) -> tuple[bytes, bytes, bytes]:
-        """Return parts of the frames of a plain message, which has only the properties persistence and message id.
+        """Return parts of a plain message's frames. The only properties are `delivery_mode` and `message_id`.
 
         Args:
             length: length of the body, at most `max_body` bytes.
@@ -390,7 +390,7 @@ class PublishEncoder:
     def _next_hundreds(self, hundreds: int) -> None:
         id_start = b"%b%010x" % (self._id_head, hundreds)
         middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + id_start
-        # The assignments call no function. Otherwise Ctrl-C could leave parts that belong to other numbers.
+        # Ctrl-C cannot come between these assignments, because they call no function. So the parts always match.
         self._id_start, self._plain_middle, self._hundreds = id_start, middle, hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
@@ -470,7 +470,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """Return the payload of the content header of a message with only the properties persistence and message id."""
+    """Return the payload of the content header of a message that has only a `delivery_mode` and a `message_id`."""
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
 

@@ -119,8 +119,8 @@ class TapChannel(Protocol):
         """Handle the ``Basic.Ack`` frames of one read, in order.
 
         Args:
-            acks: pairs of a delivery tag and a count. ``(tag, n)`` stands for `n` acks of single messages, whose tags
-                begin with `tag`. ``(tag, 0)`` stands for one ack of all messages up to `tag` (``multiple``).
+            acks: pairs of a delivery tag and a count. ``(tag, n)`` stands for single acks of the `n` messages from
+                `tag` to ``tag + n - 1``. ``(tag, 0)`` stands for one ack of all messages up to `tag` (``multiple``).
         """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -395,7 +395,7 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Handle the frames of publishing channels. Append the other frames to `passed`."""
+        """Handle the frames in the data. Append those for the library to `passed`."""
         splitter = self._splitter
         channels = self._channels
         # The offsets of the current run of frames for the library.

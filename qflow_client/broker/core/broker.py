@@ -255,7 +255,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5). A start does not unblock producers that a queue blocks (flows).
+        """Stop or start producers, as an operator (D5). A start unblocks no producer that a queue blocks.
 
         The method does not wait until the clients have read the ``Channel.Flow``.
 

@@ -93,7 +93,7 @@ class ChannelFlow(CountedSource):
         # Whether the channel has published, or has selected confirm or transaction mode.
         self.is_producer = False
         self.is_over = False
-        # Start of the current flowed period, number of flowed periods, and seconds of the earlier flowed periods.
+        # Since when the channel is blocked, how often it was blocked so far, and the seconds of the earlier blocks.
         self.since: float | None = None
         self.times_flowed = 0
         self._seconds = 0.0
@@ -145,7 +145,7 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the channel was blocked (flowed) so far, including the current flowed period."""
+        """Seconds for which the channel was blocked (flowed) so far, including the current period."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property

@@ -44,7 +44,7 @@ class Deadlines:
         self.at = min(now + self._settings.close_timeout, self.open_by)
 
     def tarpit(self, now: float) -> None:
-        """Stop reading the socket for `tarpit_time` seconds (D8)."""
+        """Start a tarpit: for `tarpit_time` seconds, the broker does not read the socket (D8)."""
         self.tarpit_until = now + self._settings.tarpit_time
         self.by(self.tarpit_until)
 
