@@ -194,7 +194,7 @@ class TapTransport(asyncio.Transport):
     # The links of producers, and the channels of the drop-in for aio-pika, call the methods below.
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Call `after` after every event that may have changed a channel. `after` returns True if writing is urgent."""
+        """Register a function to call after each event that may change a channel. It returns True to write at once."""
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:

@@ -219,7 +219,7 @@ class Link:
             await self._open()
         except ConnectionFailed as error:
             if self._connection.connected.is_set():
-                # As long as this connection is open, a further try would fail with the same error.
+                # As long as this connection is open, a further attempt would fail with the same error.
                 self._give_up(
                     f"{self._reconnection.verdict}; it was restored, but its channel could not be opened: {error}"
                 )

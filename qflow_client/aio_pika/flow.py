@@ -71,7 +71,7 @@ AIO_PIKA_ROBUST = DropIn(
         "url": "pass it to connect() as the first argument",
     },
 )
-#: The settings that any other connection of aio-pika accepts.
+#: The settings that a connection of aio-pika accepts if it is not robust.
 AIO_PIKA = replace(
     AIO_PIKA_ROBUST,
     not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() reconnects"},
@@ -102,7 +102,7 @@ class _Protocol(EncodedProtocol):
             # No message is affected, and the call of the refused method raises the error. (Without confirms, the
             # broker may have discarded written messages that came after the refused method.)
             self.forget_past()
-        # `_on_close` settles the messages, because their error is known only when aiormq has closed its side.
+        # `_on_close` settles the messages, because their error is known only when aiormq has ended its channel.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 

@@ -368,7 +368,7 @@ class Tap:
         view = memoryview(data)
         while (channel := acked.get(head := data[at : at + 11])) is not None:
             acks: list[tuple[int, int]] = []
-            # The current run of single acks, which is not in the list yet.
+            # The first tag and the length of the current run of single acks, which is not in the list yet.
             first = count = 0
             for each, tag, end in _ACK_FRAME.iter_unpack(view[at : len(data) - (len(data) - at) % _ACK_SIZE]):
                 if each != head:

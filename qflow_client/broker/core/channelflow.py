@@ -99,7 +99,7 @@ class ChannelFlow(CountedSource):
         self._seconds = 0.0
         # Number of Channel.Flow methods that the client has not answered.
         self.oks_due = 0
-        # Number of messages in the current flowed period that came after the grace time (D8).
+        # During the current block, the number of messages that came after the grace time (D8).
         self.past_flow = 0
         # Number and body bytes of the owed messages (D7), and of those owed until `is_flowed_by_others` is false.
         self._owed = [0, 0]
