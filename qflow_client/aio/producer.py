@@ -124,7 +124,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             The producer.
 
         Raises:
-            ConnectionFailed: no host accepted a connection. After this error, the producer is closed.
+            ConnectionFailed: connecting failed with every host. After this error, the producer is closed.
             OutboxInUse, OutboxError: the outbox is in use or cannot be used. After this error, the producer is closed.
             ProducerClosed: the producer was closed before or during this call.
             QflowError: the method was called before, or no event loop of asyncio is running.

@@ -130,7 +130,7 @@ class _Waiters(set[asyncio.Future[None]]):
         return False
 
     def set_result(self, result: None) -> None:
-        # In Python 3.11, `tuple` may run finalizers while it iterates. Finalizers and other threads may change the set.
+        # Not `tuple(self)`: in Python 3.11, `tuple` may run finalizers while it iterates, and these may change the set.
         for future in list(self):
             wake_in_its_loop(future)
 

@@ -530,7 +530,7 @@ class ChannelFlow(DropInFlow):
         return protocol.unwritten > _SEPARATE_WRITE or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
-        """Write the waiting bytes, and schedule `after` on the loop."""
+        """Make the loop write the waiting bytes and call `after`."""
         if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
         if self._loop.is_closed():

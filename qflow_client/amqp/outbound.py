@@ -16,12 +16,12 @@ __all__ = ["Outbound"]
 
 
 class Outbound:
-    """One batch, the number of its written bytes, and control frames to write between two messages."""
+    """One batch, the number of its written bytes, and control frames to write after it."""
 
     __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "_taken", "stopped")
 
     def __init__(self) -> None:
-        # The bytes of the batch.
+        # The bytes to write now: the batch, further frames of its last message, or control frames.
         self._data = b""
         # The number of written bytes of `_data`.
         self._at = 0

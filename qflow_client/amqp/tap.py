@@ -4,8 +4,8 @@ The library (pika, aio-pika or py-amqp) manages the connection: connecting, TLS,
 and consuming. The tap removes the confirms, returned messages and flow frames of publishing channels from the received
 bytes. The other frames go to the library. The tap handles close and blocked frames too, before it passes them on. The
 tap adds capabilities to ``Connection.Start``, because some brokers confirm messages but do not announce confirms in the
-form that libraries expect. In the other direction, the tap merges the channels' bytes with the library's bytes at frame
-boundaries. The tap knows publishing channels only by the interface `TapChannel`.
+form that libraries expect. In the other direction, the tap returns the channels' bytes, and allows the library to write
+at frame boundaries (`at_border`). The tap knows publishing channels only by the interface `TapChannel`.
 """
 
 from __future__ import annotations
