@@ -222,10 +222,10 @@ class TapTransport(asyncio.Transport):
                 raise
 
     def received(self, size: int, *, for_library: bool) -> None:
-        """Report changes and write output, after the tap has handled data. Delay the next read as `delay` requires.
+        """After a read, call the functions of `add_after`, write output, and delay the next read as `delay` requires.
 
         Args:
-            size: size of the data in bytes.
+            size: size of the read data in bytes.
             for_library: whether a part of the data was for the library. If so, the next read is not delayed.
         """
         urgent = False

@@ -1,6 +1,6 @@
 """The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
 
-At the start, `Engine` makes a `Link` for each host that it tries. A link can replace a lost connection of its own.
+`Engine` makes a `Link` for each host that it tries. If the producer's own connection is lost, its link makes another.
 """
 
 from __future__ import annotations
@@ -494,7 +494,7 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Report changes, which may wake tasks. Return True if the output must be written before these tasks run."""
+        """Call `after`, which may wake tasks. Return True if the output must be written before these tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()

@@ -157,7 +157,7 @@ class Turns:
     """Drives the waiting calls of a producer or a channel of aio-pika, and logs notices about waiting calls of `send`.
 
     Args:
-        kick: called after a step, to write the output and to wake the waiters that the step has decided.
+        kick: called after a step, to write the output and to wake waiters.
         arm_timer: starts the timer for the protocol's next `on_timer`.
     """
 

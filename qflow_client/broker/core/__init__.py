@@ -32,7 +32,7 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
    from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter. It then blocks the channel if the
    limiter is ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a
    message. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, together or one after the other.
-7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when a first
+7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when the first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no
    controller blocks the channel any more.
 8. `output.py` keeps the outgoing frames of a connection in order. `Output.take` returns the frames to be sent.

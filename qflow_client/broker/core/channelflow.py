@@ -1,8 +1,8 @@
 """`ChannelFlow` has the flow state of one channel, and the channel's part of the connection's backlog, sans-I/O.
 
 A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rate limits, the operator, alarms and the backlog
-block and unblock it. When a first controller blocks the channel, the client gets ``Channel.Flow(active=false)``. When
-no controller blocks it any more, the client gets ``active=true`` (J3 J4). A blocked channel is also called flowed.
+block and unblock it. When the first of them blocks the channel, the client gets ``Channel.Flow(active=false)``. When
+none of them blocks it any more, the client gets ``active=true`` (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if it waits for room, if its confirm is held, or if `is_flowed_by_others` was true when it came.
 The owed messages of all channels are the backlog of the connection. The `Discipline` limits the backlog.
