@@ -113,7 +113,7 @@ __all__ = [
     "may_be_second_copy",
 ]
 
-# These names are imported on first use: most programs need few of these modules, and some import pika or aio-pika.
+# These names are imported on first use, because some of their modules import pika or aio-pika.
 _LATER = {
     "aio": ("AsyncProducer", "AsyncReceipt", "connect_async"),
     "dedup": ("DeduplicationError", "Deduplicator", "may_be_second_copy"),

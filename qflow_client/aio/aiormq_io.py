@@ -33,7 +33,7 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# If more of the library's bytes than this are unwritten, the library must wait until at most a quarter is left.
+# If more of the library's bytes than this are unwritten, the library waits until at most a quarter of this is left.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)

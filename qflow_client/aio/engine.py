@@ -479,7 +479,7 @@ class Engine(BaseEngine):
                 await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox, and wait about `patience` seconds until the next producer can use it."""
+        """Close the outbox. Wait until the next producer can use it, but at most about `patience` seconds."""
         try:
             if self.storage is not None:
                 # A separate executor, because all threads of the loop's executor may be in use.

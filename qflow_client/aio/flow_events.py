@@ -24,7 +24,7 @@ class FlowEvents(BaseFlowEvents):
         self._check_loop = check_loop
 
     def forget(self) -> None:
-        """End the iteration in a forked child. The waiting tasks belong to the parent."""
+        """End the iteration in a forked child. The tasks that wait for the old queue belong to the parent."""
         self._events = asyncio.Queue()
         self.put(None)
 

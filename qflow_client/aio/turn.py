@@ -120,7 +120,7 @@ class Waiter(asyncio.Future[None]):
 
 
 class _Turn(asyncio.Future[None]):
-    """The waiter of a call of `send`. The future is done when the message is admitted or rejected, or at the deadline.
+    """The waiter of a call of `send`. It is done when the ticket is decided (see `SendLine`), or at the deadline.
 
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 

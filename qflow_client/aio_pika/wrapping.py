@@ -242,7 +242,7 @@ class QueueCarrier:
             self.pass_event(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
 
     def pump(self) -> None:
-        """Put a `_Turn` into the write queue, unless it already has one or nothing is unwritten."""
+        """Put a `_Turn` into the write queue, unless one waits already or there is nothing to write."""
         protocol = self._protocol
         if self.awake or protocol is None or not (protocol.has_answer or protocol.unwritten > 0):
             return

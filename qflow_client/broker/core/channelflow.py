@@ -145,7 +145,7 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the channel was blocked (flowed) so far, including the current period."""
+        """Seconds for which the channel was blocked (flowed) so far, including the current block."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property

@@ -57,7 +57,7 @@ class Confirms:
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """Hold the tag of a message that waits for room. A later call of `arm` or `drop` ends this wait."""
+        """Hold the tag of a message that waits for room, until `arm` or `drop` is called for it."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:

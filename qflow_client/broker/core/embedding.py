@@ -38,7 +38,7 @@ def url_host(host: str) -> str:
 
 
 def on_loop(*, changes: bool = False, lasts: bool = False) -> Callable[[_Method], _Method]:
-    """Return a decorator that runs a method of a broker on the broker's loop, see `EmbeddedBroker._call`."""
+    """Return a decorator that makes a method of a broker run on the broker's loop, see `EmbeddedBroker._call`."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
