@@ -393,7 +393,7 @@ class Engine(BaseEngine):
     # Closing.
 
     async def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
-        """Close the producer. The arguments and the result are as for the `Engine` of a `Producer`."""
+        """Close the producer. The arguments and the result are as for `sync.engine.Engine.close`."""
         if self.loop is not None and not self.loop.is_closed():
             self.check_loop()
         if self.ended:

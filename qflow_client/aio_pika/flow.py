@@ -99,8 +99,8 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # No message is affected, and the call of the refused method raises the error. (Without confirms, the
-            # broker may have discarded written messages that came after the refused method.)
+            # No message is affected, and the call of the refused method raises the error. Without confirms this is not
+            # certain: the broker may have discarded written messages that came after the refused method.
             self.forget_past()
         # `_on_close` settles the messages, because their error is known only when aiormq has ended its channel.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)

@@ -114,7 +114,7 @@ class Broker(CoreBroker):
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare all objects and set all policies, or none if one is refused. Existing objects do not change.
+        """Load all definitions, or none if one is refused. Of the existing objects, only policies change.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.

@@ -161,7 +161,7 @@ class Broker(InspectableBroker):
 
         Raises:
             ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist. 406 if the
-                exchange cannot use the arguments, or if the maximum number of bindings is reached.
+                exchange cannot use the arguments, or if the maximum number or size of bindings is reached.
             TypeError, ValueError: the routing key is no AMQP short string.
         """
         _check_names(routing_key=routing_key)
