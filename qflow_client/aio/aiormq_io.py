@@ -122,7 +122,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection. The library notices this end at its next read."""
+        """Handle the end of the connection. The library's next read then gets the error, or the end of the data."""
         if self._tapped is not None:
             self._tapped.lost()
         super().connection_lost(exc or self._error)

@@ -1,6 +1,6 @@
 """The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
 
-`Engine` makes a `Link` for each host that it tries. If the producer's own connection is lost, its link makes another.
+`Engine` makes a `Link` for each host that it tries. If the producer's own connection is lost, the link makes a new one.
 """
 
 from __future__ import annotations

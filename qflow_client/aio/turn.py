@@ -221,7 +221,7 @@ class Turns:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        # Without this ticket, later messages in the line may have been admitted. Write them.
+        # The withdrawal may have admitted later messages of the line. Write them.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:

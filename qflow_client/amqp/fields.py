@@ -118,7 +118,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
         name: name of the table, for error texts. The texts also contain the keys that lead to the invalid value.
 
     Raises:
-        TypeError: a key is not a ``str``, or a value has another type.
+        TypeError: a key is not a ``str``, or a value has none of these types.
         ValueError: AMQP cannot represent a value, the table is nested too deep, or another thread changed it.
     """
     try:

@@ -395,7 +395,7 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Handle the frames in the data. Append those for the library to `passed`."""
+        """Handle the frames in the data. Append the library's frames to `passed`."""
         splitter = self._splitter
         channels = self._channels
         # The offsets of the current run of frames for the library.

@@ -50,7 +50,7 @@ class Discipline(Protocol):
 
         Raises:
             ChannelException: the channel has published too many messages after the grace time.
-            ConnectionException: the connection has published too many such messages, on all its channels together.
+            ConnectionException: the channels of the connection have together published too many of these messages.
         """
 
 
