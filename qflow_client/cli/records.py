@@ -150,7 +150,7 @@ class RecordSource:
         self, file: str, format: Format | None, standard_input: IO[bytes] | None, reading: Reading | None = None
     ) -> None:
         self._reading = reading or Reading()
-        #: Name of the file or of standard input, for messages to people.
+        #: Name of the file or of standard input, for error texts and the display.
         self.name = "standard input" if file == "-" else file
         #: Size of the file on disk in bytes, before decompression; ``None`` for standard input and pipes.
         self.size: int | None = None
@@ -325,7 +325,7 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields the lines of a file, and tracks the position. The other arguments describe the line before `content`."""
+    """Yields lines of a file, and tracks the position. The arguments after `content` describe the line before it."""
 
     def __init__(self, name: str, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._name = name

@@ -263,8 +263,8 @@ def send(
     wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
     Ctrl-C or SIGTERM.
     """
-    # The environment and the URL can set what the command line leaves out, but not the first two settings. The command
-    # always waits for the broker, and the outbox keeps each record until its delivery.
+    # Other settings come from the environment and the URL. The first two are fixed: the command always waits for the
+    # broker, and the outbox keeps each record until its delivery.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,

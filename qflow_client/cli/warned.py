@@ -15,7 +15,7 @@ __all__ = ["warnings_shown"]
 
 #: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
 _MAX_WAITING = 1000
-#: Maximum seconds to wait at the end for room in the queue, and then the same time for the thread.
+#: At the end of the block: maximum seconds to wait for room in the queue, and maximum seconds to wait for the thread.
 _AT_EXIT = 1.0
 
 

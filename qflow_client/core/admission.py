@@ -124,7 +124,7 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Use the encoder of another channel from now on. Most messages have the given exchange and routing key."""
+        """Encode later messages with `encoder`. Most messages have the given exchange and routing key."""
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. The frames of plain messages always contain an id. So without message
@@ -292,8 +292,8 @@ class Admission:
         """Recount the unwritten bytes, and raise or lift the hold ``transport`` if necessary.
 
         Args:
-            others: returns the messages to be sent again.
-            written_to: returns how many bytes of frames are made and not written.
+            others: function that returns the messages to be sent again.
+            written_to: function that returns how many bytes of the frames are not written yet.
         """
         while True:
             before = self.unwritten

@@ -67,8 +67,8 @@ def send(
 
     Args:
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
-        cannot_wait: the error if the message would have to wait; ``None`` if the message is allowed to wait. Only the
-            message of a callback has such an error. Its ticket has a timeout of 0, and goes to the front of the line.
+        cannot_wait: the error to raise if the message has to wait; ``None`` if it may wait. Set only for a message that
+            a callback sends. The ticket of this message has a timeout of 0, and goes to the front of the line.
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
 
     Raises:
@@ -89,7 +89,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait for the messages of `Waiters.when_flushed`. Return True if they are settled, False after the deadline."""
+    """Wait until the admitted messages and the outbox's backlog are settled. Return False after the deadline."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)

@@ -24,7 +24,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["INTERRUPTED", "Channel"]
 
-# Class and method ids in ``Channel.Close``: those of ``Basic.Publish``, and those that stand for no method.
+# Class and method ids in ``Channel.Close``: of ``Basic.Publish``, and if no method caused the error.
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
@@ -145,7 +145,7 @@ class Channel:
         """Continue without a channel, and lift the holds that the old channel or its connection has caused.
 
         Args:
-            held: whether to hold calls of `send`. `Consequences.review_holds` lifts this hold on the next channel.
+            held: whether to raise the hold ``disconnected``. `Consequences.review_holds` lifts it on the next channel.
         """
         self.number = None
         self._resending.refusals.stop_clock(now)
@@ -159,11 +159,11 @@ class Channel:
         """Handle a channel that the broker has closed, usually because of a message that the broker does not identify.
 
         Returns:
-            The reason to hold calls of `send`, if the broker has no room and messages are sent again. Else ``None``.
+            The reason for the hold ``refused`` if the broker has no room and messages are sent again. Else ``None``.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause. Without confirms, so may a settled message.
+        # Any begun message that was not returned may be the cause. Without confirms, a settled message may be it too.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
@@ -194,8 +194,9 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # The text may name the exchange of the wrong message. Then keep only suspects with this exchange. But
-                # keep all if one was written on an earlier channel too, because that channel's text may have misled.
+                # The text may name an exchange. Then keep only suspects with this exchange. But if a suspect was also
+                # written on an earlier channel, keep all, because the earlier channel's text may have named a wrong
+                # exchange.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
@@ -231,7 +232,7 @@ class Channel:
         """
         unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
-        # A return is the broker's answer, even if the ack of the message did not come.
+        # A returned message is answered, even if its ack did not come.
         answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
         outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
         self._settling.settle(answered, outcomes, now, reply)
@@ -324,7 +325,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # The interrupt may have come at the end of the channel. So repeat this end, here and below.
+            # The interrupt may have come while the channel ended. So end it again, here and below.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

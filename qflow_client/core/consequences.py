@@ -28,14 +28,14 @@ class Consequences:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        # Copied for speed, because every answer of the broker uses these parts.
+        # Every answer of the broker uses these parts. The copies save a look-up in `parts`.
         self._gate, self._controller = parts.gate, parts.controller
         self._reports, self._unreported, self._waiters = parts.reports, parts.unreported, parts.waiters
         parts.gate.observer = self._hold_changed
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do the actions that become possible when messages are settled or leave `Unconfirmed.flight`."""
+        """Update the holds, admit messages and wake waiters after messages were settled or left `flight`."""
         if self._unreported.count and self._reports.settled:
             # Raise the hold for unreported receipts before `proceed` admits waiting messages.
             self.hold_unreported(now)
@@ -97,7 +97,7 @@ class Consequences:
     # Holds.
 
     def lift(self, kind: str, now: float, source: str = "") -> None:
-        """Lift a hold, and admit the messages that waited for its end."""
+        """Lift a hold, and admit waiting messages if no other hold stops them."""
         if self._gate.lift(kind, now=now, source=source) is not None or self._controller.waiting:
             self._parts.line.grant(now)
 
@@ -107,7 +107,7 @@ class Consequences:
             self.lift(HoldKind.TRANSPORT, now)
 
     def hold_unreported(self, now: float) -> None:
-        """Hold senders if too many receipts are not reported to the application yet."""
+        """Raise the hold ``capacity`` if too many receipts are not reported to the application yet."""
         if self._parts.admission.closed is None:
             self._unreported.hold_if_many(now)
 

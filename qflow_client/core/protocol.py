@@ -25,15 +25,15 @@ From its admission until it is settled, a message is in exactly one of three col
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). An unsettled
 message leaves `flight` if the channel ends, or if the broker has no room and refuses the message. If the broker stops
 the channel, messages without a written byte also leave `flight` (`Writing.take_back`). In these three cases a message
-moves to `again` if it was ever written, and otherwise to `unsent`. `again` and `unsent` are always in the order of
-admission, and `again` is sent first. So first copies are always sent in the order of admission.
+moves to `again` if any byte of it was ever written, and otherwise to `unsent`. `again` and `unsent` are always in the
+order of admission, and `again` is sent first. So first copies are always sent in the order of admission.
 
 Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
 broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
-3. When the next channel opens, the hold is lifted, the clock continues, and the message is encoded for this channel.
+3. The next channel lifts ``disconnected``, but not ``refused``. The clock continues, and the message is encoded again.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
 5. When the pause is over, the message gets frames, and moves into `flight` as a probe. No other message is sent before
    the broker answers the probe.
@@ -250,8 +250,8 @@ class ProducerProtocol:
 
         Args:
             frame_max: the negotiated maximum size of a frame in bytes; 0 for no limit.
-            restores: whether the program's declarations are being repeated. If so, calls of `send` are held and no
-                message is written until `restored` is called.
+            restores: whether the program's declarations are being repeated. If so, calls of `send` wait, and no message
+                is written, until `restored` is called.
         """
         self.channel.is_restoring = restores
         self.consequences.expire(now)
@@ -268,7 +268,7 @@ class ProducerProtocol:
 
     @step
     def restored(self, now: float) -> None:
-        """Allow messages to be sent, because all declarations were repeated."""
+        """Handle the end of the repeated declarations: messages may be written again."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
         self.consequences.proceed(now)
@@ -369,7 +369,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Add a control frame, such as a probe of a silent broker, after the frames that are already made."""
+        """Add a control frame, such as a request that tests a silent broker, after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.
@@ -438,7 +438,7 @@ class ProducerProtocol:
 
     @property
     def has_answer(self) -> bool:
-        """Whether made frames are not written yet, such as a reply. They are written even if `is_stopped` is True."""
+        """Whether some frames, such as ``Flow-Ok``, are not written yet. `is_stopped` does not stop these frames."""
         return not self._unconfirmed.outbound.is_empty
 
     @step

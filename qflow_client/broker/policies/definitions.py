@@ -180,7 +180,7 @@ class Loading:
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
-        """Declare one object, or do one step of `PolicyRules.set_policy_in_steps`, in each step.
+        """Declare all objects. Yield after each object, and after each step of `PolicyRules.set_policy_in_steps`.
 
         Raises:
             DefinitionError: a definition is refused. The error contains the place of the definition and the reason.

@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["Pattern", "compile_pattern"]
 
-# The private parser of `re`.
+# `re` has no public parser.
 _parser: Any = getattr(re, "_parser")  # noqa: B009
 _Test = Callable[[str], bool]
 

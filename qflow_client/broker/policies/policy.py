@@ -37,7 +37,7 @@ class QueuePolicy(StrEnum):
 
     #: Accept every message. The flow thresholds of the queue can block its producers.
     FLOW = "flow"
-    #: Accept every message. Keep bodies above the maximum only on disk.
+    #: Accept every message. Keep bodies up to the maximum in memory, and further bodies only on disk.
     FLOW_TO_DISK = "flow_to_disk"
     #: Keep the last message of each key. At the maximum, drop the oldest messages.
     CONFLATE = "conflate"

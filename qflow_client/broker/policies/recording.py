@@ -16,7 +16,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Maximum number of publishers in the line of a hold. The times of further publishers are added up.
+# Maximum number of publishers in the line of a hold. The times of further publishers are added up as `_OTHERS`.
 _MAX_CAUSES = 16
 _OTHERS = "(others)"
 
@@ -47,7 +47,7 @@ class _Record:
 
 
 class _Hold:
-    """A current hold, which `count` controllers cause. Its next line covers the time from `begun`."""
+    """A current hold, caused by `count` flow controllers. Its next line covers the time from `begun`."""
 
     __slots__ = ("begun", "count", "since")
 

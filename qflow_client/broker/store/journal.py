@@ -162,7 +162,7 @@ class Journal:
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total body bytes and overhead of the messages in `_puts`. At `MAX_BATCH`, `divide` ends the batch.
+        # Total body bytes and overhead of the messages in `_puts`. From `MAX_BATCH` on, `divide` makes a full batch.
         self._pending = 0
         # Full batches, oldest first. They are written before the changes that are in no batch yet.
         self._full: deque[Batch] = deque()

@@ -343,7 +343,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Call `close` on a thread, which then ends. If the disk does not answer, stop waiting after `STOP_TIMEOUT`."""
+        """Call `close` on `thread`, then end it. If the disk does not answer, stop waiting after `STOP_TIMEOUT`."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

@@ -119,8 +119,8 @@ class Droppable:
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
         """Remove an entry, so that its message can be dropped. If this is not possible now, set the entry aside.
 
-        Return all entries of the message, which the caller then drops together. Return none if the body is not in
-        memory or is being evicted. Return none also if another entry of the message must stay or was not offered yet.
+        Return all entries of the message, which the caller then drops together. Return no entries if the body is not in
+        memory or is being evicted, or if another queue must keep the message or has not offered its entry yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None

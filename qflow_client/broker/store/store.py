@@ -162,7 +162,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
-                # Delete messages that an earlier run put on disk for no durable queue, for example to free memory.
+                # Delete messages that are in no durable queue. An earlier run wrote them, for example to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]

@@ -44,7 +44,7 @@ _FAIL_AFTER = 30.0
 
 @dataclass(slots=True)
 class _Actor:
-    """A process of the demonstration. It sends reports through a pipe. The consumer also gets commands from it."""
+    """A process of the demonstration. It sends reports through `reports`. The consumer also receives commands there."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection

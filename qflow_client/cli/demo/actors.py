@@ -165,7 +165,7 @@ class Ledger:
 def consume(url: str, queue: str, messages: int, rate: float, reports: Connection) -> None:
     """Consume at most `rate` messages per second on average, and send a `ConsumerTally` about every 0.1 s.
 
-    The first object from the pipe `reports` starts the consumer. After the second, it stops when the queue is empty.
+    The first object from the pipe `reports` starts the consumer. The second lets it stop when the queue is empty.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
