@@ -2,8 +2,8 @@
 
 Each call is a generator that calls steps (see `step`) of the protocol. When a call has to wait, it yields the latest
 time at which it must be resumed. A `deadline` is the latest time at which the wait ends, in seconds. A *driver* runs
-such a generator. While the call waits, a driver blocks its thread, suspends an asyncio task, or processes the I/O of
-the connection. A driver does the following:
+the generator. While the call waits, the driver blocks its thread, suspends an asyncio task, or processes the I/O of the
+connection. A driver does the following:
 
 1. It calls `resume` where steps are allowed: under the producer's lock, or on the thread or loop of the connection.
 2. It waits until the call's waiter is set after a later step, or until the yielded time.

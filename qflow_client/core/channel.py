@@ -194,15 +194,14 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # The text may name an exchange. Then keep only suspects with this exchange. But if a suspect was also
-                # written on an earlier channel, keep all, because the earlier channel's text may have named a wrong
-                # exchange.
+                # The text may name an exchange. Then keep only suspects with this exchange. But if any of them was also
+                # written on an earlier channel, keep all, because that channel's text may have named a wrong exchange.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return None
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """Handle a loss after which the producer connects again, see `ProducerProtocol.connection_lost`."""
+        """Handle a lost connection if the producer will connect again, see `ProducerProtocol.connection_lost`."""
         suspects: Sequence[Receipt] = ()
         if not shared:
             in_flight = [each for each in self._unconfirmed.begun() if each._reply is None]

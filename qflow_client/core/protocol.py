@@ -466,7 +466,7 @@ class ProducerProtocol:
 
     @step
     def repair(self) -> None:
-        """Only repair the state if the last step is unfinished, as each step does."""
+        """Repair the state if the last step is unfinished. Every step begins with this repair."""
 
     @step
     def on_timer(self, now: float) -> None:
