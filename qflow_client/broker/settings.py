@@ -103,7 +103,8 @@ class BrokerSettings(Settings):
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The error contains the setting, the value and the allowed values.
+        ValueError: a value is not allowed. The error contains the setting, the allowed values, and the value (but no
+            token).
     """
 
     http_host: str = "127.0.0.1"

@@ -87,7 +87,7 @@ class Consequences:
         times = parts.resending.next_times(not parts.unconfirmed.flight, now)
         store, unsent = parts.admission.store, parts.admission.unsent
         if times and store is not None and not parts.resending.again and not store.count_writable(unsent):
-            # The next message waits for the disk, so ignore times in the past.
+            # The next message waits for the disk. So ignore times in the past, to avoid a busy loop.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
             # Earlier bytes wait for the socket, so a due message cannot be sent now. Wait, to avoid a busy loop.

@@ -48,8 +48,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     asked |= marks
     maximum = limits.overflow
     try:
-        # Do not compare marks with RabbitMQ's maximum: it counts only ready messages, and marks also count unacked
-        # ones.
+        # Skip RabbitMQ's maximum, because it counts only ready messages. Marks count unacked messages too.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

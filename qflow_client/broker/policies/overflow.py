@@ -14,7 +14,7 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 
 @dataclass(frozen=True, slots=True)
 class FlowToDisk(Overflow):
-    """Accept every message. Keep bodies up to the maximum in memory, and further bodies only on disk (A2)."""
+    """Accepts every message. Keeps bodies up to the maximum in memory, and further bodies only on disk (A2)."""
 
     pages_bodies = True
 
@@ -30,7 +30,7 @@ class FlowToDisk(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Overflow):
-    """Refuse messages that do not fit into the queue (``qpid.policy_type=reject``)."""
+    """Refuses messages that do not fit into the queue (``qpid.policy_type=reject``)."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Reject(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Reject):
-    """Let messages that do not fit wait for room (A4). Refuse a message that is larger than `max_size`."""
+    """Lets messages that do not fit wait for room (A4). Refuses a message that is larger than `max_size`."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Wait(Reject):
 
 @dataclass(frozen=True, slots=True)
 class _Dropping(Overflow):
-    """Drop queued messages to make room for new messages."""
+    """Drops queued messages to make room for new messages."""
 
     def make_room(self, queue: QueueView, size: int) -> None:
         self._drop(queue, 1, size)
@@ -70,7 +70,7 @@ class _Dropping(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Ring(_Dropping):
-    """Drop the oldest messages to make room for a new message (``qpid.policy_type=ring`` and ``ring_strict``).
+    """Drops the oldest messages to make room for a new message (``qpid.policy_type=ring`` and ``ring_strict``).
 
     Attributes:
         strict: whether a new message is refused if one of the messages that must be dropped for it is unacked.
@@ -110,7 +110,7 @@ class Ring(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class Conflate(Ring):
-    """Keep the last message of each key. At the maximum, drop the oldest messages.
+    """Keeps the last message of each key. At the maximum, drops the oldest messages.
 
     Attributes:
         key: name of the header that contains the key; ``None`` if the routing key is the key.
@@ -128,7 +128,7 @@ class Conflate(Ring):
 
 @dataclass(frozen=True, slots=True)
 class DropHead(_Dropping):
-    """Drop the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Unacked messages do not count."""
+    """Drops the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Unacked messages do not count."""
 
     counts_ready = True
 
@@ -144,7 +144,7 @@ class DropHead(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class RejectPublish(Overflow):
-    """Refuse messages that do not fit, like RabbitMQ (``x-overflow=reject-publish``). Unacked messages do not count.
+    """Refuses messages that do not fit, like RabbitMQ (``x-overflow=reject-publish``). Unacked messages do not count.
 
     Attributes:
         dead_letters: whether refused messages go to the dead-letter exchange (``x-overflow=reject-publish-dlx``).

@@ -60,7 +60,7 @@ class Pattern:
     MAX_LENGTH = 1000
     #: Maximum number of nodes in the graph of an expression.
     MAX_NODES = 1000
-    #: Maximum number of cached sets. A full cache is emptied before another set is stored.
+    #: Maximum number of entries in the cache of sets. A full cache is emptied before the next entry is stored.
     MAX_STEPS = 4096
 
     def __init__(self, text: str) -> None:

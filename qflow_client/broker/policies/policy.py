@@ -150,7 +150,7 @@ class PolicyDefinition:
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: a value is not allowed, or a key is not the name of a field.
+            ValueError: a value is not allowed or contradicts another value, or a key is not the name of a field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:

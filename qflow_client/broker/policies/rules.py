@@ -69,7 +69,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy` in small steps, each for one queue."""
+        """Do the work of `set_policy`, and yield after each queue."""
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
         self.policies.set(policy)
@@ -81,12 +81,12 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy` in small steps, each for one queue."""
+        """Do the work of `delete_policy`, and yield after each queue."""
         self.policies.delete(name)
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Replace all policies, and compute the limits of all queues again. Each step is for one queue."""
+        """Replace all policies, and compute the limits of all queues again. Yield after each queue."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 

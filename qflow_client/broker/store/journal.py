@@ -33,7 +33,7 @@ class Put(NamedTuple):
     """A message to write.
 
     Attributes:
-        queues: numbers of the durable queues with the message; empty, for example, for a message that is only evicted.
+        queues: numbers of the durable queues with the message; empty if the message is on disk only to evict its body.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key, each encoded as an AMQP short string.
         header: payload of the message's content header frame.

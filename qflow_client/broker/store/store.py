@@ -194,7 +194,7 @@ class Store:
             self._file.execute(statement, *values)
 
     def topology(self) -> Found:
-        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings with a missing end."""
+        """Return the queues, exchanges and bindings. Set aside damaged rows, and bindings of missing objects."""
         with _explained():
             queues = [
                 (number, name, bool(auto_delete), decode_table(arguments, 0)[0])

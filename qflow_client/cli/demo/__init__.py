@@ -91,7 +91,7 @@ class _Stage:
         self._producers = producers
         self._consumer = consumer
         self.run = Run(messages, (), ConsumerTally(), self._queue())
-        #: Text for the display that describes the current step of the demonstration.
+        #: Text for the display that describes what now happens in the demonstration.
         self.note = "no consumer yet: the queue fills to its stop threshold"
         self._moved_at = time.monotonic()
 
