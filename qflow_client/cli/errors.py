@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     #: The command line cannot be parsed (typer uses the same code), or a setting is not allowed.
     USAGE = 2
-    #: The producer was flowed (blocked) for longer than `max_producer_flow_control_wait`. A later try may succeed.
+    #: The producer was blocked (flowed) for longer than `max_producer_flow_control_wait`. A later try may succeed.
     FLOWED = 3
 
 

@@ -271,7 +271,7 @@ class Admission:
         return self.encoder.cost(receipt._route, len(message.body), prepared)
 
     def prepare_again(self, receipt: Receipt) -> None:
-        """Encode a second copy's properties, with the message id of the first copy. Raise the errors of `prepare`."""
+        """Encode a second copy's properties, with the first copy's message id. The errors are those of `prepare`."""
         receipt._prepared = self.encoder.prepare(republished(receipt._as_published()), has_id=False)
 
     def cost(self, receipt: Receipt) -> int:

@@ -72,7 +72,8 @@ def send(
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
 
     Raises:
-        FlowControlTimeout, ProducerFlowed, ProducerClosed: the message was not sent and will never be sent.
+        FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, TypeError, ValueError: the message is never
+            sent.
     """
     line.stand_in_line(ticket, now)
     try:

@@ -80,7 +80,7 @@ class Consequences:
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def next_review(self, now: float) -> float | None:
-        """Return the time at which a message can be sent again or must be settled; ``None`` if there is none."""
+        """Return the earliest time to send a message again or to settle it; ``None`` if there is none."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
@@ -209,7 +209,7 @@ class Consequences:
             self.close(parts.admission.closed)
 
     def _follow_up(self) -> None:
-        """Do the actions that were due after the unfinished step."""
+        """Do what the unfinished step may have left undone: review holds, admit messages, and wake waiters."""
         now = self._parts.steps.now
         self.lift_unreported(0, now)
         self._waiters.wake_unflowed()
