@@ -103,8 +103,7 @@ class BrokerSettings(Settings):
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The error contains the setting, what is allowed, and the value (but no
-            token).
+        ValueError: a value is not allowed. The error contains the setting, what is allowed, and the value (no token).
     """
 
     http_host: str = "127.0.0.1"

@@ -72,8 +72,7 @@ def send(
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.
 
     Raises:
-        FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, TypeError, ValueError: the message is never
-            sent.
+        FlowControlTimeout, ProducerFlowed, ProducerClosed, OutboxFull, TypeError, ValueError: it will never be sent.
     """
     line.stand_in_line(ticket, now)
     try:

@@ -72,7 +72,7 @@ class Limits:
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Set a fixed size of the window, checked by `check_capacity`. Admitted messages are not affected (C6)."""
+        """Set a fixed size of the window, see `check_capacity`. Only later admissions are affected (C6)."""
         check_capacity(capacity)
         self.adaptive = None
         self.window.capacity = self.max_capacity = capacity

@@ -208,7 +208,7 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an unsent message as *failed*, without a report to the application. Return False for any other."""
+        """Settle an unsent message as *failed*, but do not report it. Return False if the message is not unsent."""
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
