@@ -119,7 +119,7 @@ class Channel:
             try:
                 self._encode(receipt)
             except Exception as error:
-                # The message was admitted for another channel, and the frames of this channel are too small for it.
+                # The properties were encoded at admission, but do not fit into a frame of this channel.
                 unfit.append((receipt, f"it cannot be encoded again: {error}"))
         for receipt, reason in unfit:
             self._settling.settle([receipt], self._outcome_at_end(receipt, ()), now, (0, reason))
