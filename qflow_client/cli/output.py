@@ -1,4 +1,4 @@
-"""How commands print tables, and the option ``--json``.
+"""Prints tables and JSON for commands, and defines the option ``--json``.
 
 With ``--json``, the standard output of every command is JSON. The keys of the JSON objects are a public interface.
 Errors still go to standard error as text, and exit codes do not change.

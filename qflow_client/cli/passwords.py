@@ -1,4 +1,4 @@
-"""Warnings about passwords on the command line, and other ways to pass a password.
+"""Warns about passwords on the command line, and reads passwords from other places.
 
 On most systems, every user can read the arguments of every process (``ps``). So a command prints a warning if the
 value of an option contains a password. The warning names an alternative, such as an environment variable or a file.

@@ -82,7 +82,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How records are converted to messages.
+    """Converts records to messages.
 
     Attributes:
         delimiter: separator of the fields in a CSV file; one character.

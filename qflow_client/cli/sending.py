@@ -108,7 +108,7 @@ class Tally:
             self._tell("a message of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
-        # A message that stays in the outbox only because the producer was closed has no failure, so do not report it.
+        # Without a failure, the message stays in the outbox only because the producer was closed. Do not report it.
         if receipt.failure is None:
             return
         if len(self.failures) < _MAX_REPORTED:
@@ -193,7 +193,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records up to number `sent` may be second copies, so `_read` marks them. An unknown `sent` counts as 0.
+            # Records up to number `sent` may be second copies, so `_read` marks them. If `sent` is unknown, mark none.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return

@@ -111,7 +111,7 @@ class Channel:
         self._opening = None
 
     def _encode_all(self, now: float) -> None:
-        """Encode the names and properties of admitted messages. Settle those that are too large for the channel."""
+        """Encode the names and properties of admitted messages. Settle messages with too large properties."""
         # An interrupted call may have left settled messages in the collections.
         self._discard_settled()
         unfit: list[tuple[Receipt, str]] = []

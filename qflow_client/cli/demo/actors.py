@@ -103,7 +103,7 @@ class _Feeder(threading.Thread):
 
 
 def produce(url: str, queue: str, capacities: Sequence[int], messages: int, reports: Connection) -> None:
-    """Publish flights with one producer for each capacity. Send a list of `ProducerTally` about every 0.1 s."""
+    """Publish flights with one producer for each capacity. Send a list of `ProducerTally` to `reports` every 0.1 s."""
     # Ignore the user's settings for producers, because they would change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):

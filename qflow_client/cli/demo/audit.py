@@ -103,7 +103,7 @@ class AuditLine:
 
 
 def audit(run: Run) -> list[AuditLine]:
-    """Check whether a run meets each condition."""
+    """Return the conditions that a run must meet, each with its measured value."""
     sent = sum(producer.sent for producer in run.producers)
     confirmed = sum(producer.confirmed for producer in run.producers)
     checksum = sum(producer.checksum for producer in run.producers)
