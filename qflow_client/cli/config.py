@@ -1,4 +1,4 @@
-"""The configuration file of ``qflow broker``."""
+"""Reads the configuration file of ``qflow broker``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LEAST = 0.005
 
 
 class Expiry:
-    """The marks of one producer."""
+    """Sets the marks of one producer, and finds its expired messages."""
 
     __slots__ = ("_marks", "_next_mark_at", "_period", "timeout")
 

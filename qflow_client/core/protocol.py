@@ -69,7 +69,7 @@ __all__ = ["ProducerProtocol"]
 
 
 class ProducerProtocol:
-    """The state of one producer.
+    """The state of one producer, and the steps that change it.
 
     Args:
         id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
