@@ -189,7 +189,7 @@ class Sending:
             self._fail(stopping, "not every record was confirmed")
 
     def _resume(self, records: RecordSource) -> None:
-        """Start after the records that an earlier run has sent, except if the run begins anew."""
+        """Start after the records that an earlier run has sent, unless `_begins_anew` is True."""
         if self._source is None:
             return
         if self._begins_anew:

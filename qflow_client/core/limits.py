@@ -48,7 +48,7 @@ class Limits:
             else WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
         )
         parts: list[Limiter] = [self.window]
-        #: Limits the bytes of unsettled messages; ``None`` without such a limit.
+        #: Limits the bytes of unsettled messages; ``None`` without `capacity_bytes`.
         self.byte_window: SizeLimiter | None = None
         if settings.capacity_bytes is not None:
             self.byte_window = SizeLimiter(settings.capacity_bytes, kind=HoldKind.CAPACITY)

@@ -75,7 +75,7 @@ class ProducerProtocol:
         id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
         wall_offset: the number to add to `now` to get seconds since 1970.
         line: the order in which waiting messages are admitted; by default the order of their arrival.
-        retries: the pauses before a message that the broker refused is sent again; ``None`` to settle such a message.
+        retries: the pauses before a refused message is sent again; ``None`` if refused messages are settled instead.
         encoder: the class of the encoders; each channel has its own encoder.
 
     Raises:

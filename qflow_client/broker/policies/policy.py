@@ -483,7 +483,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # The arguments set no limit. If they set another value, such as the enforcement, it has priority.
+                # The arguments set no limit. Other values that they set, such as the enforcement, have priority.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

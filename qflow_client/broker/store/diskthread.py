@@ -1,4 +1,4 @@
-"""A thread for calls that wait for the disk. Even if such a call never returns, the process can end."""
+"""A thread for calls that wait for the disk. Even if a call never returns, the process can end."""
 
 from __future__ import annotations
 

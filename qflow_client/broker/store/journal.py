@@ -235,7 +235,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Perhaps only this queue prevented the message from being dropped.
+                # If only this queue has prevented the drop of the message, the other queues can now drop it.
                 bring_back(message)
         if not record.number:
             return
@@ -374,7 +374,7 @@ class Journal:
             try:
                 waits_no_more = reader()
             except Exception:
-                # The other readers belong to other queues or channels, so call them in spite of the error.
+                # Call the other readers nevertheless, because other queues or channels wait for them.
                 _log.exception("a callback failed after bodies were read")
             else:
                 if not waits_no_more:
@@ -476,5 +476,5 @@ class Journal:
             try:
                 told()
             except Exception:
-                # The other callbacks belong to other callers, so call them in spite of the error.
+                # Call the other callbacks nevertheless, because other callers wait for them.
                 _log.exception("a callback failed after a commit")

@@ -1,9 +1,9 @@
 """The message store: durable queues, exchanges, bindings and persistent messages in one SQLite file.
 
 Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
-A row with a wrong checksum is never used. Such a row, and the rows that depend on it, are set aside: the store moves
+A row with a wrong checksum is never used. A damaged row, and the rows that depend on it, are set aside: the store moves
 them to the table ``damaged``. At each start the broker logs how many rows this table has, and the errors of the first
-rows. If the structure of the file is damaged, rows could be missing without notice. So a `Store` refuses such a file.
+rows. If the structure of the file is damaged, rows could be missing without notice. So a `Store` refuses the file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Damaged rows of other tables. `name` is the table and row number, `why` the error, and `content` the row as text.
+    # Damaged rows of the tables above. `name` is the table and row number, `why` the error, and `content` the row as
+    # text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
