@@ -67,8 +67,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Damaged rows of the tables above. `name` is the table and row number, `why` the error, and `content` the row as
-    # text.
+    # Damaged rows of all tables. `name` is the table and row number, `why` the error, and `content` the row as text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
