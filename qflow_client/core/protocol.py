@@ -17,10 +17,10 @@ The protocol has these parts:
 
 From its admission until it is settled, a message is in exactly one of three collections:
 
-* `admission.unsent`: no byte of the message was ever written. * `unconfirmed.flight`: the message is *on the wire*: its
-frames, with a delivery tag, are made for the open channel. * `resending.again`: the message was written before, and
-will be sent again. It gets the header `REPUBLISHED`, because the first copy may have arrived. Even if the broker
-refused that copy, one of several queues may have accepted it.
+* `admission.unsent`: no byte of the message was ever written.
+* `unconfirmed.flight`: the message is *on the wire*: its frames, with a delivery tag, are made for the open channel.
+* `resending.again`: the message was written before, and will be sent again. It gets the header `REPUBLISHED`, because
+  the first copy may have arrived. Even if the broker refused that copy, one of several queues may have accepted it.
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). An unsettled
 message leaves `flight` if the channel ends, or if the broker has no room and refuses the message. If the broker stops
