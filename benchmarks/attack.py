@@ -291,6 +291,33 @@ async def fanout(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
+async def dead_letters(target: _Target) -> AsyncIterator[None]:
+    """Rejects of 1,000 messages at once, and messages that expire, with dead letters to 400 queues each."""
+    peer = await target.peer()
+    for number in range(target.of(400)):
+        name = f"attack {number}"
+        await peer.call(1, commands.Queue.Declare(queue=name, arguments={"x-max-length": 1}))
+        await peer.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"))
+    letters: Any = {"x-dead-letter-exchange": "amq.fanout"}
+    await peer.call(1, commands.Queue.Declare(queue="attack", arguments=letters))
+    await peer.call(1, commands.Queue.Declare(queue="expires", arguments=letters | {"x-message-ttl": 500}))
+    yield
+
+    async def step() -> None:
+        peer = await target.peer()
+        await peer.call(1, commands.Basic.Consume(queue="attack"))
+        while True:
+            for queue in ("expires", "attack"):
+                for _ in range(1000):
+                    await peer.publish(b"", queue)
+            # Each delivery is a method frame and a header frame.
+            for _ in range(2000):
+                await peer.read()
+            peer.send(1, commands.Basic.Nack(0, multiple=True, requeue=False))
+
+    await _forever(step)
+
+
 async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
     """Arrays of 120,000 nulls in headers and arguments, and smaller arrays before the login."""
     peer = await target.peer()
@@ -448,6 +475,7 @@ _EVERYWHERE: tuple[Attack, ...] = (
     transactions,
     through_blocked,
     fanout,
+    dead_letters,
     arrays_of_nulls,
     many_bindings,
     descriptors,

@@ -54,7 +54,7 @@ _PACKAGES: Final = {
 
 _ATTACKS: Final = (
     "--round-trip 0.75 --factor 2 --only half_sent_bodies,big_headers,through_blocked,waiting_publishes,fanout,"
-    "arrays_of_nulls,many_bindings,unread_replies,http_strangers,metrics"
+    "dead_letters,arrays_of_nulls,many_bindings,unread_replies,http_strangers,metrics"
 )
 
 _CHECK_AUDIT: Final = """
